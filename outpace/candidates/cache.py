@@ -1,0 +1,152 @@
+"""The candidate cache of one request: the drafter inserts layers, the target queries it and corrects the direction.
+
+CARD, arXiv:2508.04462: query-and-correct. Here a hit in the secondary cache B counts, and the best subtree is verified
+instead of one chain.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outpace.core.tree import Role, TokenTree, best_nodes
+from outpace.core.types import Verdict
+
+
+class Candidate(NamedTuple):
+    """A node on its way into the cache. `chance`: log of the estimated chance that the target walks on from the parent
+    to it; relative, because the parent's own path score changes whenever the root moves."""
+
+    node_id: int
+    parent_id: int
+    token: int
+    chance: float
+    role: Role
+
+
+class Layer(NamedTuple):
+    """A delta: what the drafter added since it last published, parents first."""
+
+    epoch: int
+    nodes: Sequence[Candidate]
+
+
+class Correction(NamedTuple):
+    """Where the target went: the walked ids, the tokens it committed, and the root from now on.
+
+    After a hit the root is a node that the drafter knows; after a miss it is new, and so is the epoch.
+    """
+
+    path: Sequence[int]
+    tokens: Sequence[int]
+    root_id: int
+    epoch: int
+    is_hit: bool
+
+
+class CandidateCache:
+    """Candidates of one request below the last committed token. Two threads meet here, under one lock.
+
+    Ids are never reused: those of drafted nodes count up from 1, those of the roots after a miss down from -1. An
+    insertion drops nodes whose parents are dead. The epoch moves on a miss only. `counts` says what was met.
+    """
+
+    def __init__(self, root_token: int) -> None:
+        self._tree = TokenTree(root_token)
+        self._places = {0: 0}  # node id -> node
+        self._lock = threading.Condition()
+        self.layers = 0  # accepted since the last correction
+        self._seen = 0  # nodes there at the last query
+        self.epoch = 0
+        self.missed = True  # nothing is there yet: the first query, too, may wait for a short draft
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._tree) - 1
+
+    def insert(self, layer: Layer) -> int:
+        """The drafter's thread: adds what still hangs on a live parent; the number of nodes added."""
+        with self._lock:
+            added = 0
+            for candidate in layer.nodes:
+                parent = self._places.get(candidate.parent_id)
+                if layer.epoch != self.epoch or parent is None:
+                    self.counts["dead parent"] += 1
+                    continue
+                score = self._tree.scores[parent] + candidate.chance
+                node = self._tree.add(parent, candidate.token, score, candidate.role, node_id=candidate.node_id)
+                if node is not None:
+                    self._places[candidate.node_id] = node
+                    added += 1
+            self.layers += added > 0
+            self._lock.notify_all()
+            return added
+
+    def query(self, budget: int) -> TokenTree:
+        """The target's thread: a copy of the best `budget` nodes, the root included; maybe the root alone."""
+        with self._lock:
+            self._seen = len(self._tree)
+            return self._tree.copy(best_nodes(self._tree, max(budget, 1)))
+
+    def late(self, tree: TokenTree) -> int:
+        """Appends to a queried tree the children that its nodes got since the query; they have no score row yet."""
+        with self._lock:
+            places = {node_id: node for node, node_id in enumerate(tree.ids)}
+            verified = len(tree)
+            for node in range(self._seen, len(self._tree)):
+                parent = places.get(self._tree.ids[self._tree.parents[node]])
+                if parent is not None:
+                    mine = self._tree
+                    tree.add(parent, mine.tokens[node], mine.scores[node], mine.roles[node], node_id=mine.ids[node])
+            return len(tree) - verified
+
+    def correct(self, tree: TokenTree, verdict: Verdict, verified: int) -> tuple[str, Correction]:
+        """The target's thread: moves the root to where the verdict on a queried tree ends.
+
+        Gives where the next root stood ("primary", "secondary", "late", or "miss") and what to tell the drafter.
+        `verified` is the number of the tree's nodes that had a score row.
+        """
+        path = [tree.ids[node] for node in verdict.path]
+        tokens = [tree.tokens[node] for node in verdict.path[1:]]
+        with self._lock:
+            root: int | None = self._places[path[-1]]
+            kind = "late"
+            if verdict.next_token is not None:
+                tokens.append(verdict.next_token)
+                assert root is not None
+                root = self._tree.child(root, verdict.next_token)
+                kind = "miss" if root is None else self._tree.roles[root].value
+            elif verdict.path[-1] >= verified:
+                path.pop()  # the late child is the new root
+            else:
+                raise ValueError("a verdict without a next token must end on a late child")
+            self._move(root, tokens[-1])
+            self.counts[kind] += 1
+            return kind, Correction(path, tokens, self._tree.ids[0], self.epoch, kind != "miss")
+
+    def wait(self, layers: int, seconds: float) -> None:
+        """Until `layers` layers came since the last correction, `seconds` passed, or the drafter gave up."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            while self.layers < layers and (left := deadline - time.monotonic()) > 0:
+                if not self._lock.wait(left):
+                    return
+
+    def give_up(self) -> None:
+        """The drafter offers no more before the next correction: whoever waits goes on."""
+        with self._lock:
+            self.layers = 1 << 30
+            self._lock.notify_all()
+
+    def _move(self, root: int | None, token: int) -> None:
+        self.layers = 0
+        self.missed = root is None
+        if root is None:
+            self.epoch += 1
+            self._tree = TokenTree(token, root_id=-self.epoch, next_id=self._tree.next_id)
+        else:
+            self._tree = self._tree.copy(self._tree.subtree(root))
+        self._places = {node_id: node for node, node_id in enumerate(self._tree.ids)}

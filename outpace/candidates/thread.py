@@ -1,0 +1,68 @@
+"""The drafter in a thread of its own that runs freely for the life of the engine and serves all its requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from outpace.candidates.cache import CandidateCache
+from outpace.candidates.loop import DraftLoop, Message, publish
+from outpace.core.types import Drafter
+
+T = TypeVar("T")
+
+_PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
+
+
+class ThreadWorker:
+    """Never joined a round: it reads corrections between forwards. An exception ends it and is kept in `failure`."""
+
+    def __init__(self, drafter: Drafter, threads: int = 1) -> None:
+        """`threads`: how many cores one forward of the drafter may use (CPU)."""
+        self.failure: BaseException | None = None
+        self._loop = DraftLoop(drafter)
+        self._threads = threads
+        self._stopping = False
+        self._wake = threading.Event()
+        self._turn_seconds = 0.01
+        self._thread = threading.Thread(target=self._run, name="outpace-drafter", daemon=True)
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        if self.failure is None:
+            self._loop.mail.put(message)
+            self._wake.set()
+
+    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
+        return target_pass()
+
+    def wait(self, cache: CandidateCache, layers: int) -> None:
+        if self.failure is None:
+            cache.wait(layers, _PATIENCE * self._turn_seconds * (layers + 1))
+
+    def close(self) -> None:
+        """Ends the thread after the forward that it is in."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            torch.set_num_threads(self._threads)
+            while not self._stopping:
+                self._wake.clear()
+                start = time.perf_counter()
+                layers = self._loop.grow()
+                if layers:
+                    publish(layers)
+                    self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
+                elif not self._loop.has_work:
+                    self._wake.wait()
+        except BaseException as failure:
+            self.failure = failure
+            for cache in self._loop.caches():
+                cache.give_up()

@@ -1,0 +1,84 @@
+"""Keyed noise: one value for (seed, choice, position, token), never drawn in call order.
+
+Shared by target and drafter (Daliri, Musco, Suresh, arXiv:2408.07978): the target writes argmax(log p + g), so its
+text depends on the seed alone. With g = -log E this is the exponential race argmax(p / E), E ~ Exp(1).
+
+The bits are the same on every device and in every process: a 32-bit integer hash of the token, mixed with a 64-bit
+key a row, then a logarithm made of single IEEE additions, products and divisions (a device's own log may differ in the
+last bit, and compilers may not fuse across these calls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
+_LOG_2 = 0.6931471805599453
+_UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
+
+
+def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
+    """64 bits that differ for every (seed, choice, position, purpose): splitmix64's mixer, once a part."""
+    key = 0
+    for part in (seed, choice, position, purpose):
+        key = (key + part + 0x9E3779B97F4A7C15) & _MASK64
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+        key ^= key >> 31
+    return key
+
+
+def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
+    """One number in [0, 1) with 53 bits for this key."""
+    return (row_key(seed, choice, position, purpose) >> 11) * 2.0**-53
+
+
+def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
+    low = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device)[:, None]
+    high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
+    bits = torch.arange(vocab, dtype=torch.int32, device=device) ^ low  # [rows, vocab]
+    _mix(bits, 0x7FEB352D)
+    bits.bitwise_xor_(high)
+    _mix(bits, 0x846CA68B - (1 << 32))
+    _mix(bits, 0x9E485565 - (1 << 32))
+    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
+    return _minus_log(1.0 - v, v)
+
+
+def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """g = -log E for every row key and every token: float32 [rows, vocab]."""
+    e = exponential(keys, vocab, device)
+    return _minus_log(e, 1.0 - e)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a two's-complement integer."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _mix(bits: Tensor, factor: int) -> None:
+    """One bijective round on int32, in place: multiply, then fold the high half (a logical shift) into the low."""
+    bits.mul_(factor)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF))
+
+
+def _minus_log(x: Tensor, one_minus_x: Tensor) -> Tensor:
+    """-log x for positive normal float32, relative error below 1e-6; single IEEE operations only.
+
+    `one_minus_x` is taken where x is near 1, where subtracting would cancel: E keeps its precision down to 2^-32.
+    """
+    bits = x.view(torch.int32)
+    exponent = (bits - _SQRT_HALF_BITS).bitwise_right_shift_(23)
+    mantissa = (bits - (exponent << 23)).view(torch.float32)  # in [sqrt(1/2), sqrt(2))
+    s = torch.where(exponent == 0, one_minus_x, 1.0 - mantissa).div_(mantissa.add_(1.0))
+    square = s * s
+    series = square * (2 / 9)
+    for term in (2 / 7, 2 / 5, 2 / 3):
+        series.add_(term).mul_(square)
+    return series.add_(2.0).mul_(s).add_(exponent.to(torch.float32).mul_(-_LOG_2))

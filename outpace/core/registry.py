@@ -1,0 +1,94 @@
+"""Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`; nothing is listed anywhere.
+
+A method's file holds `build` (or `decode`), an `Options` dataclass, and a docstring whose first line is its help and
+whose second cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages register
+modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and `outpace.decoders`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from outpace.core.errors import UserError, unknown
+
+KINDS = ("decoders", "drafters", "rules")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table of methods."""
+
+    kind: str
+    name: str
+    help: str
+    paper: str
+    lossless: bool | None  # None for drafters: what they propose never changes the text
+    options: tuple[str, ...]
+
+
+def names(kind: str) -> list[str]:
+    """The names of all methods of one kind, sorted."""
+    package = importlib.import_module(f"outpace.{kind}")
+    own = {m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.name.startswith("_")}
+    return sorted(own | {point.name for point in entry_points(group=f"outpace.{kind}")})
+
+
+def find(kind: str, name: str) -> ModuleType:
+    """The module of a method; UserError with the nearest name where there is none."""
+    for point in entry_points(group=f"outpace.{kind}"):
+        if point.name == name:
+            return importlib.import_module(point.module)
+    if name not in names(kind):
+        raise unknown(kind.rstrip("s"), name, names(kind))
+    return importlib.import_module(f"outpace.{kind}.{name}")
+
+
+def describe(kind: str, name: str) -> Method:
+    """What the table of methods says of one."""
+    module = find(kind, name)
+    lines = (module.__doc__ or "").strip().splitlines()
+    paper = next((line.strip() for line in lines[1:] if line.strip()), "")
+    return Method(kind, name, lines[0].rstrip("."), paper, getattr(module, "LOSSLESS", None), option_names(module))
+
+
+def option_names(module: ModuleType) -> tuple[str, ...]:
+    """The names of a method's options, `name=default`."""
+    return tuple(f"{f.name}={_default(f)}" for f in fields(module.Options))
+
+
+def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
+    """The method's Options from those of `values` that it knows; text is read as the option's own type."""
+    kinds = get_type_hints(module.Options)
+    known = {field.name for field in fields(module.Options)}
+    return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
+
+
+def check_known(modules: Mapping[str, ModuleType], values: Mapping[str, Any]) -> None:
+    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence."""
+    allowed = {field.name for module in modules.values() for field in fields(module.Options)}
+    for name in values:
+        if name not in allowed:
+            raise unknown(f"option of {', '.join(modules)}", name, allowed)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default is not MISSING else "?"
+
+
+def _read(name: str, kind: Any, value: Any) -> Any:
+    if not isinstance(value, str) or kind is str:
+        return value
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise UserError(f"{name} is {value!r}, it must be true or false")
+        return value.lower() == "true"
+    try:
+        return kind(value)
+    except ValueError:
+        raise UserError(f"{name} is {value!r}, it must be a number ({kind.__name__})") from None

@@ -1,0 +1,69 @@
+"""From logits to p: temperature, top-k, top-p, min-p, in the order that transformers and vLLM use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import check_range
+
+_NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_k", self.top_k, 0)
+        check_range("top_p", self.top_p, 1e-9, 1.0)
+        check_range("min_p", self.min_p, 0.0, 1.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+GREEDY = Sampling()
+
+
+def processed(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """log p of every row under its own sampling options, -inf where filtered out. [rows, vocab] to [rows, vocab].
+
+    A row's result depends on nothing but that row. Greedy rows are scaled by 1 and not filtered.
+    """
+    temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
+    scale = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
+    logits = logits / scale[:, None]
+    for row, sampling in enumerate(samplings):
+        if not sampling.is_greedy and (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p):
+            floor = _threshold(logits[row], sampling)
+            logits[row].masked_fill_(logits[row] < floor, float("-inf"))
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The lowest logit that stays; equal logits stay or go together, whatever order a sort gave them. [vocab] to []."""
+    count = min(sampling.top_k or _NUCLEUS, len(logits))
+    top = torch.topk(logits, count).values  # [count], descending
+    floor = top[-1] if sampling.top_k else logits.new_tensor(float("-inf"))
+    if sampling.top_p < 1.0:
+        total = torch.logsumexp(top if sampling.top_k else logits, dim=-1)
+        mass = torch.exp(top - total).cumsum(0)
+        if not sampling.top_k and mass[-1] < sampling.top_p:
+            top = torch.sort(logits, descending=True).values
+            mass = torch.exp(top - total).cumsum(0)
+        kept = int((mass < sampling.top_p).sum())  # the token that crosses top_p stays
+        floor = torch.maximum(floor, top[min(kept, len(top) - 1)])
+    if sampling.min_p:
+        floor = torch.maximum(floor, top[0] + torch.log(top.new_tensor(sampling.min_p)))
+    return floor

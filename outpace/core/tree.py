@@ -1,0 +1,161 @@
+"""Token trees: candidate tokens that await the target's judgement, and the pure functions over them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+PREFIX = -1  # the parent of a node that hangs directly below the committed tokens
+
+
+class Role(Enum):
+    """What a node stands in the tree for."""
+
+    PRIMARY = "primary"  # a kept candidate: CARD's C(l)
+    SECONDARY = "secondary"  # a scored child that was not kept: CARD's B(l); verified and hit like any other
+    PROBE = "probe"  # scored for the drafter's sake, never accepted, never counted as drafted
+
+
+class Siblings(Enum):
+    """How the children of one node were made; a rule refuses what it is not exact for."""
+
+    PICKED = "picked"  # deterministically: no two alike
+    DRAWN = "drawn"  # independently from q: duplicates stay
+    WITHOUT_REPLACEMENT = "without_replacement"
+
+
+class TokenTree:
+    """A tree of tokens that grows at its leaves and never loses a node.
+
+    Node 0 is the root: the last committed token, whose keys and values are not stored yet. A parent stands before its
+    child. `scores[i]` is W, the log of the estimated chance that the target walks down to node i; it never exceeds
+    the parent's, so the best n nodes are always closed under ancestors. `ids` are unique for the life of a request.
+
+    One writer at a time: whoever grows it. A reader freezes it by remembering `len(tree)`.
+    """
+
+    def __init__(self, token: int, root_id: int = 0, next_id: int = 1) -> None:
+        self.tokens = [token]
+        self.parents = [PREFIX]
+        self.scores = [0.0]
+        self.roles = [Role.PRIMARY]
+        self.ids = [root_id]
+        self.siblings: dict[int, Siblings] = {}
+        self.next_id = next_id
+        self._children: list[list[int]] = [[]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(
+        self,
+        parent: int,
+        token: int,
+        score: float,
+        role: Role = Role.PRIMARY,
+        siblings: Siblings = Siblings.PICKED,
+        node_id: int | None = None,
+    ) -> int | None:
+        """Adds a child with path score W = `score`; None where a picked sibling with this token stands already."""
+        if not 0 <= parent < len(self.tokens):
+            raise ValueError(f"parent {parent} is not in a tree of {len(self)} nodes")
+        if self.siblings.setdefault(parent, siblings) is not siblings:
+            raise ValueError(f"children of node {parent} are {self.siblings[parent].value}, not {siblings.value}")
+        if siblings is Siblings.PICKED and self.child(parent, token) is not None:
+            return None
+        node = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(min(score, self.scores[parent]))
+        self.roles.append(role)
+        self.ids.append(self.next_id if node_id is None else node_id)
+        self.next_id = max(self.next_id, self.ids[-1] + 1)
+        self._children.append([])
+        self._children[parent].append(node)
+        return node
+
+    def children(self, node: int) -> Sequence[int]:
+        """The children of a node, in the order in which they were added."""
+        return self._children[node]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The candidate below `node` that carries `token`; probes are never found."""
+        for child in self._children[node]:
+            if self.tokens[child] == token and self.roles[child] is not Role.PROBE:
+                return child
+        return None
+
+    def ancestry(self, node: int) -> Iterator[int]:
+        """The node, its parent, and so on up to the root."""
+        while node != PREFIX:
+            yield node
+            node = self.parents[node]
+
+    def depth(self, node: int) -> int:
+        """Edges between the node and the root."""
+        return sum(1 for _ in self.ancestry(node)) - 1
+
+    def copy(self, nodes: Sequence[int]) -> TokenTree:
+        """A tree of these nodes alone; `nodes` is closed under ancestors below its first, which becomes the root."""
+        root, *rest = nodes
+        tree = TokenTree(self.tokens[root], self.ids[root], self.next_id)
+        index = {root: 0}
+        shift = self.scores[root]
+        for node in rest:
+            parent = self.parents[node]
+            kind = self.siblings[parent]
+            score = self.scores[node] - shift
+            added = tree.add(index[parent], self.tokens[node], score, self.roles[node], kind, self.ids[node])
+            assert added is not None
+            index[node] = added
+        tree.next_id = self.next_id
+        return tree
+
+    def subtree(self, node: int) -> list[int]:
+        """The node and everything below it, parents first."""
+        inside = {node}
+        for other in range(node + 1, len(self.tokens)):
+            if self.parents[other] in inside:
+                inside.add(other)
+        return sorted(inside)
+
+
+def path_to(tree: TokenTree, node: int) -> list[int]:
+    """Nodes from the root to `node`, both included."""
+    return list(tree.ancestry(node))[::-1]
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Depth of every node; the root's is 0."""
+    result: list[int] = []
+    for parent in parents:
+        result.append(0 if parent == PREFIX else result[parent] + 1)
+    return result
+
+
+def positions(parents: Sequence[int], length: int) -> list[int]:
+    """Position of every node in its text when `length` tokens stand before the root."""
+    return [length + depth for depth in depths(parents)]
+
+
+def tree_mask(parents: Sequence[int]) -> Tensor:
+    """True where the row's node sees the column's: itself and its ancestors. Shape [nodes, nodes], bool."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent != PREFIX:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def best_nodes(tree: TokenTree, count: int) -> list[int]:
+    """The `count` nodes with the best W, parents first: closed under ancestors because no child outscores its parent.
+
+    Pruning siblings by what they are makes any rule inexact for drawn ones, so only picked trees are taken.
+    """
+    if any(kind is not Siblings.PICKED for kind in tree.siblings.values()):
+        raise ValueError("only trees of picked siblings may be pruned by score")
+    return sorted(heapq.nsmallest(count, range(len(tree)), key=lambda node: (-tree.scores[node], node)))

@@ -1,0 +1,135 @@
+"""What the floors hand to one another: requests, what coroutines ask for, verdicts, steps, and the drafter's verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.tree import TokenTree
+
+
+class Rule(Protocol):
+    """Judges a tree by the target's scores. `reduce` runs where the scores are, `walk` on the host with integers."""
+
+    lossless: bool
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """Scores [rows, vocab] to one integer a row: the token that the target writes there."""
+
+    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
+        """The verdict on a tree whose first len(picks) nodes have a row."""
+
+    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to write. With the target, it alone decides the text: method, drafter and batch do not."""
+
+    prompt: tuple[int, ...]
+    rule: Rule
+    max_tokens: int = 128
+    sampling: Sampling = GREEDY
+    seed: int = 0
+    choice: int = 0  # tells the answers of one prompt apart
+    stop_ids: frozenset[int] = frozenset()
+
+
+class Row(NamedTuple):
+    """Whose score row this is: the request, and the position of the token that the row decides."""
+
+    request: Request
+    position: int
+
+
+class Verdict(NamedTuple):
+    """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
+
+    `next_token` is None where the path ends on a late child, which has no score row yet.
+    """
+
+    path: list[int]
+    next_token: int | None
+
+
+class Draft(NamedTuple):
+    """A coroutine asks for the tree to grow; it is sent the number of nodes added (0: nothing to offer)."""
+
+    tree: TokenTree
+
+
+class Verify(NamedTuple):
+    """A coroutine asks for the target's judgement of the tree as it stands; it is sent the rule's reduced rows."""
+
+    tree: TokenTree
+
+
+class Await(NamedTuple):
+    """A coroutine that missed lets the drafter's worker add `layers` first, within the engine's patience."""
+
+    layers: int
+
+
+class Commit(NamedTuple):
+    """A coroutine hands in its verdict; it is sent a tree that holds the new root alone."""
+
+    tree: TokenTree
+    verdict: Verdict
+    hit: str | None = None  # CARD: where the next token stood (primary, secondary, late) or "miss"
+
+
+Ask = Draft | Verify | Await | Commit
+
+
+@dataclass(frozen=True)
+class Step:
+    """The record of one round of one request; every figure that is printed is a fold over Steps."""
+
+    drafted: int  # candidates that the target judged
+    accepted: int  # of them, on the path
+    emitted: int  # tokens written: accepted, and the target's own
+    depth_offered: int = 0  # length of the longest branch judged
+    hit: str | None = None
+    verified_rows: int = 1  # rows of the target's pass, the root's included
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a drafter is told after a verdict: `tokens` were committed, `path` are the ids of the nodes that they follow
+    (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root."""
+
+    path: Sequence[int]
+    tokens: Sequence[int]
+    tree: TokenTree
+
+
+@dataclass
+class DraftState:
+    """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+
+
+class Drafter(Protocol):
+    """Whatever proposes. Its one verb is `grow`; who calls it, and when, is the difference between the methods."""
+
+    def open(self, request: Request) -> Any:
+        """A DraftState for this request, with the prompt as committed tokens."""
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        """Adds the next bit to every tree in one go; the number of nodes added to each."""
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        """The target has judged: follow it."""
+
+    def close(self, state: Any) -> None:
+        """The request is over."""

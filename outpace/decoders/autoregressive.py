@@ -1,0 +1,28 @@
+"""Plain decoding: one token a target pass.
+
+No paper: the baseline that every other decoder's text and time are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Verify
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+NEEDS = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """The same loop as the others', without Draft."""
+    tree = TokenTree(place.last_token)
+    while True:
+        picks = yield Verify(tree)
+        tree = yield Commit(tree, place.request.rule.walk(tree, picks))

@@ -1,0 +1,26 @@
+"""What a decoder sees of the engine: its own request, and nothing of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+from outpace.candidates.cache import CandidateCache, Correction
+from outpace.core.types import Ask, Request
+
+Coroutine = Generator[Ask, Any, None]
+
+
+class Place(Protocol):
+    """One running request. `budget` is the number of nodes that the load allows it in this round, the root included."""
+
+    request: Request
+    budget: int
+    candidates: CandidateCache  # only where the decoder needs a worker
+
+    @property
+    def last_token(self) -> int:
+        """The last committed token: the next tree's root."""
+
+    def correct(self, correction: Correction) -> None:
+        """Tells the drafter's worker where the target went."""

@@ -1,0 +1,40 @@
+"""CARD: the drafter fills a shared cache without pause; the target queries it, verifies, and corrects its direction.
+
+Query-and-correct, arXiv:2508.04462; with subtree verification, B consulted before a miss, a just-in-time draft after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.core.errors import check_range
+from outpace.core.types import Await, Commit, Verify
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+NEEDS = "worker"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`just_in_time`: layers that the target lets the drafter add after a miss, within a bound; 0: it never waits."""
+
+    just_in_time: int = 1
+
+    def __post_init__(self) -> None:
+        check_range("just_in_time", self.just_in_time, 0, 16)
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Query, verify, correct. An empty query is plain decoding."""
+    candidates = place.candidates
+    while True:
+        if candidates.missed and options.just_in_time:
+            yield Await(options.just_in_time)
+        tree = candidates.query(place.budget)
+        picks = yield Verify(tree)
+        candidates.late(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        hit, correction = candidates.correct(tree, verdict, len(picks))
+        place.correct(correction)
+        yield Commit(tree, verdict, hit)

@@ -1,0 +1,265 @@
+"""Continuous batching over coroutines: each step drafts for all requests at once and verifies the whole forest at once.
+
+The engine knows tokens, not text. Requests join and leave between steps; a prompt travels in chunks with the other
+requests' trees; a coroutine that raises ends its own request only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+from outpace.candidates.base import Worker
+from outpace.candidates.cache import CandidateCache
+from outpace.candidates.loop import Close, Open
+from outpace.core.errors import UserError, check_range
+from outpace.core.tree import TokenTree, depths
+from outpace.core.types import (
+    Await,
+    Commit,
+    Draft,
+    Drafter,
+    Observation,
+    Request,
+    Row,
+    Verdict,
+    Verify,
+)
+from outpace.models.base import Model, Part, chain
+from outpace.rules.base import reduce_rows
+from outpace.running import Running
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
+    tokens a pass; `batch` requests running at once, the others wait."""
+
+    nodes: int = 8
+    rows: int = 64
+    chunk: int = 256
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        check_range("nodes", self.nodes, 1, 4096)
+        check_range("rows", self.rows, 1, 65536)
+        check_range("chunk", self.chunk, 1, 65536)
+        check_range("batch", self.batch, 1, 4096)
+
+
+class Engine:
+    """Owns the target, the drafter that works in turn, and the worker that drafts beside it. One thread calls it."""
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        worker: Worker | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.target, self.drafter, self.worker = target, drafter, worker
+        self.options = options or EngineOptions()
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self._keys = itertools.count()
+        self._warned = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all requests and the worker."""
+        for run in [*self.running, *self.waiting]:
+            self.abort(run)
+        if self.worker:
+            self.worker.close()
+
+    def submit(self, request: Request, decoder: ModuleType, options: Any) -> Running:
+        """Takes a request in; it runs as soon as there is room. UserError where it can never run."""
+        self._check(request, decoder)
+        run = Running(request, decoder, options, next(self._keys))
+        self.waiting.append(run)
+        return run
+
+    def abort(self, run: Running, reason: str = "abort") -> None:
+        """Ends a request at once; what it wrote stays."""
+        if run.finish_reason is None:
+            run.finish_reason = reason
+        if run in self.waiting:
+            self.waiting.remove(run)
+        if run in self.running:
+            self._leave(run)
+
+    def step(self) -> list[Running]:
+        """One round of all running requests; gives those that wrote tokens or ended."""
+        start = time.perf_counter()
+        while self.waiting and len(self.running) < self.options.batch:
+            self._join(self.waiting.popleft())
+        for run in self.running:
+            run.budget = max(1, min(self.options.nodes, self.options.rows // len(self.running)))
+        self._serve_drafts()
+        chunks = self._chunks()
+        trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
+        sizes = [len(tree) for _, tree in trees]
+        forest = [part for _, part in chunks]
+        forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
+        if not forest:
+            return []
+        rows = [Row(r.request, r.length + d) for r, tree in trees for d in depths(tree.parents)]
+        began = time.perf_counter()
+        picks = self._pass(forest, rows)
+        seconds = time.perf_counter() - began
+        for run, part in chunks:
+            run.prefilled += len(part.tokens)
+            run.keep = range(len(part.tokens))
+            if not run.is_prefilling:
+                self._advance(run, None)
+        starts = itertools.accumulate(sizes, initial=0)
+        for (run, _), first, size in zip(trees, starts, sizes, strict=False):
+            self._settle(run, picks[first : first + size], seconds, start)
+        done = [run for run, _ in trees]
+        for run in done:
+            if run.finish_reason is not None:
+                self._leave(run)
+        return done
+
+    def _check(self, request: Request, decoder: ModuleType) -> None:
+        if not request.prompt:
+            raise UserError("the prompt has no tokens, at least one is needed")
+        most = self.target.max_positions
+        if len(request.prompt) >= most:
+            raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {most}")
+        check_range("max_tokens", request.max_tokens, 1)
+        bad = next((token for token in request.prompt if not 0 <= token < self.target.vocab_size), None)
+        if bad is not None:
+            raise UserError(f"the prompt has token {bad}, allowed are 0 to {self.target.vocab_size - 1}")
+        if decoder.NEEDS and getattr(self, decoder.NEEDS) is None:
+            name = decoder.__name__.rpartition(".")[2]
+            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
+
+    def _join(self, run: Running) -> None:
+        """Opens the sessions of a request that begins; its coroutine starts after the prompt is in."""
+        request = run.request
+        capacity = min(len(request.prompt) + request.max_tokens, self.target.max_positions)
+        run.session = self.target.open(capacity, max(self.options.chunk, self.options.nodes))
+        if run.decoder.NEEDS == "worker" and self.worker:
+            run.candidates = CandidateCache(request.prompt[-1])
+            run.post = self.worker.post
+            self.worker.post(Open(run.key, request, run.candidates))
+        elif run.decoder.NEEDS == "drafter" and self.drafter:
+            run.draft_state = self.drafter.open(request)
+        run.coroutine = run.decoder.decode(run, run.options)
+        self.running.append(run)
+        if not run.is_prefilling:
+            self._advance(run, None)
+
+    def _leave(self, run: Running) -> None:
+        self.running.remove(run)
+        if run.coroutine:
+            run.coroutine.close()
+        if run.draft_state is not None and self.drafter:
+            self.drafter.close(run.draft_state)
+        if run.decoder.NEEDS == "worker" and self.worker:
+            self.worker.post(Close(run.key))
+
+    def _chunks(self) -> list[tuple[Running, Part]]:
+        """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
+        room = self.options.chunk
+        chunks = []
+        for run in self.running:
+            if run.is_prefilling and room:
+                prompt = run.request.prompt[:-1]
+                tokens = prompt[run.prefilled : run.prefilled + room]
+                chunks.append((run, chain(run.session, tokens, keep=run.keep)))
+                room -= len(tokens)
+        return chunks
+
+    def _serve_drafts(self) -> None:
+        """Answers Draft and Await until every coroutine asks for Verify; the drafter sees all trees at once."""
+        while True:
+            drafting = [run for run in self.running if isinstance(run.ask, Draft)]
+            waiting = [run for run in self.running if isinstance(run.ask, Await)]
+            if not drafting and not waiting:
+                return
+            for run, added in zip(drafting, self._grow(drafting), strict=True):
+                self._advance(run, added)
+            for run in waiting:
+                if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
+                    self.worker.wait(run.candidates, run.ask.layers)
+                self._advance(run, None)
+
+    def _grow(self, runs: Sequence[Running]) -> list[int]:
+        if not runs or self.drafter is None:
+            return [0] * len(runs)
+        began = time.perf_counter()
+        try:
+            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
+            added = self.drafter.grow([run.draft_state for run in runs], trees)
+        except Exception as failure:
+            self._warn(failure)
+            self.drafter = None
+            return [0] * len(runs)
+        for run in runs:
+            run.draft_seconds += time.perf_counter() - began
+        return added
+
+    def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> list[int]:
+        """The target's pass and the rules' first half, with the worker's drafter beside it."""
+
+        def target_pass() -> list[int]:
+            logits = self.target.score(forest)
+            return reduce_rows(logits, rows) if rows else []
+
+        if self.worker is None:
+            return target_pass()
+        picks = self.worker.beside(target_pass, sum(len(part.tokens) for part in forest))
+        if self.worker.failure is not None:
+            self._warn(self.worker.failure)
+        return picks
+
+    def _advance(self, run: Running, answer: Any) -> None:
+        """Sends a coroutine its answer and notes what it asks for next."""
+        assert run.coroutine is not None
+        try:
+            run.ask = run.coroutine.send(answer)
+        except Exception as error:
+            run.error, run.finish_reason, run.ask = error, "error", None
+
+    def _settle(self, run: Running, picks: Sequence[int], seconds: float, start: float) -> None:
+        """Hands a request its picks, commits its verdict, and lets it ask again."""
+        self._advance(run, picks)
+        if not isinstance(run.ask, Commit):
+            return
+        tree, verdict, hit = run.ask
+        rows = len(picks)
+        tokens = run.commit(tree, verdict)
+        run.keep = [node for node in verdict.path if node < rows]
+        times = {"draft_seconds": run.draft_seconds, "target_seconds": seconds, "seconds": time.perf_counter() - start}
+        run.record(tree, verdict, rows, len(tokens), hit=hit, **times)
+        run.draft_seconds = 0.0
+        if run.finish_reason is None:
+            root = TokenTree(run.last_token, root_id=tree.next_id, next_id=tree.next_id + 1)
+            self._observe(run, tree, verdict, tokens, root)
+            self._advance(run, root)
+
+    def _observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
+        if run.draft_state is not None and self.drafter:
+            path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
+            self.drafter.observe(run.draft_state, Observation([tree.ids[node] for node in path], tokens, root))
+
+    def _warn(self, failure: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            kind = type(failure).__name__
+            warnings.warn(f"the drafter failed ({kind}: {failure}); going on by plain decoding", stacklevel=2)

@@ -1,0 +1,127 @@
+"""What every model offers: sessions with committed and pending tokens, and one forward for a whole forest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+
+
+class Session:
+    """One request's storage in a model: committed tokens, and behind them the pending nodes scored since.
+
+    Pending nodes are numbered from 0 in the order in which they were scored; `keep` renumbers them. A node's position
+    in the text is `length` + its depth. Subclasses move what a slot holds.
+    """
+
+    def __init__(self, capacity: int, room: int) -> None:
+        self.capacity = capacity  # committed tokens at most
+        self.slots = capacity + room
+        self.length = 0
+        self.pending_depths: list[int] = []
+        self._sees = np.zeros((0, 0), dtype=bool)  # [pending, pending]: row sees column
+
+    @property
+    def pending(self) -> int:
+        return len(self.pending_depths)
+
+    @property
+    def free(self) -> int:
+        """Slots left for nodes."""
+        return self.slots - self.length - self.pending
+
+    def extend(self, parents: Sequence[int]) -> np.ndarray:
+        """Reserves slots for new nodes; which pending nodes each sees, bool [new, pending with the new ones]."""
+        if len(parents) > self.free:
+            raise UserError(f"{len(parents)} more tokens do not fit: {self.free} of {self.slots} slots are free")
+        before, total = self.pending, self.pending + len(parents)
+        if total > len(self._sees):
+            grown = np.zeros((max(total, 2 * before, 16),) * 2, dtype=bool)
+            grown[:before, :before] = self._sees[:before, :before]
+            self._sees = grown
+        self._sees[before:total] = False
+        for node, parent in enumerate(parents, start=before):
+            if parent != PREFIX:
+                self._sees[node] = self._sees[parent]
+            self._sees[node, node] = True
+            self.pending_depths.append(0 if parent == PREFIX else self.pending_depths[parent] + 1)
+        return self._sees[before:total, :total]
+
+    def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        """Commits the pending nodes of `path` (a branch, root first); of the rest only `live` stays, renumbered from 0.
+
+        `live` nodes hang below the last of `path`. Everything else is dropped.
+        """
+        if self.length + len(path) > self.capacity:
+            raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
+        if not self.pending:
+            return
+        source = np.asarray([*path, *live], dtype=np.int64)
+        if len(source) and not np.array_equal(source, np.arange(len(source))):
+            self._move(source + self.length, self.length)
+        kept = np.asarray(live, dtype=np.int64)
+        depths = [self.pending_depths[node] - len(path) for node in live]
+        sees = self._sees[np.ix_(kept, kept)]
+        self._sees = np.zeros_like(self._sees)
+        self._sees[: len(kept), : len(kept)] = sees
+        self.pending_depths = depths
+        self.length += len(path)
+
+    def truncate(self, length: int) -> None:
+        """Forgets pending nodes and all committed tokens from position `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate {self.length} tokens to {length}")
+        self.length = length
+        self.pending_depths = []
+
+    def _move(self, source: np.ndarray, start: int) -> None:
+        """Copies slots `source` to start, start + 1, ... (they may overlap)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One session's part of a forest.
+
+    `parents` point at pending nodes (the session's earlier ones, then these, counted on) or are PREFIX. `wanted` are
+    the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
+    committed and all others dropped; None leaves what is pending as it is.
+    """
+
+    session: Any
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    wanted: Sequence[int]
+    keep: Sequence[int] | None = None
+
+
+def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
+    """A part that continues the committed tokens by one branch; nothing may be pending but what `keep` keeps."""
+    return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
+
+
+class Model(Protocol):
+    """A language model that scores token trees."""
+
+    vocab_size: int
+    max_positions: int
+    device: Any
+
+    def open(self, capacity: int, room: int) -> Any:
+        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        """One forward over all parts: logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+
+
+def row_numbers(forest: Sequence[Part]) -> list[int]:
+    """The forest's wanted rows, counted over all its nodes."""
+    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
+    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.wanted]

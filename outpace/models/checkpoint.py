@@ -1,0 +1,197 @@
+"""A model folder: config.json and safetensors files, opened lazily and checked before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.core.errors import UserError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass
+class Checkpoint(AbstractContextManager["Checkpoint"]):
+    """An open model folder; `close` (or `with`) lets go of the files, tensors handed out before stay valid."""
+
+    path: Path
+    config: dict[str, Any]
+    _files: dict[str, Any] = field(default_factory=dict, repr=False)  # tensor name -> open safetensors file
+    _shards: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> file name
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """Opens the folder `path` and reads the headers of its weight files; UserError if one is missing or torn."""
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder")
+        checkpoint = cls(path, read_json(path / "config.json"))
+        try:
+            checkpoint._open_files()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the weight files; calling it twice does nothing."""
+        self._files.clear()
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, from the header alone."""
+        return tuple(self._slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in the type that is stored, mapped from the file; UserError if there is none of that name."""
+        file = self._file(name)
+        try:
+            return file.get_tensor(name)
+        except Exception as error:
+            raise UserError(f"{self.path / self._shards[name]}: tensor {name!r} cannot be read ({error})") from error
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
+        for name, expected in shapes.items():
+            part = self._slice(name)
+            where = self.path / self._shards[name]
+            if tuple(part.get_shape()) != tuple(expected):
+                raise UserError(f"{where}: tensor {name!r} has shape {part.get_shape()}, expected {list(expected)}")
+            if part.get_dtype() not in DTYPES:
+                allowed = ", ".join(sorted(DTYPES))
+                raise UserError(f"{where}: tensor {name!r} has type {part.get_dtype()}, allowed are {allowed}")
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._shards:
+            raise UserError(f"{self.path} holds no tensor {name!r}")
+        if name not in self._files:
+            raise RuntimeError(f"{self.path} is closed")
+        return self._files[name]
+
+    def _open_files(self) -> None:
+        if (self.path / SINGLE).exists():
+            self._add_file(SINGLE)
+            return
+        if not (self.path / INDEX).exists():
+            raise UserError(f"{self.path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read")
+        shards = _index(self.path / INDEX)
+        for shard in sorted(set(shards.values())):
+            self._add_file(shard)
+        for name, shard in shards.items():
+            if self._shards.get(name) != shard:
+                raise UserError(f"{self.path / shard} holds no tensor {name!r}, although {INDEX} says so")
+
+    def _add_file(self, shard: str) -> None:
+        from safetensors import safe_open
+
+        file = self.path / shard
+        if not file.is_file():
+            raise UserError(f"{file} does not exist")
+        try:
+            opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            names = list(opened.keys())
+        except (
+            Exception
+        ) as error:  # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
+            raise UserError(f"{file} is not a whole safetensors file ({error})") from error
+        for name in names:
+            self._files[name], self._shards[name] = opened, shard
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`; UserError if the file is missing, unreadable or holds something else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds a JSON {type(value).__name__}, it must be an object")
+    return value
+
+
+def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a new model folder at `path`, whole or not at all; UserError if it exists or the disk refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if path.exists():
+        raise UserError(f"{path} already exists")
+    with new_folder(path) as folder:
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        try:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{path} cannot be written ({error})") from error
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its name at the end of the block; removed if the block raises.
+
+    If another writer took the name meanwhile, its folder stays and this one goes.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        yield folder
+        _flush_to_disk(folder)
+        folder.chmod(0o755)
+        try:
+            folder.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_prefix(path: Path) -> str:
+    """How the names of the temporary folders of `path` start."""
+    return f".{path.name}.part-"
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may outlive a power cut that the files' contents do not, so contents go first."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _index(file: Path) -> dict[str, str]:
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise UserError(f"{file} has no weight_map")
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise UserError(f"{file}: weight_map names {shard!r} for {name!r}, it must be a file beside the index")
+    return shards

@@ -1,0 +1,191 @@
+"""Reads a GGUF file's metadata and tensor table; every count and offset is checked against the file's size.
+
+The reader of the `gguf` package trusts the counts in the file, so that a torn file can make it run for ever.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+LARGEST_ALIGNMENT = 2**20
+MOST_DIMENSIONS = 4
+DEEPEST_ARRAY = 4
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `shape` is outermost first, `start` and `num_bytes` count bytes from the file's start."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A GGUF file's metadata (text, numbers, lists) and its tensors by name."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    data: Any = field(repr=False)  # the mapped file
+
+    def raw(self, name: str) -> np.ndarray:
+        """The stored bytes of one tensor, mapped from the file."""
+        entry = self.tensors[name]
+        return np.frombuffer(self.data, np.uint8, entry.num_bytes, entry.start)
+
+
+@contextmanager
+def open_gguf(path: Path) -> Iterator[GgufHeader]:
+    """Maps the file and reads its header; UserError names the file and what is wrong with it."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    with stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"{path} is not a GGUF file")
+        # Not closed by hand: arrays that still point into the mapping would make close() raise.
+        data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            header = _Reader(path, data).header()
+        except struct.error as error:
+            raise UserError(f"{path} is truncated: its header ends too early") from error
+        yield header
+
+
+class _Reader:
+    """A position in the mapped file; every read moves it on and stays inside the file."""
+
+    def __init__(self, path: Path, data: Any) -> None:
+        self.path, self.data, self.position = path, data, len(MAGIC)
+
+    def header(self) -> GgufHeader:
+        version = self.unsigned(4)
+        if version not in VERSIONS:
+            raise UserError(f"{self.path} has GGUF version {version}, supported are little-endian files of 2 and 3")
+        num_tensors, num_fields = self.unsigned(8), self.unsigned(8)
+        self.check_count(num_tensors)
+        self.check_count(num_fields)
+        metadata: dict[str, Any] = {}
+        for _ in range(num_fields):
+            key = self.text()
+            if key in metadata:
+                raise UserError(f"{self.path} holds the metadata field {key!r} twice")
+            metadata[key] = self.value(self.unsigned(4), 0)
+        table = [self.tensor_entry() for _ in range(num_tensors)]
+        return GgufHeader(self.path, metadata, self.placed(table, self.alignment(metadata)), self.data)
+
+    def take(self, num_bytes: int) -> bytes:
+        end = self.position + num_bytes
+        if end > len(self.data):
+            raise UserError(f"{self.path} is truncated: its header needs {end} bytes, the file has {len(self.data)}")
+        self.position, start = end, self.position
+        return self.data[start:end]
+
+    def check_count(self, count: int) -> None:
+        if count > len(self.data) - self.position:  # everything that is counted takes at least one byte
+            raise UserError(
+                f"{self.path} is damaged: it announces {count} entries, the file has {len(self.data)} bytes"
+            )
+
+    def unsigned(self, num_bytes: int) -> int:
+        return int.from_bytes(self.take(num_bytes), "little")
+
+    def text(self) -> str:
+        data = self.take(self.unsigned(8))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} is damaged: a text in its header is not UTF-8") from error
+
+    def value(self, kind: int, depth: int) -> Any:
+        if kind == STRING:
+            return self.text()
+        if kind == ARRAY:
+            if depth == DEEPEST_ARRAY:
+                raise UserError(f"{self.path} is damaged: its metadata nests too deep")
+            return self.array(self.unsigned(4), self.unsigned(8), depth + 1)
+        return self.numbers(kind, 1)[0]
+
+    def array(self, kind: int, count: int, depth: int) -> list[Any]:
+        self.check_count(count)
+        if kind in (STRING, ARRAY):
+            return [self.value(kind, depth) for _ in range(count)]
+        return self.numbers(kind, count)
+
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        if kind not in SCALARS:
+            raise UserError(f"{self.path} is damaged: its header names the unknown value type {kind}")
+        dtype = np.dtype(SCALARS[kind])
+        values = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+        return [bool(value) for value in values] if kind == BOOL else values
+
+    def alignment(self, metadata: Mapping[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or not 8 <= alignment <= LARGEST_ALIGNMENT or alignment % 8:
+            raise UserError(f"{self.path} is damaged: general.alignment is {alignment!r}")
+        return alignment
+
+    def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dimensions = self.text(), self.unsigned(4)
+        if num_dimensions > MOST_DIMENSIONS:
+            raise UserError(f"{self.path} is damaged: tensor {name!r} has {num_dimensions} dimensions")
+        shape = tuple(self.unsigned(8) for _ in range(num_dimensions))[::-1]
+        return name, shape, self.unsigned(4), self.unsigned(8)
+
+    def placed(self, table: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, TensorEntry]:
+        start = -(-self.position // alignment) * alignment
+        tensors: dict[str, TensorEntry] = {}
+        for name, shape, kind, offset in table:
+            if name in tensors:
+                raise UserError(f"{self.path} holds the tensor {name!r} twice")
+            entry = TensorEntry(shape, kind, start + offset, self.num_bytes(name, shape, kind))
+            if entry.start + entry.num_bytes > len(self.data):
+                raise UserError(f"{self.path} is truncated: tensor {name!r} reaches beyond its end")
+            tensors[name] = entry
+        return tensors
+
+    def num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        except (ValueError, KeyError):
+            raise UserError(f"{self.path}: tensor {name!r} has the unknown quantisation {kind}") from None
+        if not shape or 0 in shape or shape[-1] % block:
+            raise UserError(
+                f"{self.path} is damaged: tensor {name!r} has shape {list(shape)}, blocks hold {block} values"
+            )
+        return prod(shape) // block * block_bytes

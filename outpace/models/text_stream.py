@@ -1,0 +1,153 @@
+"""Token ids in, text out, bit by bit: no character is cut, nothing already returned changes.
+
+The pieces put together equal the tokenizer's own `decode` of all ids, damaged UTF-8 included.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outpace.core.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+DAMAGED = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextStream(ABC):
+    """One text being decoded; the work for a token does not grow with the text's length."""
+
+    def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
+        self._tokens = tokens  # the strings of ids, without those that are not shown
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these ids, often empty."""
+        return "".join(self._push_token(token) for token in self._tokens(ids))
+
+    @abstractmethod
+    def finish(self) -> str:
+        """What was held back: U+FFFD for a character that never got all its bytes. Call it once, last."""
+
+    @abstractmethod
+    def _push_token(self, token: str) -> str: ...
+
+
+class ByteText(TextStream):
+    """Byte-level BPE: a token is a string of bytes. At most three bytes are held back."""
+
+    def __init__(self, tokens: Callable[[Iterable[int]], list[str]], byte_of: dict[str, int]) -> None:
+        super().__init__(tokens)
+        self._byte_of = byte_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+    def _push_token(self, token: str) -> str:
+        found = [self._byte_of.get(character, -1) for character in token]
+        return self._utf8.decode(token.encode() if -1 in found else bytes(found))
+
+
+class PieceText(TextStream):
+    """SentencePiece BPE: a token is text, or one byte named <0x00> to <0xFF>.
+
+    A run of byte tokens is held back to its end: one bad byte in it makes `decode` show every byte as U+FFFD.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[Iterable[int]], list[str]],
+        replacements: Sequence[tuple[str, str]],
+        strip: tuple[str, int],
+    ) -> None:
+        super().__init__(tokens)
+        self._replacements = replacements
+        self._stripped, self._strip_left = strip
+        self._run = bytearray()
+
+    def finish(self) -> str:
+        return self._without_start(self._ended_run())
+
+    def _push_token(self, token: str) -> str:
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        byte = BYTE_TOKEN.fullmatch(token)
+        if byte:
+            self._run.append(int(byte[1], 16))
+            return ""
+        return self._without_start(self._ended_run() + token)
+
+    def _ended_run(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return DAMAGED * len(run)
+
+    def _without_start(self, text: str) -> str:
+        """Takes away the space that encoding put before the text's first character."""
+        while self._strip_left and text:
+            if text[0] != self._stripped:
+                self._strip_left = 0
+            else:
+                text, self._strip_left = text[1:], self._strip_left - 1
+        return text
+
+
+def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TextStream]:
+    """A function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is of another kind."""
+    steps = _decoder_steps(tokenizer)
+    kinds = [step.get("type") for step in steps]
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    def tokens_of(skip_special: bool) -> Callable[[Iterable[int]], list[str]]:
+        def tokens(ids: Iterable[int]) -> list[str]:
+            found = [tokenizer.id_to_token(index) for index in ids if not (skip_special and index in special)]
+            return [token for token in found if token is not None]
+
+        return tokens
+
+    if kinds == ["ByteLevel"]:
+        byte_of = byte_alphabet()
+        return lambda skip_special: ByteText(tokens_of(skip_special), byte_of)
+    if re.fullmatch("(Replace )*ByteFallback Fuse( Strip)?", " ".join(map(str, kinds))):
+        replacements = [_replacement(step) for step in steps if step["type"] == "Replace"]
+        strip = _strip(steps[-1]) if kinds[-1] == "Strip" else ("", 0)
+        return lambda skip_special: PieceText(tokens_of(skip_special), replacements, strip)
+    raise UserError(f"the tokenizer's decoder {' '.join(map(str, kinds)) or None!r} is not supported")
+
+
+def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+
+
+def _replacement(step: dict[str, Any]) -> tuple[str, str]:
+    if "String" not in step["pattern"]:
+        raise UserError(
+            f"the tokenizer's decoder replaces the pattern {step['pattern']!r}, only plain text is supported"
+        )
+    return step["pattern"]["String"], step["content"]
+
+
+def _strip(step: dict[str, Any]) -> tuple[str, int]:
+    if step.get("stop"):
+        raise UserError("the tokenizer's decoder strips the end of the text, which is not supported")
+    return step["content"], step["start"]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's way to write bytes as characters: printable Latin-1 as itself, the other 68 from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

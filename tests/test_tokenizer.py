@@ -1,0 +1,264 @@
+"""Tokenizers: round trips, streaming, chat templates, and whether two vocabularies name the same tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import MERGES, SPECIAL, folder_of, set_fields, smollm2_file, tokens, write_gguf
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from outpace.core.errors import UserError
+from outpace.models import gguf_tokenizer
+from outpace.models.gguf_header import open_gguf
+from outpace.models.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello, world! It's a test.",
+    "def f(x):\n    return x**2  # ok\n\n\n\tif y:",
+    "12345 and 3.14159",
+    "日本語のテスト、こんにちは",
+    "emoji 😀👩‍👩‍👧 done",
+    "  leading  and trailing  ",
+    "½ ² ٣٤ naïve Ünïcödé",
+    "",
+]
+USER = [{"role": "user", "content": "Hi"}]
+WORDS = ["▁", "a", "b", "c", "▁a", "▁ab", "ab", "bc", "▁abc", "é"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def sentence_piece(path: Path, **changes: Any) -> Path:
+    """A tiny GGUF with a SentencePiece vocabulary of a few words and all bytes."""
+    words = ["<unk>", "<s>", "</s>", *BYTES, *WORDS]
+    fields: dict[str, Any] = {
+        "model": "llama",
+        "pre": None,
+        "merges": None,
+        "tokens": words,
+        "scores": [float(len(word)) if word in WORDS else 0.0 for word in words],
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(WORDS)],
+        "unknown_token_id": 0,
+        "add_bos_token": None,
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in (fields | changes).items()}
+    return write_gguf(path, metadata)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_folder(folder_of(smollm2_file(), tmp_path_factory.mktemp("smollm2") / "folder"))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return folder_of(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "tiny")
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Tokenizer:
+    return Tokenizer.from_folder(folder_of(sentence_piece(tmp_path / "sp.gguf"), tmp_path / "sp"))
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], step: int, skip_special: bool) -> str:
+    stream = tokenizer.stream(skip_special)
+    return "".join(stream.push(ids[at : at + step]) for at in range(0, len(ids), step)) + stream.finish()
+
+
+def check_streams(tokenizer: Tokenizer, pools: list[list[int]], trials: int) -> None:
+    """Random ids, many of them halves of characters: the pieces must add up to what decode shows."""
+    chance = random.Random(0)
+    for _ in range(trials):
+        pool, step = chance.choice(pools), chance.randint(1, 4)
+        ids = [chance.choice(pool) for _ in range(chance.randint(0, 25))]
+        for skip_special in (True, False):
+            assert streamed(tokenizer, ids, step, skip_special) == tokenizer.decode(ids, skip_special), ids
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("text", TEXTS)
+def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
+    ids = smollm2.encode(text)
+    assert smollm2.decode(ids) == text
+    assert streamed(smollm2, ids, 1, True) == text
+
+
+@pytest.mark.smollm2
+def test_smollm2_facts(smollm2: Tokenizer) -> None:
+    assert smollm2.size == 49152
+    assert {0, 2} <= smollm2.stop_ids
+    assert [smollm2.decode([index]) for index in smollm2.encode("12345")] == list("12345")
+    assert smollm2.encode("<|im_start|>user")[0] == 1
+    assert smollm2.decode([1, *smollm2.encode("hi"), 2]) == "hi"
+    assert smollm2.decode([1], skip_special=False) == "<|im_start|>"
+
+
+@pytest.mark.smollm2
+def test_smollm2_chat(smollm2: Tokenizer) -> None:
+    text = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert smollm2.render(USER) == text
+    ids = smollm2.chat(USER)
+    assert smollm2.decode(ids, skip_special=False) == text
+    assert ids[0] == 1
+    assert ids[1] != 1
+
+
+@pytest.mark.smollm2
+def test_smollm2_streams(smollm2: Tokenizer) -> None:
+    single = [index for index in range(smollm2.size) if len(smollm2.decode([index], skip_special=False)) == 1]
+    check_streams(smollm2, [list(range(smollm2.size)), single, [*single, *range(20)]], 2000)
+
+
+@pytest.mark.smollm2
+def test_a_character_is_never_cut(smollm2: Tokenizer) -> None:
+    stream, text = smollm2.stream(), "😀日本👩‍👩‍👧é"
+    shown = ""
+    for index in smollm2.encode(text):
+        shown += stream.push([index])
+        assert text.startswith(shown)
+    assert shown + stream.finish() == text
+
+
+def test_tiny_streams(tiny: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny)
+    check_streams(tokenizer, [list(range(tokenizer.size + 5)), list(range(130, 259)), list(range(200, 259))], 3000)
+
+
+def test_an_unfinished_character(tiny: Path) -> None:
+    tokenizer = Tokenizer.from_folder(tiny)
+    ids = tokenizer.encode("a😀")
+    stream = tokenizer.stream()
+    assert stream.push(ids[:-1]) == "a"
+    assert stream.finish() == "\ufffd"
+
+
+def test_pieces(pieces: Tokenizer) -> None:
+    assert pieces.encode("abc")[:1] == [1]  # SentencePiece models want the begin-of-text token
+    for text in ("abc", "ab a  bc", "日本 abc", " a", "é😀", "", "line\nbreak"):
+        assert pieces.decode(pieces.encode(text)) == text
+        assert streamed(pieces, pieces.encode(text), 1, True) == text
+    assert pieces.encode("abc") == [1, 259 + WORDS.index("▁abc")]
+    assert 2 in pieces.stop_ids
+
+
+def test_pieces_stream(pieces: Tokenizer) -> None:
+    japanese = [3 + byte for byte in "日本".encode()]
+    check_streams(pieces, [list(range(pieces.size)), [*japanese, 259, 260], [*japanese, 0, 1, 3 + 255]], 3000)
+
+
+def test_pieces_without_a_first_space(tmp_path: Path) -> None:
+    path = sentence_piece(tmp_path / "sp.gguf", add_space_prefix=False, add_bos_token=False)
+    tokenizer = Tokenizer.from_folder(folder_of(path, tmp_path / "sp"))
+    assert tokenizer.encode("abc") == [259 + WORDS.index("ab"), 259 + WORDS.index("c")]
+    check_streams(tokenizer, [list(range(tokenizer.size)), [259, 260, 261]], 500)
+
+
+@pytest.mark.parametrize(
+    ("pre", "digits"),
+    [("smollm", "1|2|3|4|5"), ("gpt-2", "12|3|4|5"), ("llama-bpe", "12|3|4|5"), ("qwen2", "1|2|3|4|5")],
+)
+def test_pre_tokenizers(tmp_path: Path, pre: str, digits: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": pre})
+    tokenizer = Tokenizer.from_folder(folder_of(path, tmp_path / "tiny"))
+    assert [tokenizer.decode([index]) for index in tokenizer.encode("12345")] == digits.split("|")
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_default_pre_tokenizer_splits_digits_by_three(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": None, "tokenizer.ggml.merges": [*MERGES[:-1], "3 4"]}
+    )
+    with open_gguf(path) as header, pytest.raises(UserError, match="cannot be built"):
+        gguf_tokenizer.build(header)  # "34" is no token
+    words = [word if word != "12" else "34" for word in tokens()]
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        {"tokenizer.ggml.pre": None, "tokenizer.ggml.merges": [*MERGES[:-1], "3 4"], "tokenizer.ggml.tokens": words},
+    )
+    tokenizer = Tokenizer.from_folder(folder_of(path, tmp_path / "tiny"))
+    assert [tokenizer.decode([index]) for index in tokenizer.encode("123412345")] == [*"123412", "34", "5"]
+
+
+def test_bos(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.add_bos_token": True})
+    tokenizer = Tokenizer.from_folder(folder_of(path, tmp_path / "tiny"))
+    assert tokenizer.encode("a")[0] == 1
+    assert tokenizer.encode("<|im_start|>a") == tokenizer.encode("a")
+    assert tokenizer.chat(USER).count(1) == 1
+    raw = RawTokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
+    assert raw.encode("a").ids == tokenizer.encode("a")
+
+
+def test_stop_ids(tiny: Path) -> None:
+    assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {0, 2, tokens().index("h")}
+    (tiny / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert {7, 8} <= Tokenizer.from_folder(tiny).stop_ids
+    (tiny / "config.json").write_text(json.dumps({"eos_token_id": "two"}))
+    with pytest.raises(UserError, match="eos_token_id"):
+        Tokenizer.from_folder(tiny)
+
+
+def changed(tokenizer: Path, words: list[str]) -> Tokenizer:
+    """The tiny tokenizer with other strings, in a folder beside it."""
+    path = write_gguf(
+        tokenizer.parent / "other.gguf", {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": None}
+    )
+    shutil.rmtree(tokenizer.parent / "other", ignore_errors=True)
+    return Tokenizer.from_folder(folder_of(path, tokenizer.parent / "other"))
+
+
+def test_tokens_differ(tiny: Path) -> None:
+    mine, words = Tokenizer.from_folder(tiny), tokens()
+    assert mine.tokens_differ(mine) is None
+    assert mine.tokens_differ(changed(tiny, [*words, "[PAD a]", "[PAD b]"])) is None
+    assert changed(tiny, words[:-1]).tokens_differ(mine) is None
+    swapped = [*words[:-2], words[-1], words[-2]]
+    phrase = mine.tokens_differ(changed(tiny, swapped))
+    assert phrase == f"id {len(words) - 2} is {words[-2]!r} in one and {words[-1]!r} in the other"
+
+
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("hurt", [damage, Path.unlink, lambda file: file.write_text("[]")])
+def test_damaged_files(tiny: Path, hurt: Callable[[Path], None]) -> None:
+    hurt(tiny / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tiny)
+
+
+def test_other_decoders_are_refused(tiny: Path) -> None:
+    raw = RawTokenizer(models.BPE({"a": 0}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    raw.save(str(tiny / "tokenizer.json"))
+    with pytest.raises(UserError, match="WordPiece"):
+        Tokenizer.from_folder(tiny)
+
+
+def test_training_settings_are_ignored(tiny: Path) -> None:
+    raw = RawTokenizer.from_file(str(tiny / "tokenizer.json"))
+    raw.enable_truncation(2)
+    raw.enable_padding(length=50)
+    raw.save(str(tiny / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tiny)
+    assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
+
+
+def test_half_a_character_in_the_text(tiny: Path) -> None:
+    with pytest.raises(UserError, match="surrogate"):
+        Tokenizer.from_folder(tiny).encode("a\ud83d")
+
+
+def test_special_tokens_have_their_ids(tiny: Path) -> None:
+    assert Tokenizer.from_folder(tiny).encode("".join(SPECIAL)) == [0, 1, 2]
