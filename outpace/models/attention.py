@@ -25,26 +25,27 @@ def grid_constant(bound: float, bits: int) -> float:
     return 1.5 * 2.0 ** (52 + math.ceil(math.log2(max(bound, 1e-30))) - bits)
 
 
-def on_grid(x: Tensor, constant: Tensor) -> Tensor:
-    """x as float64, rounded to the grid of `constant` (float64, broadcast against x)."""
-    return torch.add(x, constant).sub_(constant)
+def rotated(mixed: Tensor, turn: Tensor) -> Tensor:
+    """Turns neighbouring pairs by unit numbers [nodes, heads, d / 2]. [nodes, heads * d] to [nodes, heads, d]"""
+    pairs = torch.view_as_complex(mixed.unflatten(1, (turn.shape[1], -1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(2)
 
 
 class ExactAttention:
     """Keys and values in float64 on grids; sums that are exact, hence the same in every order."""
 
     dtype = torch.float64
+    turn_dtype = torch.complex128
 
-    def __init__(self, query_key_bounds: Tensor, value_bounds: Tensor) -> None:
-        """Bounds on the norms of each head's queries and keys [heads + kv_heads] and on each value head [kv_heads]."""
-        halves = [grid_constant(float(bound), _HALF_BITS) for bound in query_key_bounds]
-        values = [grid_constant(float(bound), _VALUE_BITS) for bound in value_bounds]
-        self._halves = torch.tensor(halves, dtype=torch.float64)[:, None]  # [heads + kv_heads, 1]
-        self._values = torch.tensor(values, dtype=torch.float64)[:, None]  # [kv_heads, 1]
+    def __init__(self, bounds: Tensor) -> None:
+        """Bounds on each head's queries and keys (norms), then on each value head (entries): [heads + 2 kv_heads, 2],
+        the second column 1 where the row is a value head's."""
+        constants = [grid_constant(float(b), _VALUE_BITS if is_value else _HALF_BITS) for b, is_value in bounds]
+        self._grid = torch.tensor(constants, dtype=torch.float64)[:, None]  # [heads + 2 kv_heads, 1]
 
-    def prepare(self, query_key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds [nodes, heads + kv_heads, d] and [nodes, kv_heads, d] to their grids, float64."""
-        return on_grid(query_key, self._halves), on_grid(value, self._values)
+    def prepare(self, mixed: Tensor, turn: Tensor) -> Tensor:
+        """Queries, keys and values side by side, turned and rounded to their grids: float64 [nodes, heads.., d]."""
+        return rotated(mixed.double(), turn).add_(self._grid).sub_(self._grid)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
         """query [nodes, heads, d], keys and values [kv_heads, slots, d] -> [nodes, heads * d] float32.
@@ -58,8 +59,7 @@ class ExactAttention:
         if hidden is not None:
             tail = scores.view(groups, -1, nodes, scores.shape[-1])[..., -hidden.shape[-1] :]
             tail.add_(hidden)
-        scores.sub_(scores.amax(-1, keepdim=True))
-        weights = torch.add(scores.to(torch.float32).exp_(), scores.new_tensor([_SUM_GRID])).sub_(_SUM_GRID)
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().add_(_SUM_GRID).sub_(_SUM_GRID)
         weights.div_(weights.sum(-1, keepdim=True)).add_(_WEIGHT_GRID).sub_(_WEIGHT_GRID)
         mixed = torch.bmm(weights, values).view(groups, -1, nodes, width)
         return mixed.permute(2, 0, 1, 3).to(torch.float32).reshape(nodes, heads * width)
@@ -68,12 +68,14 @@ class ExactAttention:
 class FastAttention:
     """The library's fused attention, in the model's own dtype."""
 
+    turn_dtype = torch.complex64
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def prepare(self, query_key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing to round."""
-        return query_key, value
+    def prepare(self, mixed: Tensor, turn: Tensor) -> Tensor:
+        """As ExactAttention.prepare, nothing rounded, in the model's dtype."""
+        return rotated(mixed.float(), turn).to(self.dtype)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
         """As ExactAttention.attend."""

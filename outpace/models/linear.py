@@ -7,16 +7,25 @@ multiple that rows must be padded to on this machine for this to hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Linear = Callable[[Tensor], Tensor]
+
+class Linear(Protocol):
+    """A linear layer."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [rows, inputs] to x W^T + b (+ residual) [rows, outputs]."""
+
 
 BUCKETS = (1, 2, 4, 8, 16)
 LARGEST = 256  # rows a call; longer inputs are cut
+LEAST = 4  # rows a call: oneDNN's packed product takes longer for one or two (23, 25 and 19 ms for 1, 2 and 4)
 _PROBED = (*range(1, 17), 24, 32, 48, 64, 128, LARGEST)
 
 
@@ -26,10 +35,20 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     oneDNN's packed float32 product takes 8 rows in the time of one, where the stock one takes twice as long.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return lambda x: F.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
+        return partial(_stock, weight, bias)
+    return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8), bias)
+
+
+def _stock(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    product = F.linear(x, weight, bias)
+    return product if residual is None else product.add_(residual)
+
+
+def _packed(packed: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise
-    return lambda x: product(x, packed, bias, "none", [], "")
+    if residual is None:
+        return product.default(x, packed, bias, "none", [], "")
+    return product.binary(x, residual, packed, bias, "add")
 
 
 def row_bucket(linears: Sequence[tuple[Linear, int]], largest: int = LARGEST) -> int | None:
@@ -49,6 +68,11 @@ def row_bucket(linears: Sequence[tuple[Linear, int]], largest: int = LARGEST) ->
         if all(count in alike for count in _PROBED if count % bucket == 0 and count <= largest):
             return bucket
     return None
+
+
+def padding(rows: int, bucket: int | None) -> int:
+    """Rows to add so that the count is one that was probed, and not a slow one; 0 where nothing was probed."""
+    return 0 if bucket is None else max(rows + -rows % bucket, LEAST) - rows
 
 
 def _same(linear: Linear, x: Tensor, reference: Tensor, start: int, count: int) -> bool:

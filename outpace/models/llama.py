@@ -7,8 +7,9 @@ padded to the bucket that `linear.row_bucket` found, everything between the prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -18,23 +19,21 @@ from torch import Tensor
 from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
-from outpace.models.linear import LARGEST, row_bucket
+from outpace.models.linear import LARGEST, Linear, padding, row_bucket
 from outpace.models.llama_weights import Layer, load_layer, rotary, unfold_head
 
 
 class LlamaSession(Session):
-    """Keys and values of every layer, allocated once: [layers, kv_heads, slots, head_dim]."""
+    """Keys and values of every layer, allocated once: [layers, keys then values of the kv_heads, slots, head_dim]."""
 
     def __init__(self, capacity: int, room: int, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(capacity, room)
-        shape = (2, config.num_layers, config.num_kv_heads, self.slots, config.head_dim)
-        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device)
+        shape = (config.num_layers, 2 * config.num_kv_heads, self.slots, config.head_dim)
+        self.kv = torch.empty(shape, dtype=dtype, device=device)
 
     def _move(self, source: np.ndarray, start: int) -> None:
-        index = torch.from_numpy(source).to(self.keys.device)
-        stop = start + len(source)
-        self.keys[:, :, start:stop] = self.keys[:, :, index]
-        self.values[:, :, start:stop] = self.values[:, :, index]
+        index = torch.from_numpy(source).to(self.kv.device)
+        self.kv[:, :, start : start + len(source)] = self.kv[:, :, index]
 
 
 class _Span:
@@ -61,7 +60,7 @@ class Llama:
         config: LlamaConfig,
         layers: Sequence[Layer],
         embedding: Tensor,
-        head: Callable[[Tensor], Tensor],
+        head: Linear,
         final_norm: Tensor,
         exact: bool | None = None,
     ) -> None:
@@ -70,12 +69,12 @@ class Llama:
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.device, self.dtype = embedding.device, embedding.dtype
         self._layers, self._embedding, self._head, self._final_norm = layers, embedding, head, final_norm
-        self._cis = rotary(config, self.device)  # [positions, 1, head_dim / 2] complex64
+        self._cis = rotary(config, self.device)  # [positions, head_dim / 2] complex64
         may_be_exact = self.device.type == "cpu" and self.dtype == torch.float32
         self._bucket = self._probe() if may_be_exact and exact is not False else None
         self.exact = self._bucket is not None
         self._attention: list[ExactAttention | FastAttention] = [
-            ExactAttention(*layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
+            ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
 
     @classmethod
@@ -125,9 +124,9 @@ class Llama:
         tokens = torch.tensor([token for part in forest for token in part.tokens], device=self.device)
         positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
         x = F.embedding(self._padded(tokens), self._embedding)  # [rows, hidden]
-        cis = self._cis[self._padded(positions)]
+        turn = self._turns(self._padded(positions))
         for number in range(len(self._layers)):
-            x = self._forward(number, x, cis, spans)
+            x = self._forward(number, x, turn, spans)
         rows = row_numbers(forest)
         if not rows:
             return x.new_empty(0, self.vocab_size)
@@ -135,44 +134,48 @@ class Llama:
         wanted = self._norm(self._padded(wanted), self._final_norm)
         return self._apply(self._head, wanted)[: len(rows), : self.vocab_size]
 
-    def _forward(self, number: int, x: Tensor, cis: Tensor, spans: Sequence[_Span]) -> Tensor:
+    def _forward(self, number: int, x: Tensor, turn: Tensor, spans: Sequence[_Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         layer, attention = self._layers[number], self._attention[number]
-        config = self.config
-        turned = (config.num_heads + config.num_kv_heads) * config.head_dim
-        mixed = self._apply(layer.qkv, self._norm(x, layer.input_norm))
-        query_key = mixed[:, :turned].unflatten(1, (-1, config.head_dim // 2, 2))
-        query_key = torch.view_as_real(torch.view_as_complex(query_key.float()) * cis).flatten(2).to(x.dtype)
-        value = mixed[:, turned:].unflatten(1, (-1, config.head_dim))
-        query_key, value = attention.prepare(query_key, value)
-        outputs = [self._attend(number, span, query_key, value) for span in spans]
+        mixed = attention.prepare(self._apply(layer.qkv, self._norm(x, layer.input_norm)), turn)
+        outputs = [self._attend(number, span, mixed[span.rows]) for span in spans]
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        x = self._apply(layer.output, self._padded(attended)).add_(x)
+        x = self._apply(layer.output, self._padded(attended), x)
         gate, up = self._apply(layer.gate_up, self._norm(x, layer.post_norm)).chunk(2, dim=-1)
-        return self._apply(layer.down, F.silu(gate).mul_(up)).add_(x)
+        return self._apply(layer.down, F.silu(gate).mul_(up), x)
 
-    def _attend(self, number: int, span: _Span, query_key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, number: int, span: _Span, mixed: Tensor) -> Tensor:
         """Stores one session's new keys and values and mixes over what its nodes see. [nodes, heads * head_dim]"""
-        heads = self.config.num_heads
-        keys, values = span.session.keys[number], span.session.values[number]
-        keys[:, span.slots] = query_key[span.rows, heads:].transpose(0, 1)
-        values[:, span.slots] = value[span.rows].transpose(0, 1)
-        query = query_key[span.rows, :heads]
-        return self._attention[number].attend(query, keys[:, : span.seen], values[:, : span.seen], span.hidden)
+        heads, groups = self.config.num_heads, self.config.num_kv_heads
+        kv = span.session.kv[number]
+        kv[:, span.slots] = mixed[:, heads:].transpose(0, 1)
+        keys, values = kv[:groups, : span.seen], kv[groups:, : span.seen]
+        return self._attention[number].attend(mixed[:, :heads], keys, values, span.hidden)
+
+    def _turns(self, positions: Tensor) -> Tensor:
+        """Rotation of every head's pairs, values by nothing: [rows, heads + 2 kv_heads, head_dim / 2] complex."""
+        config = self.config
+        turn = self._cis[positions][:, None].to(self._attention[0].turn_dtype)
+        turned = turn.expand(-1, config.num_heads + config.num_kv_heads, -1)
+        return torch.cat([turned, torch.ones_like(turn).expand(-1, config.num_kv_heads, -1)], dim=1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        """x over its root mean square, times the weight; a norm and a few products beat the library's own by half."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, 1]
+        scale = norm.square_().div_(x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(weight)
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Rows added up to a multiple of the bucket; they are computed and thrown away."""
-        missing = -len(x) % (self._bucket or 1)
+        """Rows added up to a count that is good for the products; they are computed and thrown away."""
+        missing = padding(len(x), self._bucket)
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
-    def _apply(self, linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product, in calls of at most as many rows as were probed."""
         if not self.exact or len(x) <= LARGEST:
-            return linear(x)
-        return torch.cat([linear(piece) for piece in x.split(LARGEST)])
+            return linear(x, residual)
+        rests: Iterable[Tensor | None] = repeat(None) if residual is None else residual.split(LARGEST)
+        return torch.cat([linear(piece, rest) for piece, rest in zip(x.split(LARGEST), rests, strict=False)])
 
     def _probe(self) -> int | None:
         layer, config = self._layers[0], self.config

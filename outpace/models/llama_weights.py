@@ -18,8 +18,8 @@ Fetch = Callable[[str], Tensor]
 @dataclass(frozen=True)
 class Layer:
     """One layer. `qkv` gives queries (scaled by 1 / sqrt(head_dim)), keys and values side by side; rotation pairs lie
-    next to each other. `bounds`: the largest norm of each head's queries and keys, the largest entry of each value
-    head, for any input."""
+    next to each other. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each head's queries and
+    keys, the largest entry of each value head; the second column is 1 for value heads."""
 
     input_norm: Tensor
     post_norm: Tensor
@@ -27,7 +27,7 @@ class Layer:
     output: Linear
     gate_up: Linear
     down: Linear
-    bounds: tuple[Tensor, Tensor]
+    bounds: Tensor
 
 
 def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> Layer:
@@ -56,11 +56,11 @@ def unfold_head(weight: Tensor) -> Linear:
 
 
 def rotary(config: LlamaConfig, device: torch.device) -> Tensor:
-    """e^(i position frequency) for every position and pair: [positions, 1, head_dim / 2] complex64."""
+    """e^(i position frequency) for every position and pair: [positions, head_dim / 2] complex64."""
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**pairs)
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), frequencies)
-    return torch.complex(angles.cos(), angles.sin()).to(device)[:, None]
+    return torch.complex(angles.cos(), angles.sin()).to(device)
 
 
 def _fused_qkv(config: LlamaConfig, prefix: str, fetch: Fetch) -> tuple[Tensor, Tensor | None]:
@@ -86,11 +86,12 @@ def _joined(config: LlamaConfig, prefix: str, fetch: Fetch) -> Linear:
     return pack(torch.cat([fetch(f"{name}.weight") for name in names]), bias)
 
 
-def _bounds(config: LlamaConfig, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _bounds(config: LlamaConfig, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A normed input has norm at most sqrt(hidden), so |w x + b| <= |w| sqrt(hidden) + |b| for every output row."""
     rows = weight.double().norm(dim=1) * math.sqrt(config.hidden_size)  # [outputs]
     if bias is not None:
         rows = rows + bias.double().abs()
     heads = rows.unflatten(0, (-1, config.head_dim)).cpu()  # [heads + 2 kv_heads, head_dim]
-    turned = config.num_heads + config.num_kv_heads
-    return heads[:turned].norm(dim=1) * (1 + 1e-4), heads[turned:].amax(dim=1) * (1 + 1e-4)
+    is_value = torch.arange(len(heads)) >= config.num_heads + config.num_kv_heads
+    bounds = torch.where(is_value, heads.amax(dim=1), heads.norm(dim=1)) * (1 + 1e-4)
+    return torch.stack([bounds, is_value.double()], dim=1)
