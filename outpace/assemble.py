@@ -48,7 +48,7 @@ def load_model(
     """The model that `spec` means: a folder, a .gguf file, a hub id, or None for the shipped one."""
     from outpace.models.checkpoint import Checkpoint
     from outpace.models.config import from_dict, tensor_shapes
-    from outpace.models.find import resolve
+    from outpace.models.find import resolve, shipped_model
     from outpace.models.llama import Llama
     from outpace.models.tokenizer import Tokenizer
 
@@ -62,7 +62,8 @@ def load_model(
         model = Llama.from_tensors(
             config, checkpoint.tensor, device=device, dtype=DTYPES[dtype], exact=exact, progress=progress
         )
-    return Loaded(model, Tokenizer.from_folder(path), path.name if spec is None else str(spec))
+    name = shipped_model().stem if spec is None else str(spec)
+    return Loaded(model, Tokenizer.from_folder(path), name)
 
 
 def load_draft(spec: str | Path, target: Loaded, *, progress: Progress = silent, **options: Any) -> Loaded:

@@ -1,0 +1,156 @@
+"""Same text, counted: every method against plain decoding on real prompts, alone and batched, greedy and sampled.
+
+Run: python bench/same_text.py --data FOLDER [--prompts 40] [--tokens 128] [--out FILE.jsonl]. FOLDER holds prompts as
+docs/benchmarks.md describes them (mt_bench.jsonl, gsm8k.jsonl, humaneval.jsonl). Answers are kept in FILE as they come:
+run again, it goes on where it stopped. Exit 1 where a text differs, or where a method drafted, accepted, hit or missed
+nothing: such a run proves nothing. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outpace.assemble import Loaded, load_draft, load_model
+from outpace.core.errors import UserError
+from outpace.library import LLM, Result
+
+TASKS = ("mt_bench", "gsm8k", "humaneval")
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"temperature": 0.8, "seed": 7}}
+METHODS: dict[str, dict[str, Any]] = {
+    "autoregressive": {"method": "autoregressive"},
+    "card": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
+    "speculative chain": {"method": "speculative", "drafter": "model", "width": 1, "draft_length": 3},
+    "speculative tree": {"method": "speculative", "drafter": "model+ngram", "width": 4, "draft_length": 3},
+}
+COUNTED = ("drafted", "accepted", "hits", "misses")
+
+
+def read_prompts(folder: Path, count: int) -> list[tuple[str, str]]:
+    """(id, first user message) of `count` prompts, the tasks in turn."""
+    files = [folder / f"{task}.jsonl" for task in TASKS]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise UserError(f"no prompt file {missing[0]}, --data must name a folder with {', '.join(TASKS)} (.jsonl)")
+    columns = []
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines()[: count // len(TASKS) + 1]
+        columns.append([json.loads(line) for line in lines])
+    rows = [row for group in zip(*columns, strict=True) for row in group][:count]
+    return [(row["id"], row["turns"][0]) for row in rows]
+
+
+def answer(llm: LLM, prompts: list[str], tokens: int, sampling: dict[str, Any]) -> Iterator[Result]:
+    """Answers to all prompts at once."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    yield from llm.generate(chats, max_tokens=tokens, **sampling)
+
+
+class Run:
+    """The answers of all methods, kept in a file as they come."""
+
+    def __init__(self, target: Loaded, draft: Loaded, args: argparse.Namespace) -> None:
+        self.target, self.draft, self.args = target, draft, args
+        self.prompts = read_prompts(args.data, args.prompts)
+        self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+        if args.out.is_file():
+            for line in args.out.read_text(encoding="utf-8").splitlines():
+                self._note(json.loads(line))
+
+    def _note(self, row: dict[str, Any]) -> None:
+        self.rows[row["method"], row["sampling"], row["prompt"]] = row
+
+    def _keep(self, method: str, sampling: str, prompt: str, result: Result) -> None:
+        figures = result.figures
+        counts = {name: getattr(figures, name) for name in (*COUNTED, "passes")}
+        row = {"method": method, "sampling": sampling, "prompt": prompt, "tokens": result.tokens, **counts}
+        row |= {"by_kind": figures.by_kind, "tokens_per_second": round(result.tokens_per_second, 2)}
+        self._note(row)
+        with self.args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def go(self, progress: Progress) -> None:
+        """Whatever is not in the file yet: each prompt alone, then some of them batched."""
+        total = len(METHODS) * len(SAMPLINGS) * len(self.prompts)
+        task = progress.add_task("answers", total=total)
+        for method, options in METHODS.items():
+            draft = None if method == "autoregressive" else self.draft
+            with closing(LLM(self.target, draft, **options)) as llm:
+                for name, sampling in SAMPLINGS.items():
+                    for prompt, text in self.prompts:
+                        if (method, name, prompt) not in self.rows:
+                            for result in answer(llm, [text], self.args.tokens, sampling):
+                                self._keep(method, name, prompt, result)
+                        progress.advance(task)
+                    self._batched(llm, method, name, sampling)
+
+    def _batched(self, llm: LLM, method: str, name: str, sampling: dict[str, Any]) -> None:
+        chosen = self.prompts[: self.args.batch]
+        label = f"{method}, batch of {len(chosen)}"
+        if all((label, name, prompt) in self.rows for prompt, _ in chosen):
+            return
+        results = answer(llm, [text for _, text in chosen], self.args.tokens, sampling)
+        for (prompt, _), result in zip(chosen, results, strict=True):
+            self._keep(label, name, prompt, result)
+
+    def report(self) -> dict[str, Any]:
+        """The counts by method and sampling; texts are held against plain decoding alone."""
+        groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for (method, sampling, _), row in self.rows.items():
+            groups[method, sampling].append(row)
+        table = Table(title=f"{self.target.name}, float32, exact mode {self.target.model.exact}")
+        columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens a pass")
+        for column in columns:
+            table.add_column(column, justify="left" if column in columns[:2] else "right")
+        differing, silent = 0, []
+        for (method, sampling), rows in groups.items():
+            differ = sum(row["tokens"] != self._plain(row) for row in rows)
+            counts = {name: sum(row[name] for row in rows) for name in COUNTED}
+            tokens, passes = sum(len(row["tokens"]) for row in rows), sum(row["passes"] for row in rows)
+            cells = (len(rows), differ, tokens, *counts.values(), f"{tokens / passes:.2f}")
+            table.add_row(method, sampling, *(str(cell) for cell in cells))
+            differing += differ
+            needed = () if method.startswith("autoregressive") else COUNTED[: 4 if method.startswith("card") else 2]
+            silent += [f"{method}, {sampling}: no {name}" for name in needed if not counts[name]]
+        Console(width=120).print(table)
+        return {"differing": differing, "texts": len(self.rows), "proves_nothing": silent}
+
+    def _plain(self, row: dict[str, Any]) -> list[int]:
+        tokens: list[int] = self.rows["autoregressive", row["sampling"], row["prompt"]]["tokens"]
+        return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
+    parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    target = load_model(None)
+    run = Run(target, load_draft(args.draft, target), args)
+    with Progress(console=Console(stderr=True)) as progress:
+        run.go(progress)
+    verdict = run.report()
+    print(json.dumps(verdict))
+    sys.exit(1 if verdict["differing"] or verdict["proves_nothing"] else 0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,210 @@
+"""The runtime against a slow reference, and against itself: trees, kept keys and values, forests, row by row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import reference
+import torch
+from files import smollm2_file
+from torch import Tensor
+
+from outpace.assemble import load_model
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX, depths
+from outpace.models.base import Part, chain
+from outpace.models.config import LlamaConfig
+from outpace.models.llama import Llama
+
+TINY = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_positions=512,
+    tie_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+)
+UNTIED = LlamaConfig(**{**TINY.__dict__, "tie_embeddings": False, "attention_bias": True, "mlp_bias": True})
+
+
+def tiny(config: LlamaConfig, exact: bool | None = None) -> Llama:
+    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=exact)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Llama:
+    smollm2_file()
+    return load_model(None).model
+
+
+@pytest.fixture(params=["tiny", "untied", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+def model(request: pytest.FixtureRequest) -> Llama:
+    if request.param == "smollm2":
+        return request.getfixturevalue("smollm2")
+    return tiny({"tiny": TINY, "untied": UNTIED}[request.param])
+
+
+def text(model: Llama, count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(min(model.vocab_size, 5000)) for _ in range(count)]
+
+
+def random_parents(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [PREFIX, *(rng.randrange(max(0, node - 6), node) for node in range(1, count))]
+
+
+def branch(parents: Sequence[int], node: int) -> list[int]:
+    path = []
+    while node != PREFIX:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def fresh(model: Llama, tokens: Sequence[int]) -> Tensor:
+    """Scores after the last token of a text that is fed at once: the slow path."""
+    session = model.open(len(tokens) + 1, 300)
+    return model.score([chain(session, tokens, wanted=[len(tokens) - 1])])[0]
+
+
+def prefilled(model: Llama, prompt: Sequence[int], room: int = 300):
+    session = model.open(len(prompt) + 200, room)
+    model.score([chain(session, prompt)])
+    session.keep(range(len(prompt)))
+    return session
+
+
+def assert_same(model: Llama, got: Tensor, expected: Tensor) -> None:
+    """Bit by bit in exact mode, to rounding elsewhere."""
+    if model.exact:
+        assert torch.equal(got, expected)
+    else:
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [None, False])
+@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tiny", "untied"])
+def test_scores_agree_with_the_reference(config: LlamaConfig, exact: bool | None) -> None:
+    model = tiny(config, exact)
+    tokens = text(model, 60)
+    session = model.open(100, 100)
+    got = model.score([chain(session, tokens, wanted=range(60))])
+    expected = reference.logits(config, reference.random_tensors(config).__getitem__, tokens)
+    assert (got - expected).abs().max() < 2e-4
+
+
+def test_exact_mode_is_on_where_it_is_claimed() -> None:
+    assert not tiny(TINY, exact=False).exact
+    if torch.backends.mkldnn.is_available():
+        assert tiny(TINY).exact
+
+
+def test_a_tree_scores_as_its_paths_do(model: Llama) -> None:
+    prompt = text(model, 37)
+    parents, tokens = random_parents(24, 1), text(model, 24, 2)
+    session = prefilled(model, prompt)
+    got = model.score([Part(session, tokens, parents, range(24))])
+    for node in range(24):
+        path = [tokens[other] for other in branch(parents, node)]
+        assert_same(model, got[node], fresh(model, prompt + path))
+
+
+def test_a_tree_grown_in_pieces_scores_as_one(model: Llama) -> None:
+    prompt = text(model, 20)
+    parents, tokens = random_parents(16, 3), text(model, 16, 4)
+    whole = model.score([Part(prefilled(model, prompt), tokens, parents, range(16))])
+    session = prefilled(model, prompt)
+    pieces = [
+        model.score([Part(session, tokens[start:stop], parents[start:stop], range(stop - start))])
+        for start, stop in ((0, 1), (1, 6), (6, 16))
+    ]
+    assert_same(model, torch.cat(pieces), whole)
+
+
+def test_kept_keys_and_values_equal_a_fresh_prefill(model: Llama) -> None:
+    prompt, written = text(model, 30), []
+    session = prefilled(model, prompt)
+    keep: list[int] = []
+    kept_tokens: list[int] = []
+    for turn in range(6):
+        parents, tokens = random_parents(12, turn), text(model, 12, 10 + turn)
+        got = model.score([Part(session, tokens, parents, range(12), keep)])
+        written += kept_tokens
+        node = random.Random(turn).randrange(12)
+        path = branch(parents, node)
+        assert_same(model, got[node], fresh(model, prompt + written + [tokens[other] for other in path]))
+        keep, kept_tokens = path, [tokens[other] for other in path]
+    session.keep(keep)
+    full = prompt + written + kept_tokens
+    assert session.length == len(full)
+    other = prefilled(model, full)
+    assert_same(model, session.kv[:, :, : len(full)], other.kv[:, :, : len(full)])
+
+
+def test_live_nodes_survive_a_correction(model: Llama) -> None:
+    prompt, tokens = text(model, 15), text(model, 8, 5)
+    parents = [PREFIX, 0, 0, 1, 2, 3, 5, 4]
+    session = prefilled(model, prompt)
+    model.score([Part(session, tokens, parents, [])])
+    session.keep([0, 1], [3, 5, 6])  # 3 is the new root, 5 and 6 hang below it
+    got = model.score([Part(session, [7], [2], [0])])[0]
+    assert_same(model, got, fresh(model, [*prompt, *(tokens[n] for n in (0, 1, 3, 5, 6)), 7]))
+
+
+def test_a_forest_scores_as_its_trees_one_by_one(model: Llama) -> None:
+    prompts = [text(model, count, count) for count in (5, 33, 64)]
+    sizes = (1, 7, 12)
+    trees = [(text(model, size, 20 + size), random_parents(size, size)) for size in sizes]
+    alone = [
+        model.score([Part(prefilled(model, prompt), *tree, range(size))])
+        for prompt, tree, size in zip(prompts, trees, sizes, strict=True)
+    ]
+    sessions = [prefilled(model, prompt) for prompt in prompts]
+    piece = chain(model.open(300, 300), text(model, 40, 9))  # a prompt's chunk travels along
+    parts = [Part(s, *tree, range(size)) for s, tree, size in zip(sessions, trees, sizes, strict=True)]
+    assert_same(model, model.score([parts[0], piece, *parts[1:]]), torch.cat(alone))
+
+
+def test_chunks_of_a_prompt_equal_the_whole(model: Llama) -> None:
+    prompt = text(model, 300)
+    session = model.open(320, 300)
+    start = 0
+    for size in (1, 2, 64, 100, 132):
+        model.score([chain(session, prompt[start : start + size], keep=range(session.pending))])
+        start += size
+    got = model.score([chain(session, [prompt[-1]], wanted=[0], keep=range(session.pending))])[0]
+    assert_same(model, got, fresh(model, prompt))
+
+
+def test_only_wanted_rows_are_scored(model: Llama) -> None:
+    session = model.open(50, 50)
+    got = model.score([chain(session, text(model, 10), wanted=[3, 9])])
+    assert got.shape == (2, model.vocab_size)
+    assert model.score([chain(session, [1], keep=range(10))]).shape == (0, model.vocab_size)
+
+
+def test_a_shallow_model_shares_the_layers() -> None:
+    model = tiny(TINY)
+    same = model.shallow([0, 1, 2])
+    assert_same(model, fresh(same, [1, 2, 3]), fresh(model, [1, 2, 3]))
+    assert not torch.equal(fresh(model.shallow([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
+
+
+def test_a_full_session_says_so() -> None:
+    session = tiny(TINY).open(4, 2)
+    with pytest.raises(UserError, match="7 more tokens do not fit"):
+        session.extend(range(PREFIX, 6))
+    session.extend(range(PREFIX, 5))
+    with pytest.raises(UserError, match="past 4 tokens"):
+        session.keep(range(5))
+    assert depths([PREFIX, 0, 1]) == [0, 1, 2]
