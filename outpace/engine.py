@@ -118,7 +118,10 @@ class Engine:
             return []
         rows = [Row(r.request, r.length + d) for r, tree in trees for d in depths(tree.parents)]
         began = time.perf_counter()
-        picks = self._pass(forest, rows)
+        try:
+            picks = self._pass(forest, rows)
+        except BaseException as error:
+            return self._fail([run for run, _ in [*chunks, *trees]], error)
         seconds = time.perf_counter() - began
         for run, part in chunks:
             run.prefilled += len(part.tokens)
@@ -163,6 +166,15 @@ class Engine:
         self.running.append(run)
         if not run.is_prefilling:
             self._advance(run, None)
+
+    def _fail(self, runs: Sequence[Running], error: BaseException) -> list[Running]:
+        """A pass broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
+        for run in runs:
+            run.error = error if isinstance(error, Exception) else None
+            self.abort(run, "error" if run.error else "abort")
+        if not isinstance(error, Exception):  # an interrupt is the caller's
+            raise error
+        return list(runs)
 
     def _leave(self, run: Running) -> None:
         self.running.remove(run)

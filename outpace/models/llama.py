@@ -28,6 +28,7 @@ class LlamaSession(Session):
 
     def __init__(self, capacity: int, room: int, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(capacity, room)
+        self.last_position = config.max_positions - 1
         shape = (config.num_layers, 2 * config.num_kv_heads, self.slots, config.head_dim)
         self.kv = torch.empty(shape, dtype=dtype, device=device)
 
@@ -47,7 +48,8 @@ class _Span:
         self.rows = slice(first_row, first_row + len(part.tokens))
         self.slots = slice(session.length + before, session.length + session.pending)
         self.seen = session.length + session.pending
-        self.positions = [session.length + depth for depth in session.pending_depths[before:]]
+        last = session.last_position  # a tree may reach past the context; what lies there is never committed
+        self.positions = [min(session.length + depth, last) for depth in session.pending_depths[before:]]
         hidden = np.where(sees, 0.0, -np.inf)
         self.hidden = None if sees.all() else torch.from_numpy(hidden).to(device)  # [nodes, pending]
 

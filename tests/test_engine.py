@@ -1,0 +1,184 @@
+"""The engine: requests come and go between steps, faults stay with their own request, limits hold."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import reference
+
+from outpace.candidates.inline import InlineWorker
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request, Verify
+from outpace.decoders import autoregressive, card, speculative
+from outpace.drafters.model import ModelDrafter
+from outpace.drafters.model import Options as ModelOptions
+from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import Options as NgramOptions
+from outpace.engine import Engine, EngineOptions
+from outpace.models.config import LlamaConfig
+from outpace.models.llama import Llama
+from outpace.models.toy import Toy
+from outpace.rules.greedy import Greedy
+from outpace.running import Running
+
+TARGET = Toy(16, 3, 0)
+
+
+def request(length: int = 6, max_tokens: int = 20, start: int = 0) -> Request:
+    return Request(tuple((start + place) % 16 for place in range(length)), Greedy(), max_tokens)
+
+
+def finish(engine: Engine, *runs: Running, most: int = 500) -> list[list[int]]:
+    for _ in range(most):
+        if all(run.finish_reason for run in runs):
+            return [run.tokens for run in runs]
+        engine.step()
+    raise AssertionError("the requests did not end")
+
+
+def plain(req: Request, target=TARGET) -> list[int]:
+    with Engine(target) as engine:
+        return finish(engine, engine.submit(req, autoregressive, autoregressive.Options()))[0]
+
+
+def test_requests_join_and_leave_between_steps() -> None:
+    with Engine(TARGET, Ngram(NgramOptions()), options=EngineOptions(chunk=3, batch=2)) as engine:
+        requests = [request(4 + number, 10 + 7 * number, number) for number in range(5)]
+        runs = [engine.submit(req, speculative, speculative.Options()) for req in requests[:3]]
+        for _ in range(6):
+            engine.step()
+            assert len(engine.running) <= 2
+        runs += [engine.submit(req, speculative, speculative.Options()) for req in requests[3:]]
+        assert finish(engine, *runs) == [plain(req) for req in requests]
+        assert not engine.running
+        assert not engine.waiting
+
+
+def test_a_long_prompt_stalls_nobody() -> None:
+    with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
+        short = engine.submit(request(2, 30), autoregressive, autoregressive.Options())
+        engine.step()
+        long = engine.submit(request(41, 5), autoregressive, autoregressive.Options())
+        before = len(short.tokens)
+        for _ in range(8):
+            engine.step()
+        assert len(short.tokens) == before + 8
+        assert long.is_prefilling
+        assert finish(engine, short, long) == [plain(request(2, 30)), plain(request(41, 5))]
+
+
+def test_an_aborted_request_leaves_the_others_alone() -> None:
+    with Engine(TARGET, None, InlineWorker(ModelDrafter(TARGET, ModelOptions()))) as engine:
+        runs = [engine.submit(request(5, 40, start), card, card.Options()) for start in range(3)]
+        engine.step()
+        engine.step()
+        engine.abort(runs[1])
+        assert runs[1].finish_reason == "abort"
+        assert runs[1].tokens == plain(request(5, 40, 1))[: len(runs[1].tokens)]
+        assert finish(engine, runs[0], runs[2]) == [plain(request(5, 40, 0)), plain(request(5, 40, 2))]
+
+
+def test_a_coroutine_that_raises_ends_its_own_request_only() -> None:
+    def decode(place, options):
+        yield Verify(TokenTree(place.last_token))
+        raise RuntimeError("a bug in one method")
+
+    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=autoregressive.Options, __name__="broken")
+    with Engine(TARGET) as engine:
+        good = engine.submit(request(), autoregressive, autoregressive.Options())
+        bad = engine.submit(request(), broken, None)
+        assert finish(engine, good, bad)[0] == plain(request())
+        assert bad.finish_reason == "error"
+        assert "one method" in str(bad.error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
+    target = Toy(16, 3, 0)
+    with Engine(target) as engine:
+        run = engine.submit(request(), autoregressive, autoregressive.Options())
+        for _ in range(4):
+            engine.step()
+        score, target.score = target.score, lambda forest: (_ for _ in ()).throw(error)
+        if isinstance(error, KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        else:
+            engine.step()
+        assert run.finish_reason == ("abort" if isinstance(error, KeyboardInterrupt) else "error")
+        assert run.tokens == plain(request())[: len(run.tokens)]
+        target.score = score
+        assert finish(engine, engine.submit(request(), autoregressive, autoregressive.Options()))[0] == plain(request())
+
+
+def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> None:
+    class Failing(Ngram):
+        def grow(self, states, trees):
+            raise OSError("gone")
+
+    with Engine(TARGET, Failing(NgramOptions())) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = [engine.submit(request(5, 20, start), speculative, speculative.Options()) for start in range(2)]
+        assert finish(engine, *runs) == [plain(request(5, 20, start)) for start in range(2)]
+    assert [str(w.message) for w in caught] == ["the drafter failed (OSError: gone); going on by plain decoding"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": ()}, "no tokens"),
+        ({"prompt": (1, 99)}, "token 99, allowed are 0 to 15"),
+        ({"max_tokens": 0}, "max_tokens is 0, it must be at least 1"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_at_once(changes, says: str) -> None:
+    fields = {"prompt": (1, 2), "rule": Greedy(), "max_tokens": 4} | changes
+    with Engine(TARGET) as engine, pytest.raises(UserError, match=says):
+        engine.submit(Request(**fields), autoregressive, autoregressive.Options())
+
+
+def test_a_method_without_its_drafter_is_refused() -> None:
+    with Engine(TARGET) as engine, pytest.raises(UserError, match="method card needs a drafter"):
+        engine.submit(request(), card, card.Options())
+
+
+def test_the_end_of_the_context_ends_the_text_alike() -> None:
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_positions=32,
+        tie_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+    target = Llama.from_tensors(config, reference.random_tensors(config).__getitem__)
+    req = Request(tuple(range(20)), Greedy(), 100)
+    expected = plain(req, target)
+    assert len(expected) == 12
+    for drafter in (Ngram(NgramOptions()), ModelDrafter(target, ModelOptions())):
+        with Engine(target, drafter) as engine:
+            run = engine.submit(req, speculative, speculative.Options(draft_length=8))
+            assert finish(engine, run)[0] == expected
+            assert run.finish_reason == "length"
+        with Engine(target, None, InlineWorker(drafter)) as engine:
+            assert finish(engine, engine.submit(req, card, card.Options()))[0] == expected
+    with Engine(target) as engine, pytest.raises(UserError, match="32 tokens, the target's context holds 32"):
+        engine.submit(Request(tuple(range(32)), Greedy(), 1), autoregressive, autoregressive.Options())
+
+
+def test_the_budget_follows_the_load() -> None:
+    with Engine(TARGET, options=EngineOptions(nodes=8, rows=12)) as engine:
+        runs = [engine.submit(request(), autoregressive, autoregressive.Options()) for _ in range(3)]
+        engine.step()
+        engine.step()
+        assert [run.budget for run in runs] == [4, 4, 4]
