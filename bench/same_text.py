@@ -81,9 +81,10 @@ class Run:
 
     def go(self, progress: Progress) -> None:
         """Whatever is not in the file yet: each prompt alone, then some of them batched."""
-        total = len(METHODS) * len(SAMPLINGS) * len(self.prompts)
+        total = len(self.args.methods) * len(SAMPLINGS) * len(self.prompts)
         task = progress.add_task("answers", total=total)
-        for method, options in METHODS.items():
+        for method in self.args.methods:
+            options = METHODS[method]
             draft = None if method == "autoregressive" else self.draft
             with closing(LLM(self.target, draft, **options)) as llm:
                 for name, sampling in SAMPLINGS.items():
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
     parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
     parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")
     args = parser.parse_args()
