@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,12 +49,6 @@ def read_prompts(folder: Path, count: int) -> list[tuple[str, str]]:
     return [(row["id"], row["turns"][0]) for row in rows]
 
 
-def answer(llm: LLM, prompts: list[str], tokens: int, sampling: dict[str, Any]) -> Iterator[Result]:
-    """Answers to all prompts at once."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    yield from llm.generate(chats, max_tokens=tokens, **sampling)
-
-
 class Run:
     """The answers of all methods, kept in a file as they come."""
 
@@ -80,28 +73,29 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def go(self, progress: Progress) -> None:
-        """Whatever is not in the file yet: each prompt alone, then some of them batched."""
+        """Whatever is not in the file yet: plain decoding one by one, the others as told, then some batched."""
         total = len(self.args.methods) * len(SAMPLINGS) * len(self.prompts)
         task = progress.add_task("answers", total=total)
         for method in self.args.methods:
             options = METHODS[method]
             draft = None if method == "autoregressive" else self.draft
             with closing(LLM(self.target, draft, **options)) as llm:
-                for name, sampling in SAMPLINGS.items():
-                    for prompt, text in self.prompts:
-                        if (method, name, prompt) not in self.rows:
-                            for result in answer(llm, [text], self.args.tokens, sampling):
-                                self._keep(method, name, prompt, result)
-                        progress.advance(task)
-                    self._batched(llm, method, name, sampling)
+                for name in SAMPLINGS:
+                    at_once = 1 if method == "autoregressive" else self.args.together
+                    for start in range(0, len(self.prompts), at_once):
+                        group = self.prompts[start : start + at_once]
+                        self._answer(llm, method, name, group)
+                        progress.advance(task, len(group))
+                    batch = self.prompts[: self.args.batch]
+                    self._answer(llm, f"{method}, batch of {len(batch)}", name, batch)
 
-    def _batched(self, llm: LLM, method: str, name: str, sampling: dict[str, Any]) -> None:
-        chosen = self.prompts[: self.args.batch]
-        label = f"{method}, batch of {len(chosen)}"
-        if all((label, name, prompt) in self.rows for prompt, _ in chosen):
+    def _answer(self, llm: LLM, label: str, name: str, prompts: list[tuple[str, str]]) -> None:
+        """Answers to these prompts at once, unless all of them are there."""
+        if all((label, name, prompt) in self.rows for prompt, _ in prompts):
             return
-        results = answer(llm, [text for _, text in chosen], self.args.tokens, sampling)
-        for (prompt, _), result in zip(chosen, results, strict=True):
+        chats = [[{"role": "user", "content": text}] for _, text in prompts]
+        results = llm.generate(chats, max_tokens=self.args.tokens, **SAMPLINGS[name])
+        for (prompt, _), result in zip(prompts, results, strict=True):
             self._keep(label, name, prompt, result)
 
     def report(self) -> dict[str, Any]:
@@ -137,6 +131,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--together", type=int, default=1, help="prompts that a method answers at once")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
     parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
     parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")

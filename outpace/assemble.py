@@ -15,6 +15,7 @@ from outpace.core import registry
 from outpace.core.errors import UserError, check_range, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.types import Drafter, Rule
+from outpace.engine import Engine, EngineOptions
 from outpace.models.base import Model
 
 Progress = Callable[[str, float], None]
@@ -106,14 +107,47 @@ def build_drafter(name: str, draft: Model | None, values: Mapping[str, Any]) -> 
     return parts[0] if len(parts) == 1 else Combined(parts)
 
 
-def build_worker(kind: str, drafter: Drafter, threads: int) -> Worker:
-    """Where CARD's drafter runs: "thread", or "inline" on a simulated clock."""
+@dataclass(frozen=True)
+class Parts:
+    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`."""
+
+    method: str
+    drafter: str | None = None
+    worker: str = "thread"
+    draft_threads: int = 1  # cores that the drafter's thread may use
+
+    def __post_init__(self) -> None:
+        check_range("draft_threads", self.draft_threads, 1, 1024)
+        if self.worker not in WORKERS:
+            raise unknown("worker", self.worker, WORKERS)
+
+
+def build_engine(
+    target: Loaded, draft: Loaded | None, parts: Parts, settings: EngineOptions, options: Mapping[str, Any]
+) -> Engine:
+    """An engine for a method, with its drafter in turn or in a worker. UserError for an option that no part has."""
+    decoder = registry.find("decoders", parts.method)
+    modules = {f"method {parts.method}": decoder}
+    if decoder.NEEDS is None:
+        if parts.drafter is not None:
+            raise UserError(f"method {parts.method} uses no drafter, leave out {parts.drafter!r} or change the method")
+        registry.check_known(modules, options)
+        return Engine(target.model, options=settings)
+    name = parts.drafter or ("model" if draft else "ngram")
+    modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
+    registry.check_known(modules, options)
+    registry.build_options(decoder, options)  # a value out of range is said before a thread starts
+    drafter = build_drafter(name, draft.model if draft else None, options)
+    if decoder.NEEDS == "drafter":
+        return Engine(target.model, drafter, options=settings)
+    return Engine(target.model, worker=_build_worker(parts, drafter), options=settings)
+
+
+def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
     from outpace.candidates.inline import InlineWorker
     from outpace.candidates.thread import ThreadWorker
 
-    if kind not in WORKERS:
-        raise unknown("worker", kind, WORKERS)
-    return ThreadWorker(drafter, threads) if kind == "thread" else InlineWorker(drafter)
+    return ThreadWorker(drafter, parts.draft_threads) if parts.worker == "thread" else InlineWorker(drafter)
 
 
 def _layers(spec: str, model: Any) -> list[int]:

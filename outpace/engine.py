@@ -11,8 +11,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from outpace.candidates.base import Worker
@@ -53,7 +54,7 @@ class EngineOptions:
         check_range("batch", self.batch, 1, 4096)
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Owns the target, the drafter that works in turn, and the worker that drafts beside it. One thread calls it."""
 
     def __init__(
@@ -70,12 +71,7 @@ class Engine:
         self._keys = itertools.count()
         self._warned = False
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

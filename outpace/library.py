@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from outpace.assemble import (
     Loaded,
+    Parts,
     Progress,
-    build_drafter,
-    build_worker,
-    drafter_modules,
+    build_engine,
     find_rule,
     load_draft,
     load_model,
     silent,
 )
 from outpace.core import registry
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import check_range
 from outpace.core.sampling import Sampling
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Request
-from outpace.engine import Engine, EngineOptions
+from outpace.engine import EngineOptions
 from outpace.running import Running
 
 Prompt = str | Sequence[Mapping[str, str]]  # plain text, or messages for the model's chat template
@@ -123,7 +122,7 @@ class Stream:
         return Piece(text, tuple(tokens), is_draft)
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """A target with everything that makes it write faster. Close it, or use it with `with`."""
 
     def __init__(
@@ -146,35 +145,12 @@ class LLM:
         self.rule = rule
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
-        parts = {"method " + self.method: self._decoder}
-        drafting = None
-        if self._decoder.NEEDS:
-            name = drafter or ("model" if draft else "ngram")
-            parts |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
-            registry.check_known(parts, options)
-            drafting = build_drafter(name, draft.model if draft else None, options)
-        elif drafter is not None:
-            raise UserError(
-                f"method {self.method} uses no drafter, leave out drafter {drafter!r} or choose another method"
-            )
-        registry.check_known(parts, options)
-        self._options = registry.build_options(self._decoder, options)
-        check_range("draft_threads", draft_threads, 1, 1024)
         settings = EngineOptions(nodes=nodes, batch=batch)
-        beside = self._decoder.NEEDS == "worker" and drafting is not None
-        self.engine = Engine(
-            target.model,
-            drafting if not beside else None,
-            build_worker(worker, drafting, draft_threads) if beside and drafting is not None else None,
-            settings,
-        )
+        parts = Parts(self.method, drafter, worker, draft_threads)
+        self.engine = build_engine(target, draft, parts, settings, options)
+        self._options = registry.build_options(self._decoder, options)
 
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
