@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import reference
@@ -34,6 +35,15 @@ TINY = LlamaConfig(
     mlp_bias=False,
 )
 UNTIED = LlamaConfig(**{**TINY.__dict__, "tie_embeddings": False, "attention_bias": True, "mlp_bias": True})
+
+
+@pytest.fixture(autouse=True)
+def all_cores() -> Iterator[None]:
+    """Row by row equality must hold with the threads that users run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny(config: LlamaConfig, exact: bool | None = None) -> Llama:

@@ -129,7 +129,10 @@ class ModelDrafter:
                 return
             starts = [state.session.length for state in behind]
             self._model.score(
-                [chain(s.session, s.tokens[at : at + _CHUNK]) for s, at in zip(behind, starts, strict=True)]
+                [
+                    chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
+                    for s, at in zip(behind, starts, strict=True)
+                ]
             )
             for state in behind:
                 state.session.keep(range(_CHUNK))
@@ -150,7 +153,12 @@ class ModelDrafter:
         for node, place in places.items():
             state.slots[tree.ids[node]] = place
         wanted = range(len(missing), len(missing) + len(frontier))
-        return Part(session, [*missing, *(tree.tokens[node] for node in frontier)], parents, wanted)
+        tokens = self._known([*missing, *(tree.tokens[node] for node in frontier)])
+        return Part(session, tokens, parents, wanted)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """A target padded further than the draft may write ids that the draft has no embedding for."""
+        return [min(token, self._model.vocab_size - 1) for token in tokens]
 
     def _settle(self, state: ModelState, tree: TokenTree, frontier: Sequence[int]) -> None:
         """Commits the tokens that were missing; the frontier's nodes stay pending."""
