@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -182,3 +184,23 @@ def test_the_budget_follows_the_load() -> None:
         engine.step()
         engine.step()
         assert [run.budget for run in runs] == [4, 4, 4]
+
+
+def test_a_program_that_never_closes_its_engine_still_ends() -> None:
+    program = """
+from outpace.candidates.thread import ThreadWorker
+from outpace.core.types import Request
+from outpace.decoders import card
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine import Engine
+from outpace.models.toy import Toy
+from outpace.rules.greedy import Greedy
+target = Toy(16, 3, 0)
+engine = Engine(target, None, ThreadWorker(ModelDrafter(target, Options())))
+engine.submit(Request((1, 2, 3), Greedy(), 100), card, card.Options())
+engine.step()
+engine.step()
+print("left")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr

@@ -15,6 +15,7 @@ from outpace.core.types import Drafter
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.2  # how often an idle thread looks whether the program has ended
 _PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
 
 
@@ -29,7 +30,7 @@ class ThreadWorker:
         self._stopping = False
         self._wake = threading.Event()
         self._turn_seconds = 0.01
-        self._thread = threading.Thread(target=self._run, name="outpace-drafter", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="outpace-drafter")
         self._thread.start()
 
     def post(self, message: Message) -> None:
@@ -53,7 +54,10 @@ class ThreadWorker:
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
-            while not self._stopping:
+            main = (
+                threading.main_thread()
+            )  # a program that ends without closing is neither held up nor torn down in C++
+            while not self._stopping and main.is_alive():
                 self._wake.clear()
                 start = time.perf_counter()
                 layers = self._loop.grow()
@@ -61,7 +65,7 @@ class ThreadWorker:
                     publish(layers)
                     self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
                 elif not self._loop.has_work:
-                    self._wake.wait()
+                    self._wake.wait(_POLL_SECONDS)
         except BaseException as failure:
             self.failure = failure
             for cache in self._loop.caches():
