@@ -66,7 +66,7 @@ class Run:
     def _keep(self, method: str, sampling: str, prompt: str, result: Result) -> None:
         figures = result.figures
         counts = {name: getattr(figures, name) for name in (*COUNTED, "passes")}
-        row = {"method": method, "sampling": sampling, "prompt": prompt, "tokens": result.tokens, **counts}
+        row = {"method": method, "sampling": sampling, "prompt": prompt, "tokens": list(result.tokens), **counts}
         row |= {"by_kind": figures.by_kind, "tokens_per_second": round(result.tokens_per_second, 2)}
         self._note(row)
         with self.args.out.open("a", encoding="utf-8") as file:

@@ -1,13 +1,26 @@
 """outpace: language models that write faster without changing what they write.
 
 import outpace
-with outpace.load(draft="layers:0,1,28,29") as llm:
-    for piece in llm.stream("Once upon a time"):
+with outpace.load() as llm:
+    for piece in llm.stream("The three primary colours are", max_tokens=40):
         print(piece.text, end="", flush=True)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from outpace.core.errors import UserError
-from outpace.library import LLM, Piece, Result, Stream, load
+
+if TYPE_CHECKING:
+    from outpace.library import LLM, Piece, Result, Stream, load
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Piece", "Result", "Stream", "UserError", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """The library, torch with it, is imported at its first use: the command line's help needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module 'outpace' has no attribute {name!r}")
+    from outpace import library
+
+    return getattr(library, name)

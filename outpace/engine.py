@@ -10,11 +10,12 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
@@ -35,6 +36,8 @@ from outpace.core.types import (
 from outpace.models.base import Model, Part, chain
 from outpace.rules.base import reduce_rows
 from outpace.running import Running
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._keys = itertools.count()
+        self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
         self._warned = False
 
     def __exit__(self, *error: object) -> None:
@@ -127,11 +131,10 @@ class Engine(AbstractContextManager["Engine"]):
         starts = itertools.accumulate(sizes, initial=0)
         for (run, _), first, size in zip(trees, starts, sizes, strict=False):
             self._settle(run, picks[first : first + size], seconds, start)
-        done = [run for run, _ in trees]
-        for run in done:
-            if run.finish_reason is not None:
-                self._leave(run)
-        return done
+        ended = [run for run in self.running if run.finish_reason is not None]
+        for run in ended:
+            self._leave(run)
+        return list(dict.fromkeys([*(run for run, _ in trees), *ended]))
 
     def _check(self, request: Request, decoder: ModuleType) -> None:
         if not request.prompt:
@@ -143,7 +146,7 @@ class Engine(AbstractContextManager["Engine"]):
         bad = next((token for token in request.prompt if not 0 <= token < self.target.vocab_size), None)
         if bad is not None:
             raise UserError(f"the prompt has token {bad}, allowed are 0 to {self.target.vocab_size - 1}")
-        if decoder.NEEDS and getattr(self, decoder.NEEDS) is None:
+        if decoder.NEEDS and decoder.NEEDS not in self._offers:
             name = decoder.__name__.rpartition(".")[2]
             raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
 
@@ -157,7 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
             run.post = self.worker.post
             self.worker.post(Open(run.key, request, run.candidates))
         elif run.decoder.NEEDS == "drafter" and self.drafter:
-            run.draft_state = self.drafter.open(request)
+            run.draft_state = self._guarded(partial(self.drafter.open, request))
         run.coroutine = run.decoder.decode(run, run.options)
         self.running.append(run)
         if not run.is_prefilling:
@@ -177,7 +180,7 @@ class Engine(AbstractContextManager["Engine"]):
         if run.coroutine:
             run.coroutine.close()
         if run.draft_state is not None and self.drafter:
-            self.drafter.close(run.draft_state)
+            self._guarded(partial(self.drafter.close, run.draft_state))
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.post(Close(run.key))
 
@@ -208,19 +211,23 @@ class Engine(AbstractContextManager["Engine"]):
                 self._advance(run, None)
 
     def _grow(self, runs: Sequence[Running]) -> list[int]:
-        if not runs or self.drafter is None:
-            return [0] * len(runs)
         began = time.perf_counter()
-        try:
+        added = None
+        if runs and self.drafter:
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self.drafter.grow([run.draft_state for run in runs], trees)
+            added = self._guarded(partial(self.drafter.grow, [run.draft_state for run in runs], trees))
+        for run in runs:
+            run.draft_seconds += time.perf_counter() - began
+        return added or [0] * len(runs)
+
+    def _guarded(self, call: Callable[[], T]) -> T | None:
+        """What the drafter answers; one that raises is given up, with one warning, and decoding goes on plainly."""
+        try:
+            return call()
         except Exception as failure:
             self._warn(failure)
             self.drafter = None
-            return [0] * len(runs)
-        for run in runs:
-            run.draft_seconds += time.perf_counter() - began
-        return added
+            return None
 
     def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> list[int]:
         """The target's pass and the rules' first half, with the worker's drafter beside it."""
@@ -264,7 +271,8 @@ class Engine(AbstractContextManager["Engine"]):
     def _observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
         if run.draft_state is not None and self.drafter:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            self.drafter.observe(run.draft_state, Observation([tree.ids[node] for node in path], tokens, root))
+            seen = Observation([tree.ids[node] for node in path], tokens, root)
+            self._guarded(partial(self.drafter.observe, run.draft_state, seen))
 
     def _warn(self, failure: BaseException) -> None:
         if not self._warned:

@@ -21,7 +21,7 @@ from outpace.core import registry
 from outpace.core.errors import check_range
 from outpace.core.sampling import Sampling
 from outpace.core.stats import Figures, fold
-from outpace.core.types import Request
+from outpace.core.types import Request, Rule
 from outpace.engine import EngineOptions
 from outpace.running import Running
 
@@ -59,6 +59,7 @@ class Stream:
         self._llm, self._run, self._method = llm, run, method
         self._pieces = self._iterate()
         self._texts: list[str] = []
+        self._sent = 0  # tokens whose text was handed out
 
     def __iter__(self) -> Generator[Piece, None, None]:
         return self._pieces
@@ -77,24 +78,23 @@ class Stream:
         for _ in self._pieces:
             pass
         run = self._run
-        figures = fold(run.steps)
         decoding = run.ended - run.first_token
-        later = len(run.tokens) - (run.steps[0].emitted if run.steps else 0)
+        later = self._sent - (run.steps[0].emitted if run.steps else 0)
         return Result(
             text="".join(self._texts),
-            tokens=tuple(run.tokens),
+            tokens=tuple(run.tokens[: self._sent]),
             finish_reason=run.finish_reason or "abort",
             method=self._method,
             seed=run.request.seed,
-            seconds=run.ended - run.submitted,
-            time_to_first_token=run.first_token - run.submitted,
-            tokens_per_second=later / decoding if decoding > 0 else 0.0,
-            figures=figures,
+            seconds=max(run.ended - run.submitted, 0.0),
+            time_to_first_token=max(run.first_token - run.submitted, 0.0),
+            tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
+            figures=fold(run.steps),
         )
 
     def _iterate(self) -> Generator[Piece, None, None]:
         run, text = self._run, self._llm.tokenizer.stream()
-        sent, rounds = 0, 0
+        rounds = 0
         try:
             while True:
                 while run.finish_reason is None and rounds == len(run.steps):
@@ -105,8 +105,7 @@ class Stream:
                     break
                 step = run.steps[rounds]
                 rounds += 1
-                new = run.tokens[sent : sent + step.emitted]
-                sent += step.emitted
+                new = run.tokens[self._sent : self._sent + step.emitted]
                 for tokens, is_draft in ((new[: step.accepted], True), (new[step.accepted :], False)):
                     if tokens:
                         yield self._piece(
@@ -119,6 +118,7 @@ class Stream:
 
     def _piece(self, text: str, tokens: Sequence[int], is_draft: bool) -> Piece:
         self._texts.append(text)
+        self._sent += len(tokens)
         return Piece(text, tuple(tokens), is_draft)
 
 
@@ -143,6 +143,7 @@ class LLM(AbstractContextManager["LLM"]):
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.method = ("card" if draft else "speculative") if method == "auto" else method
         self.rule = rule
+        self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         settings = EngineOptions(nodes=nodes, batch=batch)
@@ -174,7 +175,9 @@ class LLM(AbstractContextManager["LLM"]):
         sampling = Sampling(temperature, top_k, top_p, min_p)
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
         check_range("seed", seed, 0, 2**63 - 1)
-        rule = find_rule(self.rule, sampling)
+        if sampling.is_greedy not in self._rules:
+            self._rules[sampling.is_greedy] = find_rule(self.rule, sampling)
+        rule = self._rules[sampling.is_greedy]
         request = Request(tuple(tokens), rule, max_tokens, sampling, seed, choice, self.tokenizer.stop_ids)
         decoder = self._plain if plain else self._decoder
         run = self.engine.submit(request, decoder, decoder.Options() if plain else self._options)

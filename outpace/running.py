@@ -29,8 +29,8 @@ class Running:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
     budget: int = 1
-    candidates: CandidateCache = field(init=False)
-    session: Session = field(init=False)
+    candidates: CandidateCache = field(init=False, repr=False)
+    session: Session = field(init=False, repr=False)
     submitted: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0  # when the first round ended, 0 before
     ended: float = 0.0
@@ -81,7 +81,7 @@ class Running:
         late = sum(node >= rows for node in verdict.path)
         judged = sum(role is not Role.PROBE for role in tree.roles[1:rows])
         longest = max(depths(tree.parents))
-        accepted = len(verdict.path) - 1
+        accepted = min(len(verdict.path) - 1, emitted)  # not what a stop or the limit cut off
         self.steps.append(Step(judged + late, accepted, emitted, longest, verified_rows=rows, **times))
         self.ended = time.perf_counter()
         self.first_token = self.first_token or self.ended

@@ -105,7 +105,7 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": "crad"}, "unknown decoder 'crad', allowed are .*; did you mean 'card'"),
+        ({"method": "crad"}, "unknown method 'crad', allowed are .*; did you mean 'card'"),
         ({"drafter": "ngrm"}, "unknown drafter 'ngrm'.*did you mean 'ngram'"),
         ({"rule": "gumble"}, "unknown rule 'gumble'.*did you mean 'gumbel'"),
         ({"worker": "proces"}, "unknown worker 'proces'"),

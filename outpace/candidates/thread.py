@@ -57,8 +57,10 @@ class ThreadWorker:
             main = (
                 threading.main_thread()
             )  # a program that ends without closing is neither held up nor torn down in C++
-            while not self._stopping and main.is_alive():
+            while main.is_alive():
                 self._wake.clear()
+                if self._stopping:
+                    return
                 start = time.perf_counter()
                 layers = self._loop.grow()
                 if layers:

@@ -63,7 +63,7 @@ def _signed(word: int) -> int:
 
 
 def _mix(bits: Tensor, factor: int) -> None:
-    """One bijective round on int32, in place: multiply, then fold the high half (a logical shift) into the low."""
+    """One bijective round on int32, in place: multiply, then fold the high bits into the low by a logical shift."""
     bits.mul_(factor)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF))
 

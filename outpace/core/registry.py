@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 from outpace.core.errors import UserError, unknown
 
 KINDS = ("decoders", "drafters", "rules")
+_CALLED = {"decoders": "method", "drafters": "drafter", "rules": "rule"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def find(kind: str, name: str) -> ModuleType:
         if point.name == name:
             return importlib.import_module(point.module)
     if name not in names(kind):
-        raise unknown(kind.rstrip("s"), name, names(kind))
+        raise unknown(_CALLED[kind], name, names(kind))
     return importlib.import_module(f"outpace.{kind}.{name}")
 
 

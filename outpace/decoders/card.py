@@ -1,6 +1,9 @@
 """CARD: the drafter fills a shared cache without pause; the target queries it, verifies, and corrects its direction.
 
-Query-and-correct, arXiv:2508.04462; with subtree verification, B consulted before a miss, a just-in-time draft after.
+Query-and-correct, arXiv:2508.04462.
+
+Beyond the paper: the best subtree is verified instead of a chain, B is consulted before a miss is called, late children
+are accepted, and after a miss the target may wait for a short just-in-time draft.
 """
 
 from __future__ import annotations

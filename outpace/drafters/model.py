@@ -1,7 +1,8 @@
 """A draft model grows a beam tree: the most likely unexpanded nodes of all requests go through one forward.
 
-CARD's drafter (arXiv:2508.04462): K frontier nodes a forward, their best children by path score kept as C, the other
-scored children as B. A chain, as in Leviathan et al. (arXiv:2211.17192), when the width is 1.
+CARD's drafter, arXiv:2508.04462; of width 1 it is the chain of Leviathan et al., arXiv:2211.17192.
+
+K frontier nodes a forward; their best children by path score are kept as C, the other scored children as B.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies what followed the last few tokens when they stood in the prompt or the answer before.
 
-Prompt lookup decoding: A. Saxena, github.com/apoorvumang/prompt-lookup-decoding (2023); no training, no model.
+Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); no training, no model.
 """
 
 from __future__ import annotations

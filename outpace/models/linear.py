@@ -1,7 +1,7 @@
 """Linear layers whose rows do not see one another: packed once, and probed for how many rows they must take at a time.
 
 Equal text needs equal arithmetic: a row's product must not depend on how many other rows travel with it. Stock matrix
-products choose their kernel by the row count; some are bitwise alike over many counts, and `row_bucket` finds the
+products choose their kernel by the row count; some are bitwise alike over many counts, and `find_row_bucket` finds the
 multiple that rows must be padded to on this machine for this to hold.
 """
 
@@ -51,7 +51,7 @@ def _packed(packed: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | N
     return product.binary(x, residual, packed, bias, "add")
 
 
-def row_bucket(linears: Sequence[tuple[Linear, int]], largest: int = LARGEST) -> int | None:
+def find_row_bucket(linears: Sequence[tuple[Linear, int]], largest: int = LARGEST) -> int | None:
     """The smallest bucket of rows for which no row's bits depend on its neighbours; None where there is none.
 
     `linears` come with their input widths. Compares every probed row count, at two places, with the largest.

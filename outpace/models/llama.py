@@ -1,7 +1,7 @@
 """Our own runtime for the Llama family: token trees of many sessions through one forward, static keys and values.
 
 Exact mode (the default for float32 on a CPU): a row's bits depend on its token, prefix and ancestors alone. Rows are
-padded to the bucket that `linear.row_bucket` found, everything between the products is row-wise, attention is
+padded to the bucket that `linear.find_row_bucket` found, everything between the products is row-wise, attention is
 `ExactAttention`. So plain decoding, a tree, a batch and a fresh prefill write the same text, bit for bit.
 """
 
@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.errors import UserError
 from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
-from outpace.models.linear import LARGEST, Linear, padding, row_bucket
+from outpace.models.linear import LARGEST, Linear, find_row_bucket, padding
 from outpace.models.llama_weights import Layer, load_layer, rotary, unfold_head
 
 
@@ -73,8 +74,10 @@ class Llama:
         self._layers, self._embedding, self._head, self._final_norm = layers, embedding, head, final_norm
         self._cis = rotary(config, self.device)  # [positions, head_dim / 2] complex64
         may_be_exact = self.device.type == "cpu" and self.dtype == torch.float32
-        self._bucket = self._probe() if may_be_exact and exact is not False else None
-        self.exact = self._bucket is not None
+        self.row_bucket = self._probe() if may_be_exact and exact is not False else None
+        self.exact = self.row_bucket is not None
+        if exact and not self.exact:
+            raise UserError(f"exact mode is not to be had for {self.dtype} on {self.device}: float32 on a CPU has it")
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
@@ -169,7 +172,7 @@ class Llama:
 
     def _padded(self, x: Tensor) -> Tensor:
         """Rows added up to a count that is good for the products; they are computed and thrown away."""
-        missing = padding(len(x), self._bucket)
+        missing = padding(len(x), self.row_bucket)
         return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -183,6 +186,6 @@ class Llama:
         layer, config = self._layers[0], self.config
         attended = config.num_heads * config.head_dim
         wide = [(layer.qkv, config.hidden_size), (layer.output, attended), (layer.gate_up, config.hidden_size)]
-        bucket = row_bucket([*wide, (layer.down, config.intermediate_size)])
-        head = row_bucket([(self._head, config.hidden_size)], largest=32)
+        bucket = find_row_bucket([*wide, (layer.down, config.intermediate_size)])
+        head = find_row_bucket([(self._head, config.hidden_size)], largest=32)
         return max(bucket, head) if bucket and head else None

@@ -49,6 +49,6 @@ def rank_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Neighbouring rows of one rule, with the number of the first."""
     runs: list[tuple[int, list[Row]]] = []
-    for _, group in groupby(rows, key=lambda row: type(row.request.rule)):
+    for _, group in groupby(rows, key=lambda row: id(row.request.rule)):
         runs.append((sum(len(run) for _, run in runs), list(group)))
     return runs

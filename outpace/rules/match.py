@@ -1,7 +1,8 @@
 """Draw x from p at each node, go on while x is a child: exact for any picked tree, no q needed.
 
-Sample-and-match; the rule for drafts that come from a table. The draw inverts p's distribution function at one uniform
-number keyed by position, so the text depends on the seed alone.
+Sample-and-match (no paper); the rule for drafts that come from a table.
+
+The draw inverts p's distribution function at one uniform number keyed by position: the text depends on the seed alone.
 """
 
 from __future__ import annotations

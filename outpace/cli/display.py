@@ -1,0 +1,150 @@
+"""What the commands show: text as it comes, a grey line of figures, tables, a bar while a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+if TYPE_CHECKING:
+    from outpace.library import Piece, Result, Stream
+
+DRAFTED = "green"
+GREY = "bright_black"
+
+
+def stdout() -> Console:
+    """A console for what was asked for."""
+    return Console(highlight=False, markup=False)
+
+
+def stderr() -> Console:
+    """A console for everything about it."""
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def say(text: str, style: str = GREY) -> None:
+    """One line on stderr, never broken by us."""
+    stderr().print(text, style=style, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The one line of JSON."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
+    """Shows each piece as it comes; False if Ctrl-C ended the answer. Warnings wait until it is over."""
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            for piece in stream:
+                show(piece)
+            whole = True
+        except KeyboardInterrupt:
+            stream.close()
+            whole = False
+    for warning in caught:
+        say(f"warning: {warning.message}", "yellow")
+    return whole
+
+
+class Page:
+    """Writes pieces to stdout at once, accepted draft tokens in colour where that is asked for."""
+
+    def __init__(self, color: bool = False) -> None:
+        self._console, self._color, self._last = stdout(), color, "\n"
+
+    def show(self, piece: Piece) -> None:
+        """Writes one piece."""
+        if piece.text:
+            text = printable(piece.text) if self._console.is_terminal else piece.text
+            self._console.out(text, style=DRAFTED if self._color and piece.is_draft else None, end="")
+            self._console.file.flush()
+            self._last = piece.text[-1]
+
+    def end(self) -> None:
+        """Ends the line if one is begun."""
+        if self._last != "\n":
+            self._console.out("")
+
+
+def printable(text: str) -> str:
+    """Without what would steer a terminal: a model may write escape sequences."""
+    return "".join(sign for sign in text if sign in "\n\t" or (sign >= " " and not "\x7f" <= sign <= "\x9f"))
+
+
+def figures(result: Result) -> dict[str, float | None]:
+    """The figures of an answer under the names that all commands use; None where there is none."""
+    return {
+        "tokens_per_second": round(result.tokens_per_second, 3),
+        "time_to_first_token": round(result.time_to_first_token, 4) if result.tokens else None,
+        "mean_accepted_length": round(result.figures.mean_accepted_length, 4),
+        "draft_acceptance": rounded(result.figures.draft_acceptance),
+        "hit_rate": rounded(result.figures.hit_rate),
+    }
+
+
+def rounded(value: float | None, digits: int = 4) -> float | None:
+    """None stays None."""
+    return None if value is None else round(value, digits)
+
+
+def percent(value: float | None) -> str:
+    """A share for people."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def summary(result: Result, second: str = "") -> str:
+    """The grey line: tokens/s, what stands second, mean accepted length, hit rate; and whether the answer was cut."""
+    if not result.tokens:
+        return f"{result.method}: stopped before the first token"
+    found = result.figures
+    parts = [f"{result.tokens_per_second:.1f} tokens/s", second]
+    if found.drafted or found.hits or found.misses:
+        parts.append(f"mean accepted length {found.mean_accepted_length:.2f}")
+    if found.hit_rate is not None:
+        parts.append(f"hit rate {percent(found.hit_rate)}")
+    ends = {"length": f"cut at {len(result.tokens)} tokens", "abort": "stopped"}
+    parts.append(ends.get(result.finish_reason, ""))
+    return f"{result.method}: " + ", ".join(part for part in parts if part)
+
+
+class LoadingBar:
+    """A bar on stderr once loading takes longer than `after` seconds; none with `quiet` or without a terminal.
+
+    Called as the library's `progress(stage, fraction)`.
+    """
+
+    def __init__(self, quiet: bool = False, after: float = 0.5) -> None:
+        console = stderr()
+        columns = (SpinnerColumn(), TextColumn("{task.description:<12}"), BarColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._silent = quiet or not console.is_terminal
+        self._due = time.monotonic() + after
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> LoadingBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Shows how far a stage is."""
+        if self._silent or time.monotonic() < self._due:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(stage, total=1.0)
+            self._bar.start()
+        self._bar.update(self._task, description=stage if fraction < 1.0 else "preparing", completed=fraction)

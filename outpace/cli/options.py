@@ -1,0 +1,164 @@
+"""Options that several commands share: one frozen dataclass a concern, whose fields become the command's flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from outpace.core.errors import UserError, check_range
+
+if TYPE_CHECKING:
+    from outpace.library import LLM
+
+MODEL = "Model"
+METHOD = "Method"
+TEXT = "Text"
+
+Target = Annotated[
+    str | None,
+    typer.Option(help="Hub id, folder or .gguf file; else the shipped model.", rich_help_panel=MODEL),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="A smaller model, or some of the target's own layers: layers:0,1,28,29", rich_help_panel=MODEL),
+]
+Drafter = Annotated[
+    str | None, typer.Option(help="What proposes, several joined by +: ngram, model+ngram.", rich_help_panel=METHOD)
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=TEXT)]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=TEXT)]
+MaxTokens = Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=TEXT)]
+System = Annotated[str | None, typer.Option(help="Opens the conversation as the system's turn.", rich_help_panel=TEXT)]
+Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout, and nothing else there.")]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which models to load, and by which method they write."""
+
+    target: Target = None
+    draft: Draft = None
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu"
+    draft_device: Annotated[
+        str | None, typer.Option(help="The draft's own; else the target's.", rich_help_panel=MODEL)
+    ] = None
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MODEL)] = "float32"
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--exact/--no-exact",
+            help="Every method computes the same bits; on where the machine can.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the target's pass.", rich_help_panel=MODEL)] = None
+    method: Annotated[
+        str, typer.Option(help="card, speculative, autoregressive, ...; see outpace methods.", rich_help_panel=METHOD)
+    ] = "auto"
+    drafter: Drafter = None
+    rule: Annotated[
+        str, typer.Option(help="What is accepted; auto: greedy at temperature 0, else gumbel.", rich_help_panel=METHOD)
+    ] = "auto"
+    worker: Annotated[
+        str, typer.Option(help="Where CARD's drafter runs: thread or inline.", rich_help_panel=METHOD)
+    ] = "thread"
+    draft_threads: Annotated[
+        int, typer.Option(help="CPU threads of the drafter beside the target.", rich_help_panel=METHOD)
+    ] = 1
+    nodes: Annotated[
+        int, typer.Option(help="Tokens verified a pass, the last written one included.", rich_help_panel=METHOD)
+    ] = 8
+
+    def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
+        """Loads the models; `extra` are the method's and the drafter's own options. Names are checked first."""
+        from outpace.cli.display import LoadingBar
+
+        self._check()
+        from outpace.library import load
+
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
+        with LoadingBar(quiet, bar_after) as progress:
+            llm = load(progress=progress, **given, **extra)
+        if self.exact and not llm.target.model.exact:
+            llm.close()
+            raise UserError("exact mode is not to be had here, it needs float32 on a CPU; leave out --exact")
+        return llm
+
+    def _check(self) -> None:
+        """What can be told wrong before a model is loaded."""
+        from outpace.core import registry
+
+        if self.method != "auto":
+            registry.find("decoders", self.method)
+        if self.rule != "auto":
+            registry.find("rules", self.rule)
+        for part in self.drafter.split("+") if self.drafter is not None else ():
+            registry.find("drafters", part)
+        if self.threads is not None:
+            import torch
+
+            check_range("threads", self.threads, 1, 1024)
+            torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the answer is drawn, and how long it may be."""
+
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=TEXT)] = 1.0
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens, 0: all.", rich_help_panel=TEXT)] = 0
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens at least this likely beside the likeliest.", rich_help_panel=TEXT)
+    ] = 0.0
+    seed: Seed = 0
+
+    def check(self) -> None:
+        """UserError for a value out of range, before a model is loaded."""
+        from outpace.core.sampling import Sampling
+
+        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_range("seed", self.seed, 0, 2**63 - 1)
+        check_range("max_tokens", self.max_tokens, 1)
+
+
+def flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Lets a command take dataclasses such as `Loading`: the fields of each become flags of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name in own and is_dataclass(kind)}
+    parameters = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in own.items()
+        if name not in groups
+    ]
+    parameters += [flag for group in groups.values() for flag in _flags_of(group)]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _flags_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]

@@ -1,0 +1,297 @@
+"""Toy targets, drafters by name, and one helper that decodes with any method and says what it met."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.candidates.inline import InlineWorker, SimulatedClock
+from outpace.candidates.thread import ThreadWorker
+from outpace.core import registry
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.stats import Figures, fold
+from outpace.core.tree import TokenTree
+from outpace.core.types import DraftState, Observation, Request, Row, Step
+from outpace.drafters import model as draft_model
+from outpace.drafters import ngram
+from outpace.drafters._combined import Combined
+from outpace.engine import Engine, EngineOptions
+from outpace.models.toy import Toy, ToySession
+
+T = TypeVar("T")
+DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
+torch.set_num_threads(1)  # rows of 16 numbers: a pool of threads only makes them wait for one another
+SMALL = EngineOptions(nodes=12, rows=36, chunk=4)  # prompts travel in pieces
+
+
+class QuickToy(Toy):
+    """A toy that remembers its rows by the tokens that they depend on; many requests of one run share them."""
+
+    def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0) -> None:
+        super().__init__(vocab_size, order, seed, agreement)
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    def _row(self, context: Sequence[int]) -> Tensor:
+        seen = tuple(int(token) for token in context[-len(self._tables) :])
+        if seen not in self._rows:
+            self._rows[seen] = super()._row(seen)
+        return self._rows[seen].clone()
+
+
+class Watched(draft_model.ModelDrafter):
+    """A model drafter that counts full trees and compares its storage with the committed text after every verdict."""
+
+    def __init__(self, model: Toy, options: draft_model.Options) -> None:
+        super().__init__(model, options)
+        self.met: Counter[str] = Counter()
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        self.met["full tree"] += sum(len(tree) >= self._options.tree_nodes for tree in trees)
+        return super().grow(states, trees)
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        super().observe(state, seen)
+        assert state.tokens[-1] == seen.tree.tokens[0], "the drafter's root is not the last committed token"
+        check_session(state.session, state.tokens)
+
+
+class Empty:
+    """Never offers anything."""
+
+    def open(self, request: Request) -> DraftState:
+        return DraftState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        return [0] * len(trees)
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        state.tokens.extend(seen.tokens)
+
+    def close(self, state: DraftState) -> None:
+        pass
+
+
+class Wrapped:
+    """A drafter around another; `before(verb)` is called first, and may sleep or raise."""
+
+    def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
+        self.inner, self._before = inner, before
+
+    def open(self, request: Request) -> Any:
+        self._before("open")
+        return self.inner.open(request)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        self._before("grow")
+        return list(self.inner.grow(states, trees))
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        self._before("observe")
+        self.inner.observe(state, seen)
+
+    def close(self, state: Any) -> None:
+        self._before("close")
+        self.inner.close(state)
+
+
+class DrafterDiedError(RuntimeError):
+    """Raised on purpose by a failing drafter."""
+
+
+def failing(inner: Any, verb: str = "grow", after: int = 3) -> Wrapped:
+    """Raises at its call number `after` (from 0) of `verb`, and at every one that follows."""
+    calls: Counter[str] = Counter()
+
+    def before(called: str) -> None:
+        calls[called] += 1
+        if called == verb and calls[called] > after:
+            raise DrafterDiedError(f"{verb} number {after}")
+
+    return Wrapped(inner, before)
+
+
+def sleepy(inner: Any, seed: int, most_seconds: float = 0.001) -> Wrapped:
+    """Sleeps a random fraction of a millisecond before each verb, or not at all."""
+    chance = random.Random(seed)
+    return Wrapped(inner, lambda verb: time.sleep(chance.choice((0.0, 0.0, chance.random())) * most_seconds))
+
+
+def make_drafter(name: str, target: Toy, *, width: int = 4, tree_nodes: int = 64, floor: float = 0.005) -> Any:
+    """A new drafter by name; `width` 1 makes chains."""
+    options = draft_model.Options(width=width, tree_nodes=tree_nodes, floor=floor)
+    order, vocab = len(target._tables), target.vocab_size
+    if name == "perfect":
+        return Watched(target, options)
+    if name == "garbage":
+        return Watched(QuickToy(vocab, 2, 99), options)
+    if name == "empty":
+        return Empty()
+    table = ngram.Ngram(ngram.Options(branches=min(width, 2)))
+    if name == "ngram":
+        return table
+    near = QuickToy(vocab, order, 0, 0.7)
+    near._tables = 0.75 * target._tables + 0.25 * near._tables
+    partial = Watched(near, options)
+    return {"model": partial, "both": Combined([table, partial]), "failing": failing(partial)}[name]
+
+
+@lru_cache
+def make_rule(name: str) -> Any:
+    """A rule by its file's name, the same for all requests, so that equal requests are equal."""
+    module = registry.find("rules", name)
+    return module.build(module.Options())
+
+
+def make_request(prompt: Sequence[int], rule: Any = "greedy", max_tokens: int = 40, **options: Any) -> Request:
+    """A request; `rule` by name or as it is, `temperature` and filters among the options."""
+    names = ("temperature", "top_k", "top_p", "min_p")
+    sampling = Sampling(**{name: options.pop(name) for name in names if name in options})
+    rule = make_rule(rule) if isinstance(rule, str) else rule
+    return Request(tuple(prompt), rule, max_tokens, options.pop("sampling", sampling) or GREEDY, **options)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run wrote and met, in the order of its requests."""
+
+    texts: list[list[int]]
+    reasons: list[str | None]
+    steps: list[list[Step]]
+    figures: Figures
+    counts: Counter[str]  # of all candidate caches
+    failure: BaseException | None  # the worker's
+
+
+def decode(
+    requests: Sequence[Request],
+    method: str = "autoregressive",
+    drafter: Any = None,
+    *,
+    worker: Any = None,
+    target: Toy,
+    engine: EngineOptions = SMALL,
+    clock: SimulatedClock | None = None,
+    check_storage: bool = True,
+    **options: Any,
+) -> Outcome:
+    """Runs all requests in one engine to their end. `worker` is None, "inline", "thread" or a worker.
+
+    Raises what a coroutine raised; fails where the text does not end in as many steps as it has tokens, where a thread
+    hangs, and where the target's storage is not the committed text.
+    """
+    if worker == "inline":
+        worker = InlineWorker(drafter, clock)
+
+    def run() -> Outcome:
+        beside = ThreadWorker(drafter) if worker == "thread" else worker
+        with Engine(target, None if beside else drafter, beside, engine) as parts:
+            return _drive(parts, requests, registry.find("decoders", method), options, check_storage)
+
+    return within(60.0, run) if worker == "thread" else run()
+
+
+def _drive(
+    parts: Engine, requests: Sequence[Request], decoder: Any, options: Mapping[str, Any], check_storage: bool
+) -> Outcome:
+    runs = [parts.submit(request, decoder, decoder.Options(**options)) for request in requests]
+    limit = 10 + sum(len(request.prompt) + request.max_tokens for request in requests)
+    for _ in range(limit):
+        if all(run.finish_reason is not None for run in runs):
+            break
+        parts.step()
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+        assert run.finish_reason is not None, f"no end after {limit} steps"
+        if check_storage:
+            check_session(run.session, [*run.request.prompt, *run.tokens])
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run.candidates.counts if decoder.NEEDS == "worker" else {})
+    failure = parts.worker.failure if parts.worker else None
+    steps = [run.steps for run in runs]
+    figures = fold(step for some in steps for step in some)
+    return Outcome([run.tokens for run in runs], [run.finish_reason for run in runs], steps, figures, counts, failure)
+
+
+def check_session(session: ToySession, text: Sequence[int]) -> None:
+    """What is kept must be what a fresh prefill of the text would keep."""
+    kept = session.tokens[: session.length]
+    assert np.array_equal(kept, np.asarray(text[: session.length])), f"kept {kept.tolist()} of the text {list(text)}"
+
+
+def write(target: Toy, request: Request) -> list[int]:
+    """Plain decoding without engine, session, tree or batch: the reference of the reference."""
+    text = list(request.prompt)
+    for _ in range(request.max_tokens):
+        row = Row(request, len(text))
+        text += request.rule.reduce(target._row(text)[None], [row])
+        if text[-1] in request.stop_ids:
+            break
+    return text[len(request.prompt) :]
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> list[float]:
+    """p after temperature, top-k, top-p and min-p, token by token and without ties: a slow twin of `processed`."""
+    p = torch.softmax(logits.double() / (sampling.temperature or 1.0), dim=-1).tolist()
+    ranked = sorted(range(len(p)), key=lambda token: -p[token])
+    kept = ranked[: sampling.top_k or len(p)]
+    total = sum(p[token] for token in kept)
+    nucleus, mass = [], 0.0
+    for token in kept:
+        if mass < sampling.top_p * total:
+            nucleus.append(token)
+        mass += p[token]
+    nucleus = [token for token in nucleus if p[token] >= sampling.min_p * p[ranked[0]]]
+    total = sum(p[token] for token in nucleus)
+    return [p[token] / total if token in nucleus else 0.0 for token in range(len(p))]
+
+
+def chi_square(seen: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
+    """Standard deviations by which the statistic lies above its mean (Wilson and Hilferty's cube root)."""
+    total = sum(seen.values())
+    cells = [(seen[text], total * p) for text, p in expected.items() if p > 0]
+    assert sum(count for count, _ in cells) == total, "a text of probability 0 was written"
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    freedom = len(cells) - 1
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`, done in a thread of its own; an AssertionError where it hangs."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="test-watchdog-body", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"hangs: not done within {seconds} seconds"
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def collect_warnings(work: Callable[[], T]) -> tuple[T, list[str]]:
+    """The result of `work` and the messages of the warnings that it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = work()
+    return result, [str(warning.message) for warning in caught]

@@ -1,0 +1,274 @@
+"""Named mistakes, put into the library one at a time: the losslessness checks must notice every one.
+
+Run `python tests/mutations.py` for the table; exit status 1 if a mistake survives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from mutation_checks import Mutation, Original, find_difference, judge
+from rich.console import Console
+from rich.table import Table
+
+from outpace import engine, running
+from outpace.candidates import cache
+from outpace.core.sampling import Sampling
+from outpace.core.tree import TokenTree
+from outpace.core.types import Row, Verdict
+from outpace.models import base as models
+from outpace.rules import greedy, gumbel, match
+
+RULES = (greedy, gumbel, match)
+
+
+def walked(tree: TokenTree, picks: Sequence[int], step: Callable[[int], int | None]) -> list[int]:
+    """The path of a walk that goes from every node with a row to `step(node)`."""
+    path = [0]
+    while path[-1] < len(picks) and (child := step(path[-1])) is not None:
+        path.append(child)
+    return path
+
+
+def ends(path: list[int], picks: Sequence[int]) -> Verdict:
+    return Verdict(path, picks[path[-1]] if path[-1] < len(picks) else None)
+
+
+def drop_own_token(after_rejection: bool) -> Callable[[Original], Original]:
+    def make(commit: Original) -> Original:
+        def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+            rejected = bool(tree.children(verdict.path[-1]))
+            if len(verdict.path) > 1 and verdict.next_token is not None and rejected == after_rejection:
+                verdict = verdict._replace(next_token=None)
+            return commit(run, tree, verdict)
+
+        return mutated
+
+    return make
+
+
+def shift_scores(reduce_rows: Original) -> Original:
+    def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
+        picks = reduce_rows(logits, rows)
+        return picks[1:] + picks[:1]
+
+    return mutated
+
+
+def swap_requests(reduce_rows: Original) -> Original:
+    def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
+        picks = reduce_rows(logits, rows)
+        first = {id(row.request): number for number, row in reversed(list(enumerate(rows)))}
+        places = sorted(first.values())
+        for place, pick in zip(places, [picks[p] for p in places[1:] + places[:1]], strict=True):
+            picks[place] = pick
+        return picks
+
+    return mutated
+
+
+def key_without(part: int) -> Callable[[Original], Original]:
+    """Noise whose key lacks one of seed, choice, position."""
+
+    def make(keyed: Original) -> Original:
+        return lambda *parts: keyed(*(0 if number == part else value for number, value in enumerate(parts)))
+
+    return make
+
+
+def key_by_call_order(keyed: Original) -> Original:
+    calls = iter(range(1 << 62))
+    return lambda seed, choice, position: keyed(seed, choice, next(calls))
+
+
+def hang_dead_on_root(insert: Original) -> Original:
+    def mutated(self: Any, layer: Any) -> int:
+        root = self._tree.ids[0]
+        moved = [c if c.parent_id in self._places else c._replace(parent_id=root) for c in layer.nodes]
+        return insert(self, layer._replace(epoch=self.epoch, nodes=moved))
+
+    return mutated
+
+
+def keep_wrong_node(keep: Original) -> Original:
+    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        others = [node for node in range(self.pending) if node not in path]
+        if len(path) > 1 and others:
+            path = [*path[:-1], others[0]]
+        keep(self, path, live)
+
+    return mutated
+
+
+def keep_root_only(keep: Original) -> Original:
+    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        keep(self, path if len(path) == self.pending else path[:1], live)
+
+    return mutated
+
+
+def keep_no_prompt(keep: Original) -> Original:
+    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        keep(self, () if isinstance(path, range) else path, live)
+
+    return mutated
+
+
+def see_siblings(extend: Original) -> Original:
+    def mutated(self: Any, parents: Sequence[int]) -> np.ndarray:
+        sees = extend(self, parents).copy()
+        before = sees.shape[1] - sees.shape[0]
+        for node in range(sees.shape[0]):
+            sees[node, : before + node + 1] = True
+        return sees
+
+    return mutated
+
+
+def positions_off_by_one(depths: Original) -> Original:
+    return lambda parents: [depth + (depth > 0) for depth in depths(parents)]
+
+
+def accept_any_child(follow: Original) -> Original:
+    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
+        return ends(walked(tree, picks, lambda node: next(iter(tree.children(node)), None)), picks)
+
+    return mutated
+
+
+def accept_any_late_child(follow: Original) -> Original:
+    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
+        def step(node: int) -> int | None:
+            late = (child for child in tree.children(node) if child >= len(picks))
+            child = tree.child(node, picks[node])
+            return child if child is not None else next(late, None)
+
+        return ends(walked(tree, picks, step), picks)
+
+    return mutated
+
+
+def recover_from_root(follow: Original) -> Original:
+    def mutated(tree: TokenTree, picks: Sequence[int]) -> Verdict:
+        verdict = follow(tree, picks)
+        return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
+
+    return mutated
+
+
+def ignore_stop(commit: Original) -> Original:
+    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+        tokens = [tree.tokens[node] for node in verdict.path[1:]]
+        before = len(run.tokens)
+        result = commit(run, tree, verdict)
+        if run.finish_reason == "stop":
+            run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+        return result
+
+    return mutated
+
+
+def ignore_length(commit: Original) -> Original:
+    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+        before, tokens = len(run.tokens), [tree.tokens[node] for node in verdict.path[1:]]
+        result = commit(run, tree, verdict)
+        if run.finish_reason == "length":
+            run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+        return result
+
+    return mutated
+
+
+def reroot_at_sibling(move: Original) -> Original:
+    def mutated(self: Any, root: int | None, token: int) -> None:
+        if root is not None and root:
+            siblings = self._tree.children(self._tree.parents[root])
+            root = siblings[(siblings.index(root) + 1) % len(siblings)]
+        move(self, root, token)
+
+    return mutated
+
+
+def reroot_at_grandchild(move: Original) -> Original:
+    def mutated(self: Any, root: int | None, token: int) -> None:
+        below = [] if root is None else self._tree.children(root)
+        move(self, below[0] if below else root, token)
+
+    return mutated
+
+
+def skip_an_ancestor(best_nodes: Original) -> Original:
+    def mutated(tree: TokenTree, count: int) -> list[int]:
+        nodes = best_nodes(tree, count)
+        inner = [node for node in nodes[1:] if any(child in nodes for child in tree.children(node))]
+        return [node for node in nodes if node not in inner[:1]]
+
+    return mutated
+
+
+def unfiltered(processed: Original) -> Original:
+    return lambda logits, samplings: processed(logits, [Sampling(s.temperature) for s in samplings])
+
+
+def without_temperature(processed: Original) -> Original:
+    return lambda logits, samplings: processed(logits, [Sampling(1.0, s.top_k, s.top_p, s.min_p) for s in samplings])
+
+
+MUTATIONS = [
+    Mutation("drop the recovery token", [running.Running], "commit", drop_own_token(True)),
+    Mutation("drop the bonus token", [running.Running], "commit", drop_own_token(False)),
+    Mutation("shift scores by one", [engine], "reduce_rows", shift_scores),
+    Mutation("batch rows handed to the wrong request", [engine], "reduce_rows", swap_requests),
+    Mutation("gumbel: reuse noise across seeds", [gumbel], "row_key", key_without(0)),
+    Mutation("gumbel: reuse noise across choices", [gumbel], "row_key", key_without(1)),
+    Mutation("gumbel: reuse noise across positions", [gumbel], "row_key", key_without(2)),
+    Mutation("gumbel: noise keyed by call order", [gumbel], "row_key", key_by_call_order),
+    Mutation("match: reuse noise across choices", [match], "uniform", key_without(1)),
+    Mutation("match: reuse noise across positions", [match], "uniform", key_without(2)),
+    Mutation("match: noise keyed by call order", [match], "uniform", key_by_call_order),
+    Mutation("accept a dead child (hung on the root)", [cache.CandidateCache], "insert", hang_dead_on_root),
+    Mutation("keep a wrong path", [models.Session], "keep", keep_wrong_node),
+    Mutation("forget to keep the accepted path", [models.Session], "keep", keep_root_only),
+    Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
+    Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
+    Mutation("positions off by one in rows", [engine], "depths", positions_off_by_one),
+    Mutation("accept a child without looking at its token", RULES, "follow", accept_any_child),
+    Mutation("accept a late child whose token differs", RULES, "follow", accept_any_late_child),
+    Mutation("recovery token taken from the root's row", RULES, "follow", recover_from_root),
+    Mutation("text after the stop token", [running.Running], "commit", ignore_stop),
+    Mutation("text after max_tokens", [running.Running], "commit", ignore_length),
+    Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
+    Mutation("correct() re-roots at a grandchild", [cache.CandidateCache], "_move", reroot_at_grandchild),
+    Mutation("query not closed under ancestors", [cache], "best_nodes", skip_an_ancestor),
+    Mutation("gumbel: p unfiltered in reduce", [gumbel], "processed", unfiltered),
+    Mutation("match: p unfiltered in reduce", [match], "processed", unfiltered),
+    Mutation("gumbel: p without temperature in reduce", [gumbel], "processed", without_temperature),
+]
+
+
+def main() -> int:
+    """Prints the table; 1 if any mistake survives, or if the library fails without one."""
+    console = Console(width=150)
+    unmutated = find_difference()
+    if unmutated is not None:
+        console.print(f"the unmutated library fails: {unmutated}")
+        return 1
+    table = Table("mutation", "verdict", "by")
+    verdicts = [(mutation, *judge(mutation)) for mutation in MUTATIONS]
+    for mutation, caught, by in verdicts:
+        table.add_row(mutation.name, "caught" if caught else "[bold red]SURVIVED", by)
+    console.print(table)
+    survived = sum(not caught for _, caught, _ in verdicts)
+    console.print(f"{len(verdicts) - survived} of {len(verdicts)} caught")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""CARD under 1,000 random interleavings of drafter and target, racing in earnest, and with drafters that die."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+from doubles import (
+    DrafterDiedError,
+    Empty,
+    QuickToy,
+    collect_warnings,
+    decode,
+    failing,
+    make_drafter,
+    make_request,
+    sleepy,
+    within,
+    write,
+)
+
+from outpace.candidates.inline import InlineWorker, SimulatedClock
+from outpace.candidates.thread import ThreadWorker
+from outpace.core.registry import find
+from outpace.core.types import Request
+from outpace.engine import Engine, EngineOptions
+
+TARGETS = [QuickToy(8 + number, 2 + number % 2, 100 + number) for number in range(9)]
+KINDS = ("perfect", "model", "both", "garbage", "ngram", "failing", "empty")
+ROUNDS = 1000
+
+
+def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
+    """One to three requests, each with its own prompt, rule, sampling and end."""
+    requests = []
+    for _ in range(chance.randint(1, 3)):
+        prompt = [chance.randrange(target.vocab_size) for _ in range(chance.randint(1, 9))]
+        rule = chance.choice(("greedy", "gumbel", "gumbel", "match"))
+        options: dict[str, Any] = {"seed": chance.getrandbits(40), "choice": chance.randrange(3)}
+        if rule != "greedy":
+            options |= {"temperature": chance.choice((0.5, 1.0, 1.5)), "top_k": chance.choice((0, 0, 4))}
+        stops = frozenset(chance.sample(range(target.vocab_size), 1)) if chance.random() < 0.1 else frozenset()
+        requests.append(make_request(prompt, rule, chance.randint(16, 28), stop_ids=stops, **options))
+    return requests
+
+
+def random_clock(chance: random.Random) -> SimulatedClock:
+    """A drafter and a target whose every turn takes another time; one is on average up to eight times as fast."""
+    pace = chance.choice((0.5, 1.0, 2.0, 8.0))
+    return SimulatedClock(lambda: chance.expovariate(1.0), lambda rows: chance.expovariate(1.0) * pace + 0.01 * rows)
+
+
+def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -> tuple[Any, Any]:
+    """A drafter, and the model drafter in it if there is one."""
+    kind = chance.choice(KINDS)
+    met[kind] += 1
+    width, tree_nodes = chance.randint(1, 5), chance.choice((4, 8, 16, 64))
+    inner = "model" if kind == "failing" else kind
+    drafter = make_drafter(inner, target, width=width, tree_nodes=tree_nodes, floor=chance.choice((0.0, 0.005)))
+    watched = drafter._parts[1] if kind == "both" else drafter
+    if kind == "failing":
+        drafter = failing(drafter, chance.choice(("grow", "observe", "open")), chance.randrange(12))
+    return drafter, watched
+
+
+def run_once(seed: int, met: Counter[str]) -> None:
+    """One random interleaving: the text is plain decoding's; adds what was met to `met`."""
+    chance = random.Random(seed)
+    target = chance.choice(TARGETS)
+    requests = random_requests(chance, target)
+    drafter, watched = random_drafter(chance, target, met)
+    engine = EngineOptions(
+        nodes=chance.randint(1, 10), rows=chance.randint(4, 24), chunk=chance.randint(1, 6), batch=chance.randint(1, 3)
+    )
+    worker = InlineWorker(drafter, random_clock(chance))
+    waits = chance.randrange(3)
+    run, messages = collect_warnings(
+        lambda: decode(requests, "card", worker=worker, target=target, engine=engine, just_in_time=waits)
+    )
+    assert run.texts == [write(target, request) for request in requests], f"interleaving {seed}"
+    died = isinstance(run.failure, DrafterDiedError)
+    assert run.failure is None or died, f"interleaving {seed}: the drafter failed by itself: {run.failure!r}"
+    assert len(messages) <= 1, messages
+    assert died or not messages, messages
+    met.update({kind: run.counts[kind] for kind in ("dead parent", "primary", "secondary", "late", "miss")})
+    met.update({"dead worker": int(died), "texts": len(requests), "tokens": sum(map(len, run.texts))})
+    met["full tree"] += watched.met["full tree"] if hasattr(watched, "met") else 0
+    met["batched"] += len(requests) > 1
+
+
+def test_thousand_interleavings() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(ROUNDS):
+        run_once(seed, met)
+    print(f"\n{ROUNDS} interleavings:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
+    for kind in ("dead parent", "primary", "secondary", "late", "miss", "full tree", "dead worker", "batched", *KINDS):
+        assert met[kind] > 0, f"never met: {kind}"
+
+
+def test_simulated_clock_is_deterministic() -> None:
+    first, again = Counter[str](), Counter[str]()
+    for seed in range(20):
+        run_once(seed, first)
+        run_once(seed, again)
+    assert first == again
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_race_in_earnest(seed: int) -> None:
+    chance = random.Random(seed)
+    target = TARGETS[seed]
+    requests = [request for _ in range(3) for request in random_requests(chance, target)]
+    kind = ("model", "both", "perfect")[seed % 3]
+    drafter = sleepy(make_drafter(kind, target, width=1 + seed % 4, tree_nodes=16), seed)
+    engine = EngineOptions(nodes=8, chunk=5, batch=4)
+    run = decode(requests, "card", drafter, worker="thread", target=target, engine=engine, just_in_time=seed % 3)
+    assert run.texts == [write(target, request) for request in requests]
+    assert run.failure is None
+    assert run.figures.misses > 0
+    if seed % 3:  # the target waits for a first layer: something is drafted whatever the race does
+        assert run.figures.drafted > 0
+
+
+@pytest.mark.parametrize("verb", ["grow", "observe", "open"])
+def test_thread_that_raises_mid_text(verb: str) -> None:
+    target = TARGETS[0]
+    requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]
+    before = set(threading.enumerate())
+    drafter = sleepy(failing(make_drafter("model", target), verb, 2), 0)
+    run, messages = collect_warnings(lambda: decode(requests, "card", drafter, worker="thread", target=target))
+    assert run.texts == [write(target, request) for request in requests]
+    assert isinstance(run.failure, DrafterDiedError)
+    assert len(messages) == 1
+    assert "DrafterDiedError" in messages[0]
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+
+
+def test_requests_after_the_worker_died_are_decoded_plainly() -> None:
+    target, card = TARGETS[1], find("decoders", "card")
+    worker = ThreadWorker(failing(make_drafter("model", target), "grow", 1))
+
+    def run() -> list[list[int]]:
+        texts = []
+        with Engine(target, worker=worker) as engine:
+            for seed in range(3):
+                request = make_request((1, 2, 3), max_tokens=20, seed=seed)
+                running = engine.submit(request, card, card.Options())
+                for _ in range(40):
+                    if running.finish_reason is None:
+                        engine.step()
+                texts.append(running.tokens)
+        return texts
+
+    texts, messages = collect_warnings(lambda: within(30.0, run))
+    assert texts == [write(target, make_request((1, 2, 3), max_tokens=20))] * 3
+    assert len(messages) == 1
+
+
+class ClosedBetween(threading.Event):
+    """Lets the worker be closed between its look at `_stopping` and its `clear`."""
+
+    def __init__(self, worker: ThreadWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def clear(self) -> None:
+        if not self._worker._stopping:
+            self._worker._stopping = True  # what close() does, before it joins
+            self.set()
+        super().clear()
+
+
+def test_close_is_never_missed() -> None:
+    worker = ThreadWorker(Empty())
+    old, worker._wake = worker._wake, ClosedBetween(worker)
+    old.set()  # the thread leaves its sleep, goes round, and meets the new event
+    worker._thread.join(3.0)
+    hangs = worker._thread.is_alive()
+    within(5.0, worker.close)
+    assert not hangs, "a close that comes between the look at _stopping and the clear is lost: close() waits for ever"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_closing_many_times_in_a_race(seed: int) -> None:
+    def run() -> None:
+        chance = random.Random(seed)
+        for _ in range(100):
+            worker = ThreadWorker(Empty())
+            threading.Event().wait(chance.random() * 0.0005)
+            worker.close()
+
+    within(30.0, run)

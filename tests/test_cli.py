@@ -1,0 +1,237 @@
+"""The command line on a tiny random model: what it prints, and how it refuses. Nothing here asserts a speed."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import smollm2_file, tokens, write_gguf
+
+from outpace.cli import doctor as doctor_file
+from outpace.cli.main import main
+from outpace.drafters.ngram import Ngram
+
+Run = Callable[..., tuple[int, str, str]]
+FIELDS = {"text", "tokens", "finish_reason", "method", "seed", "tokens_per_second", "time_to_first_token"} | {
+    "mean_accepted_length",
+    "draft_acceptance",
+    "hit_rate",
+}
+PROMPT = "hello world 12 hello world 12 hello"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command: exit code, stdout, stderr."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tiny.parent / "cache"))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err, shown.err
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def generate(run: Run, tiny: Path, *arguments: str) -> dict[str, Any]:
+    code, out, _ = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--json", *arguments)
+    assert code == 0
+    assert out.count("\n") == 1
+    return dict(json.loads(out))
+
+
+def test_generate_prints_the_text_on_stdout_and_the_figures_on_stderr(run: Run, tiny: Path) -> None:
+    found = generate(run, tiny)
+    assert set(found) == FIELDS
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12")
+    assert code == 0
+    assert out.rstrip("\n") == found["text"].rstrip("\n")
+    assert err.startswith("speculative: ")
+    assert "tokens/s" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("drawn", [(), ("--temperature", "1", "--seed", "3", "--top-k", "9")])
+def test_every_method_writes_the_same(run: Run, tiny: Path, drawn: tuple[str, ...]) -> None:
+    plain = generate(run, tiny, "--method", "autoregressive", *drawn)
+    for method in (["card"], ["card", "--worker", "inline"], ["card", "--draft", "layers:0", "--width", "2"]):
+        found = generate(run, tiny, "--method", *method, *drawn)
+        assert (found["text"], found["tokens"]) == (plain["text"], plain["tokens"])
+        assert found["hit_rate"] is not None
+    assert plain["draft_acceptance"] is None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_options_of_parts_may_stand_anywhere(run: Run, tiny: Path, place: int) -> None:
+    words = ["generate", "--max-tokens=4", PROMPT, "--target", str(tiny)]
+    words[1 + place : 1 + place] = ["--copies", "3", "--draft-length=2"]
+    code, _, err = run(*words)
+    assert (code, "speculative" in err) == (0, True)
+
+
+def test_after_two_dashes_everything_is_the_prompt(run: Run, tiny: Path) -> None:
+    code, _, err = run("generate", "--raw", "--target", str(tiny), "--max-tokens", "2", "--", "--copies")
+    assert (code, "cut at 2 tokens" in err) == (0, True)
+
+
+def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(run, tiny, "--raw")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    words = ("generate", "-", "--raw", "--target", str(tiny), "--max-tokens", "12", "--json")
+    assert json.loads(run(*words)[1])["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--temprature", "1"], "did you mean --temperature?"),
+        (["--copis", "4"], "did you mean --copies?"),
+        (["--stop", "x"], "unknown option --stop"),
+        (["--quantize", "int8"], "unknown option --quantize"),
+        (["--width", "4"], "'width'"),
+        (["--copies"], "--copies needs a value"),
+        (["--copies", "--raw"], "--copies needs a value"),
+        (["--copies", "two"], "copies is 'two'"),
+        (["--copies", "0"], "copies is 0"),
+        (["--method", "crad"], "did you mean 'card'?"),
+        (["--drafter", "ngrm"], "did you mean 'ngram'?"),
+        (["--drafter", ""], "unknown drafter ''"),
+        (["--drafter", "model"], "needs a draft model"),
+        (["--rule", "gumble"], "did you mean 'gumbel'?"),
+        (["--rule", "gumbel"], "rule gumbel does not go with temperature 0"),
+        (["--worker", "thred"], "did you mean 'thread'?"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--nodes", "0"], "nodes is 0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--draft-threads", "0"], "draft_threads is 0"),
+        (["--dtype", "foo"], "unknown dtype 'foo'"),
+        (["--device", "warp"], "device 'warp' is not to be had"),
+        (["--exact", "--dtype", "bfloat16"], "exact mode is not to be had"),
+        (["--draft", "layers:99"], "between 0 and 1"),
+        (["--draft", "layers:x"], "names no layers"),
+        (["--draft", "no/such/draft"], "does not exist"),
+        (["--raw", "--system", "Be brief."], "--system needs the chat template"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: list[str], said: str) -> None:
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate"], "missing argument"),
+        (["genrate", "x"], "did you mean 'generate'?"),
+        (["doctor", "--colour"], "no such option: --colour"),
+        (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
+        (["demo", "--rounds", "0"], "rounds is 0"),
+    ],
+)
+def test_a_bad_command_too(run: Run, words: list[str], said: str) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_prompt_of_no_or_too_many_tokens(run: Run, tiny: Path) -> None:
+    assert "no tokens" in run("generate", "", "--raw", "--target", str(tiny))[2]
+    code, _, err = run("generate", "0123456789" * 20, "--raw", "--target", str(tiny))
+    assert (code, "context holds 128" in err) == (2, True)
+
+
+def test_a_torn_file_and_a_draft_that_does_not_fit(run: Run, tiny: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(tiny.read_bytes()[: tiny.stat().st_size // 2])
+    code, _, err = run("generate", "x", "--target", str(torn))
+    assert (code, "torn.gguf" in err) == (2, True)
+    words = tokens()
+    words[-1], words[-2] = words[-2], words[-1]
+    other = write_gguf(tmp_path / "other.gguf", {"tokenizer.ggml.tokens": words})
+    code, _, err = run("generate", "x", "--target", str(tiny), "--draft", str(other))
+    assert (code, "does not fit the target" in err) == (2, True)
+
+
+@pytest.mark.parametrize("method", ["speculative", "card"])
+def test_a_drafter_that_fails_is_one_warning(
+    run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    expected = generate(run, tiny, "--method", "autoregressive")["text"]
+
+    def fail(*_: object) -> list[int]:
+        raise RuntimeError("out of ideas")
+
+    monkeypatch.setattr(Ngram, "grow", fail)
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--method", method)
+    assert code == 0
+    assert out.rstrip("\n") == expected.rstrip("\n")
+    assert err.startswith("warning: the drafter failed")
+    assert err.count("\n") == 2
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor_file, "collect", lambda quiet: 1 / 0)
+    with pytest.raises(SystemExit) as end:
+        main(["doctor"])
+    assert end.value.code == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_methods_lists_every_part(run: Run) -> None:
+    found = json.loads(run("methods", "--json")[1])
+    assert {"card", "speculative", "autoregressive"} <= {method["name"] for method in found["decoders"]}
+    shown = run("methods")[1]
+    for kind in ("decoders", "drafters", "rules"):
+        assert all(method["name"] in shown and method["paper"] for method in found[kind])
+    assert "--draft-length 4" in shown
+
+
+def test_doctor_without_a_model_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.find.SHIPPED", "no_such_package")
+    monkeypatch.setitem(doctor_file.EXTRAS, "no_such_extra", ("outpace[none]", "nothing"))
+    code, out, _ = run("doctor", "--json")
+    found = json.loads(out)
+    assert (code, found["extras"]["no_such_extra"]) == (0, False)
+    assert "not installed" in found["model"]["missing"]
+    assert "pip install 'outpace[none]'" in run("doctor")[1]
+
+
+@pytest.mark.smollm2
+def test_doctor_measures_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
+    smollm2_file()
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--json"])
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert (end.value.code, model["weight_bytes"]) == (0, 538060032)
+    assert 0 < model["floor_seconds"] < model["pass_seconds"] * 10
+
+
+def test_help_and_version_load_no_torch() -> None:
+    script = "import sys; from outpace.cli import display, doctor, demo, chat, extra, generate, methods, options"
+    check = "; heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+    lazy = "import sys, types, pathlib; m = types.ModuleType('outpace'); sys.modules['outpace'] = m; "
+    lazy += "m.__path__ = [str(pathlib.Path('outpace').resolve())]; "
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", lazy + script + check], cwd=root, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

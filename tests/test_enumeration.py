@@ -1,0 +1,159 @@
+"""The distribution: `match` exactly, by enumeration; `gumbel` and the noise by statistics over fixed seeds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
+
+from outpace.core.noise import exponential, gumbel, row_key, uniform
+from outpace.core.sampling import Sampling, processed
+from outpace.core.types import Request, Row
+from outpace.engine import EngineOptions
+from outpace.rules.match import Match
+
+PROMPT = (2, 0, 1)
+LENGTH = 3
+WIDE = EngineOptions(nodes=8, rows=1 << 12, chunk=1 << 10, batch=128)
+TARGETS = {3: QuickToy(3, 3, 4), 4: QuickToy(4, 2, 11)}
+for _toy in TARGETS.values():
+    _toy._tables *= 0.4  # flat enough that the end of every interval lies well inside it in float64
+SAMPLINGS = (Sampling(1.0), Sampling(0.6, top_k=3), Sampling(1.4, top_p=0.8), Sampling(0.9, top_k=3, top_p=0.9))
+METHODS = {"chain": ("speculative", None, 1), "tree": ("speculative", None, 3), "card": ("card", "inline", 3)}
+CORNERS = (1e-9, 0.5, 1 - 1e-9)  # of a token's interval: its lower end, its midpoint, its upper end
+
+
+class Prescribed(Match):
+    """Every uniform number is written in a table: request number, then place in the answer."""
+
+    def __init__(self, table: Sequence[Sequence[float]]) -> None:
+        self.table = table
+
+    def draw(self, row: Row) -> float:
+        return self.table[row.request.seed][min(row.position - len(PROMPT), LENGTH - 1)]
+
+
+def intervals(target: QuickToy, text: Sequence[int], sampling: Sampling) -> list[tuple[float, float]]:
+    """Where p's distribution function, given the prefix, gives each token of the text; by the slow twin of p."""
+    result = []
+    for place, token in enumerate(text):
+        p = probabilities(target._row([*PROMPT, *text[:place]]), sampling)
+        below = math.fsum(p[:token])
+        result.append((below, below + p[token]))
+    return result
+
+
+def plain_probability(target: QuickToy, text: Sequence[int], sampling: Sampling) -> float:
+    """The product of the library's own p along the text."""
+    log_p = 0.0
+    for place, token in enumerate(text):
+        log_p += processed(target._row([*PROMPT, *text[:place]])[None], [sampling])[0, token].item()
+    return math.exp(log_p)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("drafter", ["perfect", "garbage", "empty", "ngram", "model", "both"])
+@pytest.mark.parametrize("vocab", TARGETS)
+def test_match_by_enumeration(vocab: int, drafter: str, method: str, sampling: Sampling) -> None:
+    target = TARGETS[vocab]
+    boxes = {text: intervals(target, text, sampling) for text in itertools.product(range(vocab), repeat=LENGTH)}
+    boxes = {text: box for text, box in boxes.items() if all(high > low for low, high in box)}
+    measures = {text: math.prod(high - low for low, high in box) for text, box in boxes.items()}
+    assert math.isclose(math.fsum(measures.values()), 1.0, abs_tol=1e-12)
+    table = [[low + at * (high - low) for low, high in box] for box in boxes.values() for at in CORNERS]
+    rule = Prescribed(table)
+    requests = [make_request(PROMPT, rule, LENGTH, sampling=sampling, seed=number) for number in range(len(table))]
+    decoder, worker, width = METHODS[method]
+    proposer = make_drafter(drafter, target, width=min(width, vocab))
+    run = decode(requests, decoder, proposer, worker=worker, target=target, engine=WIDE)
+    expected = [list(text) for text in boxes for _ in CORNERS]
+    assert run.texts == expected
+    for text, measure in measures.items():
+        assert abs(measure - plain_probability(target, text, sampling)) < 1e-12
+    assert run.figures.accepted > 0 or drafter not in ("perfect", "model", "both")
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_processed_p_equals_its_slow_twin(sampling: Sampling) -> None:
+    logits = 3 * torch.randn(200, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for other in (sampling, Sampling(0.7, min_p=0.1), Sampling(2.0, top_k=20, top_p=0.7, min_p=0.02)):
+        fast = torch.exp(processed(logits, [other] * len(logits)))
+        slow = torch.tensor([probabilities(row, other) for row in logits], dtype=torch.float64)
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-14)
+
+
+def two_tokens(requests: Sequence[Request], target: QuickToy, method: str) -> Counter[tuple[int, ...]]:
+    decoder, worker, width = METHODS[method]
+    drafter = make_drafter("model", target, width=width)
+    short = {"draft_length": 1} if decoder == "speculative" else {}
+    run = decode(requests, decoder, drafter, worker=worker, target=target, engine=WIDE, **short)
+    assert run.figures.accepted > len(requests) / 4
+    return Counter(tuple(text) for text in run.texts)
+
+
+@pytest.mark.parametrize("method", ["tree", "card"])
+@pytest.mark.parametrize("rule", ["gumbel", "match"])
+def test_sampled_texts_by_chi_square(rule: str, method: str) -> None:
+    target, sampling, count = TARGETS[4], Sampling(1.1), 5000 if rule == "gumbel" else 1500
+    pairs = list(itertools.product(range(4), repeat=2))
+    expected = {pair: plain_probability(target, pair, sampling) for pair in pairs}
+    by_seed = [make_request(PROMPT, rule, 2, sampling=sampling, seed=seed) for seed in range(count)]
+    by_choice = [make_request(PROMPT, rule, 2, sampling=sampling, seed=9, choice=choice) for choice in range(count)]
+    for requests in (by_seed, by_choice):
+        assert abs(chi_square(two_tokens(requests, target, method), expected)) < 4.0
+
+
+def slow_exponential(key: int, token: int) -> float:
+    """The same hash with Python's own integers and logarithm."""
+    bits = (token ^ key) & 0xFFFFFFFF
+    for number, factor in enumerate((0x7FEB352D, 0x846CA68B, 0x9E485565)):
+        if number == 1:
+            bits ^= (key >> 32) & 0xFFFFFFFF
+        bits = bits * factor & 0xFFFFFFFF
+        bits ^= bits >> 15
+    v = (np.float32(bits & 0x7FFFFFFF) + np.float32(0.5)) * np.float32(2.0**-31 * (1 - 2.0**-23))
+    return -math.log1p(-float(v))
+
+
+def test_noise_equals_its_slow_twin() -> None:
+    keys = [row_key(seed, choice, position) for seed in (0, 1 << 62) for choice in (0, 3) for position in (1, 999)]
+    fast = exponential(keys, 64)
+    slow = torch.tensor([[slow_exponential(key, token) for token in range(64)] for key in keys])
+    torch.testing.assert_close(fast, slow, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(gumbel(keys, 64), -torch.log(slow), rtol=1e-5, atol=1e-5)
+    assert torch.equal(exponential(keys, 64)[:, :7], exponential(keys, 7)), "noise depends on the vocabulary's size"
+
+
+def kolmogorov(sample: torch.Tensor) -> float:
+    """sqrt(n) times the greatest distance between a sample of [0, 1) and the uniform distribution."""
+    ordered = torch.sort(sample.double().flatten()).values
+    n = len(ordered)
+    steps = torch.arange(n, dtype=torch.float64) / n
+    return math.sqrt(n) * max((ordered - steps).max().item(), (steps + 1 / n - ordered).max().item())
+
+
+@pytest.mark.parametrize("part", ["seed", "choice", "position"])
+def test_noise_is_uniform_and_independent(part: str) -> None:
+    base = {"seed": 17, "choice": 0, "position": 5}
+    keys = [row_key(**{**base, part: number}) for number in range(4000)]
+    assert len(set(keys)) == len(keys)
+    u = 1 - torch.exp(-exponential(keys, 64).double())  # [rows, vocab]
+    assert kolmogorov(u) < 1.95  # 1 in 1,000
+    assert u.min() > 0
+    draws = torch.tensor([uniform(**{**base, part: number}) for number in range(4000)], dtype=torch.float64)
+    assert kolmogorov(draws) < 1.95
+    limit = 4.5 / math.sqrt(4000)
+    centred = (u - 0.5) * math.sqrt(12)
+    neighbours = (centred[1:] * centred[:-1]).mean(0)
+    assert neighbours.abs().max() < limit, f"rows that differ by one in {part} are correlated"
+    tokens = centred.T @ centred / len(keys) - torch.eye(64, dtype=torch.float64)
+    tokens.fill_diagonal_(0.0)
+    assert tokens.abs().max() < 4.9 / math.sqrt(4000), "tokens of one row are correlated"
+    assert ((draws[1:] - 0.5) * (draws[:-1] - 0.5)).mean().abs() * 12 < limit

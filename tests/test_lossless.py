@@ -1,0 +1,229 @@
+"""Every drafter with every decoder and worker writes plain decoding's text, and does speculate while it does so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
+
+from outpace.core.errors import UserError
+from outpace.core.registry import find
+from outpace.core.types import Request, Row
+from outpace.engine import Engine
+from outpace.rules.match import Match
+
+TARGET = QuickToy(16, 3, 0)
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 5), (7,), (2, 7, 1, 8))
+CASES = [
+    {"rule": "greedy"},
+    {"rule": "gumbel", "temperature": 1.0, "seed": 5},
+    {"rule": "gumbel", "temperature": 0.6, "top_k": 5, "seed": 1 << 40},
+    {"rule": "gumbel", "temperature": 1.3, "top_p": 0.8, "choice": 2},
+    {"rule": "gumbel", "temperature": 0.9, "top_k": 9, "top_p": 0.95, "min_p": 0.05},
+    {"rule": "match", "temperature": 0.7, "top_p": 0.9, "seed": 3},
+]
+METHODS = {
+    "speculative": ("speculative", None, 4),
+    "chain": ("speculative", None, 1),
+    "card, simulated": ("card", "inline", 4),
+    "card chain, simulated": ("card", "inline", 1),
+    "card, thread": ("card", "thread", 4),
+}
+SPECULATES = ("perfect", "model", "both")
+
+
+def requests_of(case: dict, **more: object) -> list[Request]:
+    """Three requests with prompts of different lengths, seeds beside one another."""
+    seed = case.get("seed", 0)
+    return [
+        make_request(prompt, **{**case, "max_tokens": 32, **more, "seed": seed + i}) for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@lru_cache
+def plain_texts(requests: tuple[Request, ...]) -> list[list[int]]:
+    return decode(requests, target=TARGET).texts
+
+
+def plain(requests: Sequence[Request]) -> list[list[int]]:
+    """The engine's plain decoding, once for equal requests."""
+    return plain_texts(tuple(requests))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plain_decoding_is_the_naive_loop(case: dict) -> None:
+    requests = requests_of(case)
+    assert plain(requests) == [write(TARGET, request) for request in requests]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_equals_plain_decoding(method: str, drafter: str) -> None:
+    decoder, worker, width = METHODS[method]
+    drafted = accepted = hits = misses = 0
+    for case in CASES:
+        requests = requests_of(case)
+        run = decode(requests, decoder, make_drafter(drafter, TARGET, width=width), worker=worker, target=TARGET)
+        assert run.texts == plain(requests), case
+        assert run.failure is None
+        assert set(run.reasons) == {"length"}
+        assert run.figures.emitted == sum(len(text) for text in run.texts)
+        drafted, accepted = drafted + run.figures.drafted, accepted + run.figures.accepted
+        hits, misses = hits + run.figures.hits, misses + run.figures.misses
+    if drafter == "empty":
+        assert drafted == accepted == hits == 0
+    else:
+        assert drafted > 0
+        assert accepted > 0
+    if decoder == "card":
+        assert misses > 0 or drafter == "perfect"
+        assert hits > 0 or drafter not in SPECULATES
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_perfect_drafter_is_never_rejected_before_the_end(case: dict) -> None:
+    requests = requests_of(case)
+    run = decode(requests, "speculative", make_drafter("perfect", TARGET, width=1), target=TARGET)
+    assert all(step.accepted == step.drafted == 4 for steps in run.steps for step in steps[:-1])
+    card = decode(requests, "card", make_drafter("perfect", TARGET), worker="inline", target=TARGET)
+    assert card.figures.hits > 0
+    assert all(step.hit != "miss" for steps in card.steps for step in steps[1:-1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batched_equals_alone(method: str) -> None:
+    decoder, worker, width = METHODS[method]
+    mixed = [requests_of(case)[i % 3] for i, case in enumerate(CASES)]  # rules and filters of all kinds in one pass
+    together = decode(mixed, decoder, make_drafter("both", TARGET, width=width), worker=worker, target=TARGET).texts
+    for request, text in zip(mixed, together, strict=True):
+        alone = decode([request], decoder, make_drafter("both", TARGET, width=width), worker=worker, target=TARGET)
+        assert alone.texts == [text] == [write(TARGET, request)]
+
+
+@pytest.mark.parametrize("rule", ["gumbel", "match"])
+def test_text_depends_on_seed_and_choice_and_nothing_else(rule: str) -> None:
+    keys = [(seed, choice) for seed in range(4) for choice in range(4)]
+    requests = [make_request(PROMPTS[0], rule, temperature=1.0, seed=s, choice=c, max_tokens=12) for s, c in keys]
+    first = decode(requests, "card", make_drafter("model", TARGET), worker="inline", target=TARGET).texts
+    again = decode(requests[::-1], "card", make_drafter("garbage", TARGET), worker="inline", target=TARGET).texts
+    assert again[::-1] == first
+    assert len({tuple(text) for text in first}) == len(keys)
+
+
+def inside_a_path(rounds: Sequence[int], text: Sequence[int]) -> int:
+    """A place in the text, new there, that is neither the first nor the last token of its round."""
+    start = 0
+    for emitted in rounds:
+        for place in range(start + 1, start + emitted - 1):
+            if text.index(text[place]) == place:
+                return place
+        start += emitted
+    raise AssertionError("no such place, choose another text")
+
+
+@pytest.mark.parametrize("method", ["speculative", "card, simulated"])
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_text_ends_inside_an_accepted_path(method: str, case: dict, end: str) -> None:
+    decoder, worker, _ = METHODS[method]
+    request = requests_of(case, max_tokens=40)[2]
+    whole = decode([request], decoder, make_drafter("perfect", TARGET), worker=worker, target=TARGET)
+    place = inside_a_path([step.emitted for step in whole.steps[0]], whole.texts[0])
+    cut = {"stop_ids": frozenset({whole.texts[0][place]})} if end == "stop" else {"max_tokens": place + 1}
+    request = requests_of(case, **cut)[2]
+    short = decode([request], decoder, make_drafter("perfect", TARGET), worker=worker, target=TARGET)
+    assert short.texts == [whole.texts[0][: place + 1]] == plain([request])
+    assert short.reasons == [end]
+    assert short.steps[0][-1].emitted >= 2, "the end must come inside a path"
+    neighbours = requests_of({**case, **cut})
+    both = decode(neighbours, decoder, make_drafter("perfect", TARGET), worker=worker, target=TARGET)
+    assert both.texts == [write(TARGET, neighbour) for neighbour in neighbours]
+
+
+def test_tokens_past_the_end_are_not_counted_as_accepted() -> None:
+    """`accepted` goes out to users as accepted prediction tokens: it never exceeds what was written."""
+    requests = [make_request(prompt, max_tokens=7) for prompt in PROMPTS]
+    for decoder, worker, width in METHODS.values():
+        run = decode(requests, decoder, make_drafter("perfect", TARGET, width=width), worker=worker, target=TARGET)
+        assert all(step.accepted <= step.emitted for steps in run.steps for step in steps), decoder
+
+
+def test_first_token_stops() -> None:
+    request = make_request(PROMPTS[0])
+    stop = frozenset(write(TARGET, request)[:1])
+    request = make_request(PROMPTS[0], stop_ids=stop)
+    for decoder, worker, width in METHODS.values():
+        run = decode([request], decoder, make_drafter("perfect", TARGET, width=width), worker=worker, target=TARGET)
+        assert (run.texts, run.reasons) == ([list(stop)], ["stop"])
+
+
+@pytest.mark.parametrize("verb", ["grow", "observe", "open"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_drafter_that_dies_in_turn(verb: str, after: int) -> None:
+    requests = requests_of({"rule": "gumbel", "temperature": 1.0})
+    drafter = failing(make_drafter("model", TARGET), verb, after)
+    run, messages = collect_warnings(lambda: decode(requests, "speculative", drafter, target=TARGET))
+    assert run.texts == [write(TARGET, request) for request in requests]
+    assert len(messages) == 1
+    assert f"{verb} number {after}" in messages[0]
+
+
+def test_requests_after_a_drafter_died_are_decoded_plainly() -> None:
+    module = find("decoders", "speculative")
+    requests = requests_of({"rule": "greedy"})
+    with Engine(TARGET, failing(make_drafter("model", TARGET), after=1)) as engine:
+        texts = []
+        for request in requests:
+            try:
+                run, _ = collect_warnings(lambda request=request: engine.submit(request, module, module.Options()))
+            except UserError as error:
+                pytest.fail(f"refused after the drafter died: {error}")
+            for _ in range(100):
+                if run.finish_reason is None:
+                    collect_warnings(engine.step)
+            texts.append(run.tokens)
+    assert texts == [write(TARGET, request) for request in requests]
+
+
+class Fixed(Match):
+    """Every uniform number is this one: two of a kind that differ by an option."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def draw(self, row: Row) -> float:
+        return self.number
+
+
+def test_rules_of_one_class_in_one_batch_keep_their_own_options() -> None:
+    requests = [make_request((2, 7), Fixed(number), 10, temperature=1.0) for number in (0.01, 0.5, 0.99)]
+    alone = [decode([request], target=TARGET).texts[0] for request in requests]
+    assert decode(requests, target=TARGET).texts == alone
+    assert decode(requests, "speculative", make_drafter("model", TARGET), target=TARGET).texts == alone
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_coroutine_that_raises_ends_its_own_request_only(rounds: int) -> None:
+    plain_module = find("decoders", "autoregressive")
+
+    def decode_badly(place: Any, options: Any) -> Any:
+        coroutine = plain_module.decode(place, options)
+        answer = None
+        for _ in range(2 * rounds):
+            answer = yield coroutine.send(answer)
+        raise ArithmeticError("on purpose")
+
+    bad = SimpleNamespace(NEEDS=None, Options=plain_module.Options, decode=decode_badly, __name__="bad")
+    request = make_request(PROMPTS[2], max_tokens=8)
+    with Engine(TARGET) as engine:
+        good, ill = engine.submit(request, plain_module, None), engine.submit(request, bad, None)
+        told = [run for _ in range(20) for run in engine.step()]
+        assert (good.tokens, good.finish_reason) == (write(TARGET, request), "length")
+        assert (ill.finish_reason, str(ill.error)) == ("error", "on purpose")
+        assert ill.tokens == good.tokens[:rounds]
+        assert engine.running == [], "a request that raised stays among the running ones"
+    assert ill in told, "step() never gave the request that ended"

@@ -1,0 +1,36 @@
+"""Every named mistake, put into the library, is noticed; without one, nothing is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from mutation_checks import Mutation, find_difference, judge
+from mutations import MUTATIONS
+
+
+def test_unmutated_library_passes() -> None:
+    assert find_difference() is None
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_is_caught(mutation: Mutation) -> None:
+    caught, by = judge(mutation)
+    assert caught, f"{mutation.name}: {by}"
+
+
+def test_mutations_leave_nothing_behind() -> None:
+    for mutation in MUTATIONS:
+        originals = [vars(owner)[mutation.attribute] for owner in mutation.owners]
+        with mutation.applied():
+            during = [vars(owner)[mutation.attribute] for owner in mutation.owners]
+        assert all(a is not b for a, b in zip(originals, during, strict=True))
+        assert [vars(owner)[mutation.attribute] for owner in mutation.owners] == originals
+
+
+def test_a_broken_mutation_does_not_count_as_caught() -> None:
+    like = MUTATIONS[0]
+    broken = Mutation("takes nothing", like.owners, like.attribute, lambda original: lambda: None)
+    idle = Mutation("never called", [random], "betavariate", lambda original: original)
+    harmless = Mutation("changes nothing", like.owners, like.attribute, lambda original: original)
+    assert [judge(mutation)[0] for mutation in (broken, idle, harmless)] == [False, False, False]
