@@ -47,12 +47,12 @@ class ExactAttention:
         """Queries, keys and values side by side, turned and rounded to their grids: float64 [nodes, heads.., d]."""
         return rotated(mixed.double(), turn).add_(self._grid).sub_(self._grid)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
-        """query [nodes, heads, d], keys and values [kv_heads, slots, d] -> [nodes, heads * d] float32.
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, out: Tensor) -> None:
+        """query [nodes, heads, d] over keys and values [kv_heads, slots, d], written to `out` [nodes, heads * d].
 
         `hidden` [nodes, pending] is -inf where a node does not see one of the last slots; None: all is seen.
         """
-        nodes, heads, width = query.shape
+        nodes, _, width = query.shape
         groups = len(keys)
         query = query.view(nodes, groups, -1, width).permute(1, 2, 0, 3).reshape(groups, -1, width)
         scores = torch.bmm(query, keys.transpose(1, 2))  # [kv_heads, heads / kv_heads * nodes, slots]
@@ -62,7 +62,7 @@ class ExactAttention:
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().add_(_SUM_GRID).sub_(_SUM_GRID)
         weights.div_(weights.sum(-1, keepdim=True)).add_(_WEIGHT_GRID).sub_(_WEIGHT_GRID)
         mixed = torch.bmm(weights, values).view(groups, -1, nodes, width)
-        return mixed.permute(2, 0, 1, 3).to(torch.float32).reshape(nodes, heads * width)
+        out.view(nodes, groups, -1, width).copy_(mixed.permute(2, 0, 1, 3))
 
 
 class FastAttention:
@@ -77,7 +77,7 @@ class FastAttention:
         """As ExactAttention.prepare, nothing rounded, in the model's dtype."""
         return rotated(mixed.float(), turn).to(self.dtype)
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, out: Tensor) -> None:
         """As ExactAttention.attend."""
         nodes, heads, width = query.shape
         mask = None
@@ -86,4 +86,4 @@ class FastAttention:
         mixed = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=heads != len(keys)
         )
-        return mixed[0].transpose(0, 1).reshape(nodes, heads * width)
+        out.view(nodes, heads, width).copy_(mixed[0].transpose(0, 1))

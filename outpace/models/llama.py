@@ -7,6 +7,7 @@ padded to the bucket that `linear.find_row_bucket` found, everything between the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
@@ -21,7 +22,7 @@ from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
 from outpace.models.linear import LARGEST, Linear, find_row_bucket, padding
-from outpace.models.llama_weights import Layer, load_layer, rotary, unfold_head
+from outpace.models.llama_weights import Layer, load_head, load_layer, rotary
 
 
 class LlamaSession(Session):
@@ -64,14 +65,14 @@ class Llama:
         layers: Sequence[Layer],
         embedding: Tensor,
         head: Linear,
-        final_norm: Tensor,
         exact: bool | None = None,
     ) -> None:
         """`exact` None: on where the machine allows it, float32 on a CPU."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.device, self.dtype = embedding.device, embedding.dtype
-        self._layers, self._embedding, self._head, self._final_norm = layers, embedding, head, final_norm
+        self._layers, self._embedding, self._head = layers, embedding, head
+        self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         self._cis = rotary(config, self.device)  # [positions, head_dim / 2] complex64
         may_be_exact = self.device.type == "cpu" and self.dtype == torch.float32
         self.row_bucket = self._probe() if may_be_exact and exact is not False else None
@@ -103,14 +104,13 @@ class Llama:
             layers.append(load_layer(config, number, fetch))
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
-        head = embedding if config.tie_embeddings else fetch("lm_head.weight")
-        return cls(config, layers, embedding, unfold_head(head), fetch("model.norm.weight"), exact)
+        return cls(config, layers, embedding, load_head(config, embedding, fetch), exact)
 
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
         config = replace(self.config, num_layers=len(layers))
         chosen = [self._layers[number] for number in layers]
-        return Llama(config, chosen, self._embedding, self._head, self._final_norm, self.exact)
+        return Llama(config, chosen, self._embedding, self._head, self.exact)
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
@@ -136,26 +136,27 @@ class Llama:
         if not rows:
             return x.new_empty(0, self.vocab_size)
         wanted = x[torch.tensor(rows, device=self.device)]
-        wanted = self._norm(self._padded(wanted), self._final_norm)
+        wanted = self._norm(self._padded(wanted))
         return self._apply(self._head, wanted)[: len(rows), : self.vocab_size]
 
     def _forward(self, number: int, x: Tensor, turn: Tensor, spans: Sequence[_Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         layer, attention = self._layers[number], self._attention[number]
-        mixed = attention.prepare(self._apply(layer.qkv, self._norm(x, layer.input_norm)), turn)
-        outputs = [self._attend(number, span, mixed[span.rows]) for span in spans]
-        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        x = self._apply(layer.output, self._padded(attended), x)
-        gate, up = self._apply(layer.gate_up, self._norm(x, layer.post_norm)).chunk(2, dim=-1)
+        mixed = attention.prepare(self._apply(layer.qkv, self._norm(x)), turn)
+        attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
+        for span in spans:
+            self._attend(number, span, mixed[span.rows], attended[span.rows])
+        x = self._apply(layer.output, attended, x)
+        gate, up = self._apply(layer.gate_up, self._norm(x)).chunk(2, dim=-1)
         return self._apply(layer.down, F.silu(gate).mul_(up), x)
 
-    def _attend(self, number: int, span: _Span, mixed: Tensor) -> Tensor:
-        """Stores one session's new keys and values and mixes over what its nodes see. [nodes, heads * head_dim]"""
+    def _attend(self, number: int, span: _Span, mixed: Tensor, out: Tensor) -> None:
+        """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
         heads, groups = self.config.num_heads, self.config.num_kv_heads
         kv = span.session.kv[number]
         kv[:, span.slots] = mixed[:, heads:].transpose(0, 1)
         keys, values = kv[:groups, : span.seen], kv[groups:, : span.seen]
-        return self._attention[number].attend(mixed[:, :heads], keys, values, span.hidden)
+        self._attention[number].attend(mixed[:, :heads], keys, values, span.hidden, out)
 
     def _turns(self, positions: Tensor) -> Tensor:
         """Rotation of every head's pairs, values by nothing: [rows, heads + 2 kv_heads, head_dim / 2] complex."""
@@ -164,11 +165,10 @@ class Llama:
         turned = turn.expand(-1, config.num_heads + config.num_kv_heads, -1)
         return torch.cat([turned, torch.ones_like(turn).expand(-1, config.num_kv_heads, -1)], dim=1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x over its root mean square, times the weight; a norm and a few products beat the library's own by half."""
+    def _norm(self, x: Tensor) -> Tensor:
+        """x over sqrt(sum of squares + hidden * eps): sqrt(hidden) and the norm's weights are in the next product."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, 1]
-        scale = norm.square_().div_(x.shape[-1]).add_(self.config.rms_norm_eps).rsqrt_()
-        return (x * scale).to(x.dtype).mul_(weight)
+        return (x / torch.hypot(norm, self._norm_floor)).to(x.dtype)
 
     def _padded(self, x: Tensor) -> Tensor:
         """Rows added up to a count that is good for the products; they are computed and thrown away."""

@@ -17,12 +17,13 @@ Fetch = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `qkv` gives queries (scaled by 1 / sqrt(head_dim)), keys and values side by side; rotation pairs lie
-    next to each other. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each head's queries and
-    keys, the largest entry of each value head; the second column is 1 for value heads."""
+    """One layer; its norms' weights and sqrt(hidden) are folded into the products that follow them.
 
-    input_norm: Tensor
-    post_norm: Tensor
+    `qkv` gives queries (scaled by 1 / sqrt(head_dim)), keys and values side by side; rotation pairs lie next to each
+    other. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each head's queries and keys, the
+    largest entry of each value head; the second column is 1 for value heads.
+    """
+
     qkv: Linear
     output: Linear
     gate_up: Linear
@@ -33,26 +34,32 @@ class Layer:
 def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> Layer:
     """Layer `number` from Hugging Face weight names."""
     prefix = f"model.layers.{number}."
-    input_norm = fetch(prefix + "input_layernorm.weight")
+    input_norm, post_norm = (fetch(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
+    weight = _folded(config, weight, input_norm)
 
     def linear(name: str, has_bias: bool) -> Linear:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
 
     return Layer(
-        input_norm=input_norm,
-        post_norm=fetch(prefix + "post_attention_layernorm.weight"),
         qkv=pack(weight, bias),
         output=linear("self_attn.o_proj", config.attention_bias),
-        gate_up=_joined(config, prefix + "mlp.", fetch),
+        gate_up=_gate_up(config, prefix + "mlp.", post_norm, fetch),
         down=linear("mlp.down_proj", config.mlp_bias),
-        bounds=_bounds(config, weight * input_norm, bias),
+        bounds=_bounds(config, weight, bias),
     )
 
 
-def unfold_head(weight: Tensor) -> Linear:
-    """The output layer, packed."""
-    return pack(weight)
+def load_head(config: LlamaConfig, embedding: Tensor, fetch: Fetch) -> Linear:
+    """The final norm's weights and the output layer, which may be the embedding."""
+    weight = embedding if config.tie_embeddings else fetch("lm_head.weight")
+    return pack(_folded(config, weight, fetch("model.norm.weight")))
+
+
+def _folded(config: LlamaConfig, weight: Tensor, norm: Tensor) -> Tensor:
+    """W for an input of norm 1 at most, where the model has W for that input times sqrt(hidden) and `norm`."""
+    scale = norm.float() * math.sqrt(config.hidden_size)  # [hidden]
+    return (weight.float() * scale).to(weight.dtype)
 
 
 def rotary(config: LlamaConfig, device: torch.device) -> Tensor:
@@ -80,15 +87,15 @@ def _interleave(weight: Tensor, head_dim: int) -> Tensor:
     return split.transpose(1, 2).flatten(0, 2)
 
 
-def _joined(config: LlamaConfig, prefix: str, fetch: Fetch) -> Linear:
+def _gate_up(config: LlamaConfig, prefix: str, norm: Tensor, fetch: Fetch) -> Linear:
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")
     bias = torch.cat([fetch(f"{name}.bias") for name in names]) if config.mlp_bias else None
-    return pack(torch.cat([fetch(f"{name}.weight") for name in names]), bias)
+    return pack(_folded(config, torch.cat([fetch(f"{name}.weight") for name in names]), norm), bias)
 
 
 def _bounds(config: LlamaConfig, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A normed input has norm at most sqrt(hidden), so |w x + b| <= |w| sqrt(hidden) + |b| for every output row."""
-    rows = weight.double().norm(dim=1) * math.sqrt(config.hidden_size)  # [outputs]
+    """The input has norm 1 at most, so |w x + b| <= |w| + |b| for every output row."""
+    rows = weight.double().norm(dim=1)  # [outputs]
     if bias is not None:
         rows = rows + bias.double().abs()
     heads = rows.unflatten(0, (-1, config.head_dim)).cpu()  # [heads + 2 kv_heads, head_dim]
