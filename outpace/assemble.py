@@ -12,7 +12,7 @@ import torch
 
 from outpace.candidates.base import Worker
 from outpace.core import registry
-from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.types import Drafter, Rule
 from outpace.engine import Engine, EngineOptions
@@ -117,7 +117,7 @@ class Parts:
     draft_threads: int = 1  # cores that the drafter's thread may use
 
     def __post_init__(self) -> None:
-        check_range("draft_threads", self.draft_threads, 1, 1024)
+        check_whole("draft_threads", self.draft_threads, 1, 1024)
         if self.worker not in WORKERS:
             raise unknown("worker", self.worker, WORKERS)
 

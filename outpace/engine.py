@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
-from outpace.candidates.loop import Close, Open
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import TokenTree, depths
 from outpace.core.types import (
     Await,
@@ -35,7 +34,7 @@ from outpace.core.types import (
 )
 from outpace.models.base import Model, Part, chain
 from outpace.rules.base import reduce_rows
-from outpace.running import Running
+from outpace.running import Running, check_request
 
 T = TypeVar("T")
 
@@ -51,10 +50,10 @@ class EngineOptions:
     batch: int = 16
 
     def __post_init__(self) -> None:
-        check_range("nodes", self.nodes, 1, 4096)
-        check_range("rows", self.rows, 1, 65536)
-        check_range("chunk", self.chunk, 1, 65536)
-        check_range("batch", self.batch, 1, 4096)
+        check_whole("nodes", self.nodes, 1, 4096)
+        check_whole("rows", self.rows, 1, 65536)
+        check_whole("chunk", self.chunk, 1, 65536)
+        check_whole("batch", self.batch, 1, 4096)
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -74,12 +73,14 @@ class Engine(AbstractContextManager["Engine"]):
         self._keys = itertools.count()
         self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
         self._warned = False
+        self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Ends all requests and the worker."""
+        self._is_closed = True
         for run in [*self.running, *self.waiting]:
             self.abort(run)
         if self.worker:
@@ -87,7 +88,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     def submit(self, request: Request, decoder: ModuleType, options: Any) -> Running:
         """Takes a request in; it runs as soon as there is room. UserError where it can never run."""
-        self._check(request, decoder)
+        if self._is_closed:
+            raise UserError("the engine is closed, requests need an open one")
+        check_request(request, self.target)
+        if decoder.NEEDS and decoder.NEEDS not in self._offers:
+            name = decoder.__name__.rpartition(".")[2]
+            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
         run = Running(request, decoder, options, next(self._keys))
         self.waiting.append(run)
         return run
@@ -107,73 +113,77 @@ class Engine(AbstractContextManager["Engine"]):
         while self.waiting and len(self.running) < self.options.batch:
             self._join(self.waiting.popleft())
         for run in self.running:
-            run.budget = max(1, min(self.options.nodes, self.options.rows // len(self.running)))
+            run.budget = self._share()
         self._serve_drafts()
         chunks = self._chunks()
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
-        sizes = [len(tree) for _, tree in trees]
+        try:
+            self._round(chunks, trees, start)
+        except BaseException as error:
+            self._fail([run for run, _ in [*chunks, *trees]], error)
+        ended = [run for run in self.running if run.finish_reason is not None]
+        for run in ended:
+            self._leave(run)
+        return list(dict.fromkeys([*(run for run, _ in trees), *ended]))
+
+    def _round(
+        self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
+    ) -> None:
+        """One pass over prompts' chunks and requests' trees, and what follows from it for each."""
         forest = [part for _, part in chunks]
         forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
         if not forest:
-            return []
-        rows = [Row(r.request, r.length + d) for r, tree in trees for d in depths(tree.parents)]
+            return
+        rows = [Row(run.request, run.length + depth) for run, tree in trees for depth in depths(tree.parents)]
+        sizes = [len(tree) for _, tree in trees]  # a worker may append to a tree's copy in the cache, not to this one
         began = time.perf_counter()
-        try:
-            picks = self._pass(forest, rows)
-        except BaseException as error:
-            return self._fail([run for run, _ in [*chunks, *trees]], error)
+        picks = iter(self._pass(forest, rows))
         seconds = time.perf_counter() - began
         for run, part in chunks:
             run.prefilled += len(part.tokens)
             run.keep = range(len(part.tokens))
             if not run.is_prefilling:
                 self._advance(run, None)
-        starts = itertools.accumulate(sizes, initial=0)
-        for (run, _), first, size in zip(trees, starts, sizes, strict=False):
-            self._settle(run, picks[first : first + size], seconds, start)
-        ended = [run for run in self.running if run.finish_reason is not None]
-        for run in ended:
-            self._leave(run)
-        return list(dict.fromkeys([*(run for run, _ in trees), *ended]))
+        for (run, _), size in zip(trees, sizes, strict=True):
+            self._settle(run, list(itertools.islice(picks, size)), seconds, start)
 
-    def _check(self, request: Request, decoder: ModuleType) -> None:
-        if not request.prompt:
-            raise UserError("the prompt has no tokens, at least one is needed")
-        most = self.target.max_positions
-        if len(request.prompt) >= most:
-            raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {most}")
-        check_range("max_tokens", request.max_tokens, 1)
-        bad = next((token for token in request.prompt if not 0 <= token < self.target.vocab_size), None)
-        if bad is not None:
-            raise UserError(f"the prompt has token {bad}, allowed are 0 to {self.target.vocab_size - 1}")
-        if decoder.NEEDS and decoder.NEEDS not in self._offers:
-            name = decoder.__name__.rpartition(".")[2]
-            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
+    def _share(self) -> int:
+        """Nodes that each running request may have in a pass."""
+        return max(1, min(self.options.nodes, self.options.rows // len(self.running)))
 
     def _join(self, run: Running) -> None:
         """Opens the sessions of a request that begins; its coroutine starts after the prompt is in."""
+        try:
+            self._open(run)
+        except BaseException as error:
+            self._fail([run], error)
+
+    def _open(self, run: Running) -> None:
         request = run.request
+        self.running.append(run)
+        run.budget = self._share()
         capacity = min(len(request.prompt) + request.max_tokens, self.target.max_positions)
         run.session = self.target.open(capacity, max(self.options.chunk, self.options.nodes))
         if run.decoder.NEEDS == "worker" and self.worker:
             run.candidates = CandidateCache(request.prompt[-1])
-            run.post = self.worker.post
-            self.worker.post(Open(run.key, request, run.candidates))
+            run.correct = partial(self.worker.correct, run.key)
+            self.worker.open(run.key, request, run.candidates)
         elif run.decoder.NEEDS == "drafter" and self.drafter:
             run.draft_state = self._guarded(partial(self.drafter.open, request))
         run.coroutine = run.decoder.decode(run, run.options)
-        self.running.append(run)
         if not run.is_prefilling:
             self._advance(run, None)
 
-    def _fail(self, runs: Sequence[Running], error: BaseException) -> list[Running]:
-        """A pass broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
+    def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
+        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
         for run in runs:
-            run.error = error if isinstance(error, Exception) else None
-            self.abort(run, "error" if run.error else "abort")
+            if run.finish_reason is None:
+                run.error = error if isinstance(error, Exception) else None
+                run.finish_reason = "error" if run.error else "abort"
         if not isinstance(error, Exception):  # an interrupt is the caller's
+            for run in runs:
+                self.abort(run)
             raise error
-        return list(runs)
 
     def _leave(self, run: Running) -> None:
         self.running.remove(run)
@@ -182,7 +192,7 @@ class Engine(AbstractContextManager["Engine"]):
         if run.draft_state is not None and self.drafter:
             self._guarded(partial(self.drafter.close, run.draft_state))
         if run.decoder.NEEDS == "worker" and self.worker:
-            self.worker.post(Close(run.key))
+            self.worker.forget(run.key)
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
@@ -254,7 +264,11 @@ class Engine(AbstractContextManager["Engine"]):
     def _settle(self, run: Running, picks: Sequence[int], seconds: float, start: float) -> None:
         """Hands a request its picks, commits its verdict, and lets it ask again."""
         self._advance(run, picks)
+        if run.finish_reason is not None:
+            return
         if not isinstance(run.ask, Commit):
+            run.error = TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}")
+            run.finish_reason = "error"
             return
         tree, verdict, hit = run.ask
         rows = len(picks)

@@ -18,7 +18,7 @@ from outpace.assemble import (
     silent,
 )
 from outpace.core import registry
-from outpace.core.errors import check_range
+from outpace.core.errors import UserError, check_whole
 from outpace.core.sampling import Sampling
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Request, Rule
@@ -99,9 +99,9 @@ class Stream:
             while True:
                 while run.finish_reason is None and rounds == len(run.steps):
                     self._llm.engine.step()
-                if run.error is not None:
-                    raise run.error
                 if rounds == len(run.steps):
+                    if run.error is not None:
+                        raise run.error
                     break
                 step = run.steps[rounds]
                 rounds += 1
@@ -174,7 +174,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Starts an answer to text, or to chat messages. `plain`: without speculation; the text is the same."""
         sampling = Sampling(temperature, top_k, top_p, min_p)
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
-        check_range("seed", seed, 0, 2**63 - 1)
+        check_whole("seed", seed, 0, 2**63 - 1)
         if sampling.is_greedy not in self._rules:
             self._rules[sampling.is_greedy] = find_rule(self.rule, sampling)
         rule = self._rules[sampling.is_greedy]
@@ -185,8 +185,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
         """Answers to all prompts, batched; options as for `stream`."""
-        streams = [self.stream(prompt, **options) for prompt in prompts]
-        return [stream.result for stream in streams]
+        if isinstance(prompts, str):
+            raise UserError("prompts is one text, it must be a list of them")
+        streams: list[Stream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.stream(prompt, **options))
+            return [stream.result for stream in streams]
+        finally:
+            for stream in streams:  # those that an error left behind
+                stream.close()
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
         """The answer to a conversation; options as for `stream`."""

@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from outpace.candidates.cache import CandidateCache, Correction
-from outpace.candidates.loop import Correct
+from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Ask, DraftState, Request, Step, Verdict
 from outpace.decoders.base import Coroutine
-from outpace.models.base import Session
+from outpace.models.base import Model, Session
 
 
 @dataclass(eq=False)
@@ -40,20 +40,21 @@ class Running:
     draft_seconds: float = 0.0
     ask: Ask | None = None
     coroutine: Coroutine | None = None
-    post: Callable[[Correct], None] = field(default=lambda message: None)
+    correct: Callable[[Correction], None] = field(default=lambda correction: None, repr=False)  # tells the worker
 
     @property
     def last_token(self) -> int:
         """The last committed token: the next tree's root."""
         return self.tokens[-1] if self.tokens else self.request.prompt[-1]
 
-    def correct(self, correction: Correction) -> None:
-        """Tells the drafter's worker where the target went."""
-        self.post(Correct(self.key, correction))
-
     @property
     def is_prefilling(self) -> bool:
         return self.prefilled < len(self.request.prompt) - 1
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be written."""
+        return min(self.request.max_tokens, self.session.capacity - len(self.request.prompt)) - len(self.tokens)
 
     @property
     def length(self) -> int:
@@ -68,7 +69,7 @@ class Running:
         stop = next((place for place, token in enumerate(tokens) if token in self.request.stop_ids), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
-        left = min(self.request.max_tokens, self.session.capacity - len(self.request.prompt)) - len(self.tokens)
+        left = self.left
         self.tokens += tokens[:left]
         if stop is not None and stop < left:
             self.finish_reason = "stop"
@@ -80,8 +81,21 @@ class Running:
         """Adds the round's Step; `rows` nodes of the tree were judged, a late one may have been accepted beside."""
         late = sum(node >= rows for node in verdict.path)
         judged = sum(role is not Role.PROBE for role in tree.roles[1:rows])
-        longest = max(depths(tree.parents))
+        longest = max(*depths(tree.parents[:rows]), len(verdict.path) - 1)
         accepted = min(len(verdict.path) - 1, emitted)  # not what a stop or the limit cut off
         self.steps.append(Step(judged + late, accepted, emitted, longest, verified_rows=rows, **times))
         self.ended = time.perf_counter()
         self.first_token = self.first_token or self.ended
+
+
+def check_request(request: Request, target: Model) -> None:
+    """UserError for a request that can never run on this target."""
+    if not request.prompt:
+        raise UserError("the prompt has no tokens, at least one is needed")
+    most = target.max_positions
+    if len(request.prompt) >= most:
+        raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {most}")
+    check_whole("max_tokens", request.max_tokens, 1)
+    bad = next((token for token in request.prompt if not 0 <= token < target.vocab_size), None)
+    if bad is not None:
+        raise UserError(f"the prompt has token {bad}, allowed are 0 to {target.vocab_size - 1}")

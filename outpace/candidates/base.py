@@ -1,29 +1,62 @@
-"""What a worker offers: it takes messages, runs a drafter beside the target, and never holds the target up."""
+"""What all workers share: a loop that drafts for the running requests, and the caches that its layers go to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from outpace.candidates.cache import CandidateCache
-from outpace.candidates.loop import Message
+from outpace.candidates.cache import CandidateCache, Correction, Layer
+from outpace.candidates.loop import Close, Correct, DraftLoop, Message, Open
+from outpace.core.types import Drafter, Request
 
 T = TypeVar("T")
 
 
-class Worker(Protocol):
-    """Whoever starts a worker closes it. `failure` is the exception that ended it, if one did."""
+class Worker(ABC):
+    """Runs a drafter beside the target and never holds it up. Whoever starts a worker closes it.
 
-    failure: BaseException | None
+    `failure` is the exception that ended it, if one did. Only requests, corrections and layers cross between the two
+    sides; the caches stay on the target's.
+    """
 
-    def post(self, message: Message) -> None:
-        """Hands over a message; returns at once."""
+    def __init__(self, drafter: Drafter) -> None:
+        self.failure: BaseException | None = None
+        self._loop = DraftLoop(drafter)
+        self._caches: dict[int, CandidateCache] = {}
 
+    def open(self, key: int, request: Request, cache: CandidateCache) -> None:
+        """A request starts; its layers go to `cache`."""
+        self._caches[key] = cache
+        self._post(Open(key, request))
+
+    def correct(self, key: int, correction: Correction) -> None:
+        """The target moved a request's root; returns at once."""
+        self._post(Correct(key, correction))
+
+    def forget(self, key: int) -> None:
+        """A request is over."""
+        self._caches.pop(key, None)
+        self._post(Close(key))
+
+    @abstractmethod
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         """Runs the target's pass over `rows` rows, with the drafter working meanwhile."""
 
+    @abstractmethod
     def wait(self, cache: CandidateCache, layers: int) -> None:
         """Lets the drafter add `layers` layers for one request, within a bound of some draft steps."""
 
+    @abstractmethod
     def close(self) -> None:
         """Ends the worker."""
+
+    def _post(self, message: Message) -> None:
+        if self.failure is None:
+            self._loop.mail.put(message)
+
+    def _publish(self, layers: Sequence[tuple[int, Layer]]) -> None:
+        for key, layer in layers:
+            cache = self._caches.get(key)
+            if cache is not None:
+                cache.insert(layer)

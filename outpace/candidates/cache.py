@@ -28,22 +28,22 @@ class Candidate(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A delta: what the drafter added since it last published, parents first."""
+    """A delta: what the drafter added below `root_id` since it last published, parents first. Without nodes: it offers
+    no more below this root."""
 
-    epoch: int
+    root_id: int
     nodes: Sequence[Candidate]
 
 
 class Correction(NamedTuple):
     """Where the target went: the walked ids, the tokens it committed, and the root from now on.
 
-    After a hit the root is a node that the drafter knows; after a miss it is new, and so is the epoch.
+    After a hit the root is a node that the drafter knows; after a miss it is new.
     """
 
     path: Sequence[int]
     tokens: Sequence[int]
     root_id: int
-    epoch: int
     is_hit: bool
 
 
@@ -51,7 +51,8 @@ class CandidateCache:
     """Candidates of one request below the last committed token. Two threads meet here, under one lock.
 
     Ids are never reused: those of drafted nodes count up from 1, those of the roots after a miss down from -1. An
-    insertion drops nodes whose parents are dead. The epoch moves on a miss only. `counts` says what was met.
+    insertion drops nodes whose parents are dead, which covers those of an older epoch (it moves on a miss only).
+    `counts` says what was met.
     """
 
     def __init__(self, root_token: int) -> None:
@@ -71,9 +72,11 @@ class CandidateCache:
         """The drafter's thread: adds what still hangs on a live parent; the number of nodes added."""
         with self._lock:
             added = 0
+            if not layer.nodes and layer.root_id == self._tree.ids[0]:
+                self._give_up()
             for candidate in layer.nodes:
                 parent = self._places.get(candidate.parent_id)
-                if layer.epoch != self.epoch or parent is None:
+                if parent is None:
                     self.counts["dead parent"] += 1
                     continue
                 score = self._tree.scores[parent] + candidate.chance
@@ -125,7 +128,7 @@ class CandidateCache:
                 raise ValueError("a verdict without a next token must end on a late child")
             self._move(root, tokens[-1])
             self.counts[kind] += 1
-            return kind, Correction(path, tokens, self._tree.ids[0], self.epoch, kind != "miss")
+            return kind, Correction(path, tokens, self._tree.ids[0], kind != "miss")
 
     def wait(self, layers: int, seconds: float) -> None:
         """Until `layers` layers came since the last correction, `seconds` passed, or the drafter gave up."""
@@ -136,10 +139,14 @@ class CandidateCache:
                     return
 
     def give_up(self) -> None:
-        """The drafter offers no more before the next correction: whoever waits goes on."""
+        """The drafter is gone: whoever waits goes on."""
         with self._lock:
-            self.layers = 1 << 30
+            self._give_up()
             self._lock.notify_all()
+
+    def _give_up(self) -> None:
+        self.counts["nothing to offer"] += 1
+        self.layers = 1 << 30
 
     def _move(self, root: int | None, token: int) -> None:
         self.layers = 0

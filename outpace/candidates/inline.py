@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Layer
-from outpace.candidates.loop import DraftLoop, Message, publish
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -22,20 +22,16 @@ class SimulatedClock:
     now: float = 0.0
 
 
-class InlineWorker:
+class InlineWorker(Worker):
     """Draft forwards that finish before the clock reaches the end of the target's pass are published during it.
 
     A forward that a correction overtakes is published all the same, when it ends: its nodes then meet dead parents.
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:
+        super().__init__(drafter)
         self.clock = clock or SimulatedClock()
-        self.failure: BaseException | None = None
-        self._loop = DraftLoop(drafter)
-        self._running: tuple[float, list[tuple[CandidateCache, Layer]]] | None = None  # its end, its layers
-
-    def post(self, message: Message) -> None:
-        self._loop.mail.put(message)
+        self._running: tuple[float, list[tuple[int, Layer]]] | None = None  # its end, its layers
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         result = target_pass()
@@ -67,7 +63,7 @@ class InlineWorker:
         """Publishes the forward under way and moves the clock to its end."""
         if self._running:
             finish, layers = self._running
-            publish(layers)
+            self._publish(layers)
             self._running = None
             self.clock.now = max(self.clock.now, finish)
 

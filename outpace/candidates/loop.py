@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from outpace.candidates.cache import Candidate, CandidateCache, Correction, Layer
+from outpace.candidates.cache import Candidate, Correction, Layer
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 
@@ -17,7 +16,6 @@ class Open(NamedTuple):
 
     key: int
     request: Request
-    cache: CandidateCache
 
 
 class Correct(NamedTuple):
@@ -41,9 +39,7 @@ class Track:
     """One request as the drafter knows it; its tree may lag behind the target's, never the other way round."""
 
     state: Any
-    cache: CandidateCache
     tree: TokenTree
-    epoch: int = 0
     published: int = 1
     idle: bool = False  # the drafter had nothing to add; a correction wakes it
 
@@ -58,37 +54,32 @@ class DraftLoop:
         self._tracks: dict[int, Track] = {}
         self.mail: SimpleQueue[Message] = SimpleQueue()
 
-    def grow(self) -> list[tuple[CandidateCache, Layer]]:
-        """Reads the mail and grows the trees that can grow; the new layers, not published yet. Empty: nothing to do."""
-        self._read_mail()
-        tracks = self._next()
-        if not tracks:
-            return []
-        added = self._drafter.grow([track.state for track in tracks], [track.tree for track in tracks])
-        layers = []
-        for track, count in zip(tracks, added, strict=True):
-            if count:
-                layers.append((track.cache, self._delta(track)))
-            else:
-                track.idle = True
-                track.cache.counts["full tree"] += 1
-                track.cache.give_up()
-        return layers
+    def grow(self) -> list[tuple[int, Layer]]:
+        """Reads the mail and grows the trees that can grow: new layers by request, not published yet.
 
-    def caches(self) -> list[CandidateCache]:
-        """The caches of all open requests."""
-        return [track.cache for track in self._tracks.values()]
+        A layer without nodes says that this request's tree grows no more before the next correction. No layers at all:
+        there is nothing to do.
+        """
+        self._read_mail()
+        keys = self._next()
+        if not keys:
+            return []
+        tracks = [self._tracks[key] for key in keys]
+        added = self._drafter.grow([track.state for track in tracks], [track.tree for track in tracks])
+        for track, count in zip(tracks, added, strict=True):
+            track.idle = not count
+        return [(key, self._delta(self._tracks[key])) for key in keys]
 
     @property
     def has_work(self) -> bool:
         return not self.mail.empty() or any(not track.idle for track in self._tracks.values())
 
-    def _next(self) -> list[Track]:
+    def _next(self) -> list[int]:
         """The requests of the next forward; those served move to the end of the row."""
         keys = [key for key, track in self._tracks.items() if not track.idle][: self._most]
         for key in keys:
             self._tracks[key] = self._tracks.pop(key)
-        return [self._tracks[key] for key in keys]
+        return keys
 
     def _delta(self, track: Track) -> Layer:
         tree, start = track.tree, track.published
@@ -98,7 +89,7 @@ class DraftLoop:
             parent = tree.parents[node]
             chance = tree.scores[node] - tree.scores[parent]
             nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], chance, tree.roles[node]))
-        return Layer(track.epoch, nodes)
+        return Layer(tree.ids[0], nodes)
 
     def _read_mail(self) -> None:
         while True:
@@ -108,9 +99,11 @@ class DraftLoop:
                 return
             if isinstance(message, Open):
                 state = self._drafter.open(message.request)
-                self._tracks[message.key] = Track(state, message.cache, TokenTree(message.request.prompt[-1]))
+                self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1]))
             elif isinstance(message, Close):
-                self._drafter.close(self._tracks.pop(message.key).state)
+                track = self._tracks.pop(message.key, None)
+                if track is not None:
+                    self._drafter.close(track.state)
             else:
                 self._follow(self._tracks[message.key], message.correction)
 
@@ -122,12 +115,5 @@ class DraftLoop:
         else:
             track.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
         self._drafter.observe(track.state, Observation(correction.path, correction.tokens, track.tree))
-        track.epoch = correction.epoch
         track.published = len(track.tree)
         track.idle = False
-
-
-def publish(layers: Sequence[tuple[CandidateCache, Layer]]) -> None:
-    """Inserts each layer into its request's cache."""
-    for cache, layer in layers:
-        cache.insert(layer)

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 import torch
 
+from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
-from outpace.candidates.loop import DraftLoop, Message, publish
+from outpace.candidates.loop import Message
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -19,24 +20,22 @@ _POLL_SECONDS = 0.2  # how often an idle thread looks whether the program has en
 _PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
 
 
-class ThreadWorker:
+class ThreadWorker(Worker):
     """Never joined a round: it reads corrections between forwards. An exception ends it and is kept in `failure`."""
 
     def __init__(self, drafter: Drafter, threads: int = 1) -> None:
         """`threads`: how many cores one forward of the drafter may use (CPU)."""
-        self.failure: BaseException | None = None
-        self._loop = DraftLoop(drafter)
+        super().__init__(drafter)
         self._threads = threads
         self._stopping = False
         self._wake = threading.Event()
         self._turn_seconds = 0.01
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
+        before = torch.get_num_threads()
         self._thread.start()
-
-    def post(self, message: Message) -> None:
-        if self.failure is None:
-            self._loop.mail.put(message)
-            self._wake.set()
+        self._ready.wait()
+        torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
@@ -51,9 +50,14 @@ class ThreadWorker:
         self._wake.set()
         self._thread.join()
 
+    def _post(self, message: Message) -> None:
+        super()._post(message)
+        self._wake.set()
+
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._threads)
+            self._ready.set()
             main = (
                 threading.main_thread()
             )  # a program that ends without closing is neither held up nor torn down in C++
@@ -64,11 +68,11 @@ class ThreadWorker:
                 start = time.perf_counter()
                 layers = self._loop.grow()
                 if layers:
-                    publish(layers)
+                    self._publish(layers)
                     self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
                 elif not self._loop.has_work:
                     self._wake.wait(_POLL_SECONDS)
         except BaseException as failure:
             self.failure = failure
-            for cache in self._loop.caches():
+            for cache in list(self._caches.values()):
                 cache.give_up()

@@ -104,7 +104,7 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
     return {
         "name": llm.target.name,
         "exact": model.exact,
-        "row_bucket": model.row_bucket,
+        "row_counts": list(model.row_counts),
         "weight_bytes": size,
         "floor_seconds": round(size / bandwidth, 5),
         "pass_seconds": round(figures.target_seconds / figures.passes, 5),
@@ -161,7 +161,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     if "missing" in model:
         return [("default model", model["missing"])]
     floor, measured = model["floor_seconds"], model["pass_seconds"]
-    exact = f"on, rows in buckets of {model['row_bucket']}" if model["exact"] else "not to be had on this machine"
+    exact = f"on, rows padded to {model['row_counts']}" if model["exact"] else "not to be had on this machine"
     return [
         ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read a pass"),
         ("exact mode", exact),

@@ -18,6 +18,13 @@ def unknown(what: str, value: str, allowed: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {value!r}, allowed are {', '.join(names) or 'none'}{hint}")
 
 
+def check_whole(name: str, value: int, low: int, high: float = float("inf")) -> None:
+    """Raises UserError unless value is a whole number with low <= value <= high."""
+    check_range(name, value, low, high)
+    if not isinstance(value, int):
+        raise UserError(f"{name} is {value!r}, it must be a whole number")
+
+
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
     """Raises UserError unless low <= value <= high (NaN never passes)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:

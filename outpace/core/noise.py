@@ -22,7 +22,7 @@ _UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded t
 
 
 def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
-    """64 bits that differ for every (seed, choice, position, purpose): splitmix64's mixer, once a part."""
+    """64 bits for (seed, choice, position, purpose), which hardly ever collide: splitmix64's mixer, once a part."""
     key = 0
     for part in (seed, choice, position, purpose):
         key = (key + part + 0x9E3779B97F4A7C15) & _MASK64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.core.errors import check_range
+from outpace.core.errors import check_range, check_whole
 
 _NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
 
@@ -24,7 +24,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
-        check_range("top_k", self.top_k, 0)
+        check_whole("top_k", self.top_k, 0)
         check_range("top_p", self.top_p, 1e-9, 1.0)
         check_range("min_p", self.min_p, 0.0, 1.0)
 
@@ -41,6 +41,7 @@ def processed(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
     A row's result depends on nothing but that row. Greedy rows are scaled by 1 and not filtered.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
     scale = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
     logits = logits / scale[:, None]

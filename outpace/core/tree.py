@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -65,6 +66,8 @@ class TokenTree:
             raise ValueError(f"parent {parent} is not in a tree of {len(self)} nodes")
         if self.siblings.setdefault(parent, siblings) is not siblings:
             raise ValueError(f"children of node {parent} are {self.siblings[parent].value}, not {siblings.value}")
+        if math.isnan(score):
+            raise ValueError(f"the path score of token {token} is not a number")
         if siblings is Siblings.PICKED and self.child(parent, token) is not None:
             return None
         node = len(self.tokens)
@@ -156,6 +159,8 @@ def best_nodes(tree: TokenTree, count: int) -> list[int]:
 
     Pruning siblings by what they are makes any rule inexact for drawn ones, so only picked trees are taken.
     """
+    if count >= len(tree):
+        return list(range(len(tree)))
     if any(kind is not Siblings.PICKED for kind in tree.siblings.values()):
         raise ValueError("only trees of picked siblings may be pruned by score")
     return sorted(heapq.nsmallest(count, range(len(tree)), key=lambda node: (-tree.scores[node], node)))

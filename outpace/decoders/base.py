@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from outpace.candidates.cache import CandidateCache, Correction
@@ -22,5 +22,6 @@ class Place(Protocol):
     def last_token(self) -> int:
         """The last committed token: the next tree's root."""
 
-    def correct(self, correction: Correction) -> None:
+    @property
+    def correct(self) -> Callable[[Correction], None]:
         """Tells the drafter's worker where the target went."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.errors import check_range
+from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -25,7 +25,7 @@ class Options:
     just_in_time: int = 1
 
     def __post_init__(self) -> None:
-        check_range("just_in_time", self.just_in_time, 0, 16)
+        check_whole("just_in_time", self.just_in_time, 0, 16)
 
 
 def decode(place: Place, options: Options) -> Coroutine:

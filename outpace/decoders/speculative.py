@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.errors import check_range
+from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Coroutine, Place
@@ -23,14 +23,14 @@ class Options:
     draft_length: int = 4
 
     def __post_init__(self) -> None:
-        check_range("draft_length", self.draft_length, 1, 256)
+        check_whole("draft_length", self.draft_length, 1, 256)
 
 
 def decode(place: Place, options: Options) -> Coroutine:
     """Grow, verify, commit."""
     tree = TokenTree(place.last_token)
     while True:
-        for _ in range(options.draft_length):
+        for _ in range(options.draft_length if place.budget > 1 else 0):
             if not (yield Draft(tree)):
                 break
         tree = tree.copy(best_nodes(tree, place.budget))

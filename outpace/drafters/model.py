@@ -11,11 +11,12 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._chance import ChoiceModel
@@ -28,7 +29,7 @@ _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the ch
 
 @dataclass(frozen=True)
 class Options:
-    """`width` nodes of a request a forward, as many children each; at most `tree_nodes` nodes stand in one tree;
+    """`width` nodes of a request a forward, as many children each; no more are grown where `tree_nodes` nodes stand;
     nodes that the target is expected to reach less often than `floor` are not expanded."""
 
     width: int = 4
@@ -36,18 +37,30 @@ class Options:
     floor: float = 0.005
 
     def __post_init__(self) -> None:
-        check_range("width", self.width, 1, 512)
-        check_range("tree_nodes", self.tree_nodes, 2, 16384)
+        check_whole("width", self.width, 1, 512)
+        check_whole("tree_nodes", self.tree_nodes, 2, 16384)
         check_range("floor", self.floor, 0.0, 1.0)
 
 
 @dataclass
 class ModelState(DraftState):
-    """`slots`: which pending node of the session holds a tree node (by id); `offers`: what was proposed below it."""
+    """`slots`: which pending node of the session holds a tree node (by id); `offers`: what was proposed below it.
+
+    Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
+    the root, which is a node) and the pending nodes are exactly those of `slots`.
+    """
 
     session: Any = None
     slots: dict[int, int] = field(default_factory=dict)
     offers: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+
+class _Job(NamedTuple):
+    """One request's share of a forward."""
+
+    state: ModelState
+    tree: TokenTree
+    frontier: list[int]
 
 
 class ModelDrafter:
@@ -63,30 +76,38 @@ class ModelDrafter:
         return ModelState(request, list(request.prompt), self._model.open(capacity, room))
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
-        """One forward of the draft model over the frontiers of all trees; nodes added to each."""
+        """One forward of the draft model over the frontiers of all trees; nodes added to each.
+
+        Another forward for a tree to which nothing was added because another drafter's branch stood there already.
+        """
         added = [0] * len(trees)
-        frontiers = [self._frontier(state, tree) for state, tree in zip(states, trees, strict=True)]
-        busy = [number for number, frontier in enumerate(frontiers) if frontier]
-        if not busy:
-            return added
-        self._catch_up([states[number] for number in busy])
-        parts = [self._part(states[number], trees[number], frontiers[number]) for number in busy]
+        waiting = list(range(len(trees)))
+        while waiting:
+            jobs = [_Job(states[n], trees[n], self._frontier(states[n], trees[n])) for n in waiting]
+            counts = self._expand([job for job in jobs if job.frontier])
+            grown = [number for number, job in zip(waiting, jobs, strict=True) if job.frontier]
+            for number, count in zip(grown, counts, strict=True):
+                added[number] += count
+            waiting = [number for number in grown if not added[number]]
+        return added
+
+    def _expand(self, jobs: Sequence[_Job]) -> list[int]:
+        """One forward over the jobs' frontiers; nodes added to each tree."""
+        if not jobs:
+            return []
+        self._catch_up([job.state for job in jobs])
+        parts = [self._part(*job) for job in jobs]
         rows = [
-            Row(states[number].request, len(states[number].tokens) + trees[number].depth(node))
-            for number in busy
-            for node in frontiers[number]
+            Row(job.state.request, len(job.state.tokens) + job.tree.depth(node))
+            for job in jobs
+            for node in job.frontier
         ]
         offered = min(self._options.width + _SPARE, self._model.vocab_size)
         best = torch.topk(rank_rows(self._model.score(parts), rows), offered)
-        values, tokens = best.values.tolist(), best.indices.tolist()
-        row = 0
-        for number in busy:
-            stop = row + len(frontiers[number])
-            self._settle(states[number], trees[number], frontiers[number])
-            offers = list(zip(tokens[row:stop], values[row:stop], strict=True))
-            added[number] = self._add(states[number], trees[number], frontiers[number], offers)
-            row = stop
-        return added
+        offers = iter([_possible(*o) for o in zip(best.indices.tolist(), best.values.tolist(), strict=True)])
+        for job in jobs:
+            self._settle(*job)
+        return [self._add(*job, list(islice(offers, len(job.frontier)))) for job in jobs]
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         self._learn(state, seen)
@@ -198,6 +219,12 @@ class ModelDrafter:
             if node in state.offers:
                 tokens, values = state.offers[node]
                 choice.learn(values, tokens.index(written) if written in tokens else None)
+
+
+def _possible(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """An offer without what the request's sampling options filter out."""
+    count = sum(value > -math.inf for value in values)
+    return tokens[:count], values[:count]
 
 
 def build(options: Options, *, draft: Model | None = None, **_: object) -> ModelDrafter:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from outpace.core.errors import check_range
+from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import DraftState, Observation, Request
 from outpace.drafters._chance import Rate
@@ -24,9 +24,9 @@ class Options:
     branches: int = 2
 
     def __post_init__(self) -> None:
-        check_range("longest", self.longest, 1, 16)
-        check_range("copies", self.copies, 1, 256)
-        check_range("branches", self.branches, 1, 64)
+        check_whole("longest", self.longest, 1, 16)
+        check_whole("copies", self.copies, 1, 256)
+        check_whole("branches", self.branches, 1, 64)
 
 
 @dataclass

@@ -61,7 +61,7 @@ class Session:
         """
         if self.length + len(path) > self.capacity:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
-        if not self.pending:
+        if not self.pending and not path:
             return
         source = np.asarray([*path, *live], dtype=np.int64)
         if len(source) and not np.array_equal(source, np.arange(len(source))):

@@ -1,14 +1,15 @@
 """Linear layers whose rows do not see one another: packed once, and probed for how many rows they must take at a time.
 
 Equal text needs equal arithmetic: a row's product must not depend on how many other rows travel with it. Stock matrix
-products choose their kernel by the row count; some are bitwise alike over many counts, and `find_row_bucket` finds the
-multiple that rows must be padded to on this machine for this to hold.
+products choose their kernel by the row count; some are bitwise alike over many counts. `find_row_counts` finds those
+to which rows may be padded on this machine for this to hold. No product is ever given another count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -23,10 +24,10 @@ class Linear(Protocol):
         """x [rows, inputs] to x W^T + b (+ residual) [rows, outputs]."""
 
 
-BUCKETS = (1, 2, 4, 8, 16)
-LARGEST = 256  # rows a call; longer inputs are cut
-LEAST = 4  # rows a call: oneDNN's packed product takes longer for one or two (23, 25 and 19 ms for 1, 2 and 4)
-_PROBED = (*range(1, 17), 24, 32, 48, 64, 128, LARGEST)
+# Row counts to try. Fewer than four rows take oneDNN's packed product longer (23, 25, 19 ms for 1, 2, 4).
+COUNTS = (4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+HEAD_COUNTS = COUNTS[:11]  # the output layer is large, and few rows are wanted
+SMALLEST = 16  # exact mode is not worth having where no count up to this one is alike
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -51,28 +52,37 @@ def _packed(packed: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | N
     return product.binary(x, residual, packed, bias, "add")
 
 
-def find_row_bucket(linears: Sequence[tuple[Linear, int]], largest: int = LARGEST) -> int | None:
-    """The smallest bucket of rows for which no row's bits depend on its neighbours; None where there is none.
+def find_row_counts(linears: Sequence[tuple[Linear, int]], counts: Sequence[int]) -> tuple[int, ...]:
+    """Those of `counts` (rising) for which no row's bits depend on its neighbours; empty where that is too few.
 
-    `linears` come with their input widths. Compares every probed row count, at two places, with the largest.
+    `linears` come with their input widths. Holds every count, at two places, against the largest.
     """
-    alike = set(_PROBED)
+    alike = set(counts)
+    largest = counts[-1]
     for linear, inputs in linears:
         x = torch.randn(largest, inputs, generator=torch.Generator().manual_seed(inputs))
-        counts = sorted(count for count in alike if count <= largest)
         reference = linear(x)
-        for count in counts:
+        for count in sorted(alike):
             if not (_same(linear, x, reference, 0, count) and _same(linear, x, reference, largest - count, count)):
                 alike.discard(count)
-    for bucket in BUCKETS:
-        if all(count in alike for count in _PROBED if count % bucket == 0 and count <= largest):
-            return bucket
-    return None
+    return tuple(sorted(alike)) if alike and min(alike) <= SMALLEST else ()
 
 
-def padding(rows: int, bucket: int | None) -> int:
-    """Rows to add so that the count is one that was probed, and not a slow one; 0 where nothing was probed."""
-    return 0 if bucket is None else max(rows + -rows % bucket, LEAST) - rows
+def padded(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """x with rows of zeros added, so that `in_calls` meets allowed counts only; as it is where there are none."""
+    if not counts:
+        return x
+    rest = len(x) % counts[-1]
+    missing = next(count for count in counts if count >= rest) - rest if rest else 0
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+
+def in_calls(linear: Linear, x: Tensor, residual: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """The product of padded rows, in calls of at most as many rows as were probed."""
+    if not counts or len(x) <= counts[-1]:
+        return linear(x, residual)
+    rests: Iterable[Tensor | None] = repeat(None) if residual is None else residual.split(counts[-1])
+    return torch.cat([linear(piece, rest) for piece, rest in zip(x.split(counts[-1]), rests, strict=False)])
 
 
 def _same(linear: Linear, x: Tensor, reference: Tensor, start: int, count: int) -> bool:

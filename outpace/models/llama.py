@@ -1,16 +1,15 @@
 """Our own runtime for the Llama family: token trees of many sessions through one forward, static keys and values.
 
 Exact mode (the default for float32 on a CPU): a row's bits depend on its token, prefix and ancestors alone. Rows are
-padded to the bucket that `linear.find_row_bucket` found, everything between the products is row-wise, attention is
+padded to counts that `linear.find_row_counts` found, everything between the products is row-wise, attention is
 `ExactAttention`. So plain decoding, a tree, a batch and a fresh prefill write the same text, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from outpace.core.errors import UserError
 from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
-from outpace.models.linear import LARGEST, Linear, find_row_bucket, padding
+from outpace.models.linear import COUNTS, HEAD_COUNTS, Linear, find_row_counts, in_calls, padded
 from outpace.models.llama_weights import Layer, load_head, load_layer, rotary
 
 
@@ -75,8 +74,9 @@ class Llama:
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         self._cis = rotary(config, self.device)  # [positions, head_dim / 2] complex64
         may_be_exact = self.device.type == "cpu" and self.dtype == torch.float32
-        self.row_bucket = self._probe() if may_be_exact and exact is not False else None
-        self.exact = self.row_bucket is not None
+        probing = may_be_exact and exact is not False
+        self.row_counts, self._head_counts = self._probe() if probing else ((), ())
+        self.exact = bool(self.row_counts)
         if exact and not self.exact:
             raise UserError(f"exact mode is not to be had for {self.dtype} on {self.device}: float32 on a CPU has it")
         self._attention: list[ExactAttention | FastAttention] = [
@@ -128,16 +128,16 @@ class Llama:
             spans.append(_Span(part, spans[-1].rows.stop if spans else 0, self.device))
         tokens = torch.tensor([token for part in forest for token in part.tokens], device=self.device)
         positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
-        x = F.embedding(self._padded(tokens), self._embedding)  # [rows, hidden]
-        turn = self._turns(self._padded(positions))
+        x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
+        turn = self._turns(padded(positions, self.row_counts))
         for number in range(len(self._layers)):
             x = self._forward(number, x, turn, spans)
         rows = row_numbers(forest)
         if not rows:
             return x.new_empty(0, self.vocab_size)
         wanted = x[torch.tensor(rows, device=self.device)]
-        wanted = self._norm(self._padded(wanted))
-        return self._apply(self._head, wanted)[: len(rows), : self.vocab_size]
+        wanted = self._norm(padded(wanted, self._head_counts))
+        return in_calls(self._head, wanted, None, self._head_counts)[: len(rows), : self.vocab_size]
 
     def _forward(self, number: int, x: Tensor, turn: Tensor, spans: Sequence[_Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
@@ -170,22 +170,14 @@ class Llama:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, 1]
         return (x / torch.hypot(norm, self._norm_floor)).to(x.dtype)
 
-    def _padded(self, x: Tensor) -> Tensor:
-        """Rows added up to a count that is good for the products; they are computed and thrown away."""
-        missing = padding(len(x), self.row_bucket)
-        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
-
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product, in calls of at most as many rows as were probed."""
-        if not self.exact or len(x) <= LARGEST:
-            return linear(x, residual)
-        rests: Iterable[Tensor | None] = repeat(None) if residual is None else residual.split(LARGEST)
-        return torch.cat([linear(piece, rest) for piece, rest in zip(x.split(LARGEST), rests, strict=False)])
+        return in_calls(linear, x, residual, self.row_counts)
 
-    def _probe(self) -> int | None:
+    def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Row counts that leave rows alone, for the layers and for the output layer."""
         layer, config = self._layers[0], self.config
         attended = config.num_heads * config.head_dim
         wide = [(layer.qkv, config.hidden_size), (layer.output, attended), (layer.gate_up, config.hidden_size)]
-        bucket = find_row_bucket([*wide, (layer.down, config.intermediate_size)])
-        head = find_row_bucket([(self._head, config.hidden_size)], largest=32)
-        return max(bucket, head) if bucket and head else None
+        counts = find_row_counts([*wide, (layer.down, config.intermediate_size)], COUNTS)
+        head = find_row_counts([(self._head, config.hidden_size)], HEAD_COUNTS)
+        return (counts, head) if counts and head else ((), ())
