@@ -110,8 +110,10 @@ class Engine(AbstractContextManager["Engine"]):
     def step(self) -> list[Running]:
         """One round of all running requests; gives those that wrote tokens or ended."""
         start = time.perf_counter()
+        joined = []
         while self.waiting and len(self.running) < self.options.batch:
-            self._join(self.waiting.popleft())
+            joined.append(self.waiting.popleft())
+            self._join(joined[-1])
         for run in self.running:
             run.budget = self._share()
         self._serve_drafts()
@@ -121,7 +123,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._round(chunks, trees, start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
-        ended = [run for run in self.running if run.finish_reason is not None]
+        ended = [run for run in dict.fromkeys([*joined, *self.running]) if run.finish_reason is not None]
         for run in ended:
             self._leave(run)
         return list(dict.fromkeys([*(run for run, _ in trees), *ended]))
@@ -160,8 +162,6 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _open(self, run: Running) -> None:
         request = run.request
-        self.running.append(run)
-        run.budget = self._share()
         capacity = min(len(request.prompt) + request.max_tokens, self.target.max_positions)
         run.session = self.target.open(capacity, max(self.options.chunk, self.options.nodes))
         if run.decoder.NEEDS == "worker" and self.worker:
@@ -171,6 +171,8 @@ class Engine(AbstractContextManager["Engine"]):
         elif run.decoder.NEEDS == "drafter" and self.drafter:
             run.draft_state = self._guarded(partial(self.drafter.open, request))
         run.coroutine = run.decoder.decode(run, run.options)
+        self.running.append(run)
+        run.budget = self._share()
         if not run.is_prefilling:
             self._advance(run, None)
 
@@ -186,7 +188,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise error
 
     def _leave(self, run: Running) -> None:
-        self.running.remove(run)
+        if run in self.running:
+            self.running.remove(run)
         if run.coroutine:
             run.coroutine.close()
         if run.draft_state is not None and self.drafter:

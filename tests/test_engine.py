@@ -186,6 +186,59 @@ def test_the_budget_follows_the_load() -> None:
         assert [run.budget for run in runs] == [4, 4, 4]
 
 
+def test_a_request_that_cannot_be_opened_ends_alone() -> None:
+    target = Toy(16, 3, 0)
+    opened = target.open
+    with Engine(target) as engine:
+        target.open = lambda capacity, room: opened(capacity, room) if capacity < 100 else [][1]
+        good = engine.submit(request(), autoregressive, autoregressive.Options())
+        bad = engine.submit(request(max_tokens=200), autoregressive, autoregressive.Options())
+        assert finish(engine, good, bad)[0] == plain(request())
+        assert bad.finish_reason == "error"
+        assert isinstance(bad.error, IndexError)
+        assert not engine.running
+
+
+def test_an_interrupt_between_two_requests_ends_both() -> None:
+    class Interrupted(Greedy):
+        def walk(self, tree, picks):
+            raise KeyboardInterrupt
+
+    with Engine(TARGET) as engine:
+        first = engine.submit(Request((1, 2), Interrupted()), autoregressive, autoregressive.Options())
+        second = engine.submit(request(2), autoregressive, autoregressive.Options())
+        with pytest.raises(KeyboardInterrupt):
+            finish(engine, first, second)
+        assert first.finish_reason == second.finish_reason == "abort"  # the second one's storage is not known either
+        assert not engine.running
+        assert finish(engine, engine.submit(request(), autoregressive, autoregressive.Options()))[0] == plain(request())
+
+
+@pytest.mark.parametrize("prompt", [1, 5])
+@pytest.mark.parametrize("asks", ["nothing", "verify twice"])
+def test_a_decoder_out_of_turn_ends_its_own_request(asks: str, prompt: int) -> None:
+    def decode(place, options):
+        if asks == "nothing":
+            raise RuntimeError("at once")
+        yield Verify(TokenTree(place.last_token))
+        yield Verify(TokenTree(place.last_token))
+
+    broken = SimpleNamespace(decode=decode, NEEDS=None, Options=autoregressive.Options, __name__="broken")
+    with Engine(TARGET) as engine:
+        run = engine.submit(request(prompt), broken, None)
+        finish(engine, run)
+        assert run.finish_reason == "error"
+        engine.step()
+        assert not engine.running
+
+
+def test_a_closed_engine_takes_nothing_in() -> None:
+    engine = Engine(TARGET)
+    engine.close()
+    with pytest.raises(UserError, match="the engine is closed"):
+        engine.submit(request(), autoregressive, autoregressive.Options())
+
+
 def test_a_program_that_never_closes_its_engine_still_ends() -> None:
     program = """
 from outpace.candidates.thread import ThreadWorker

@@ -57,6 +57,16 @@ def test_a_batch_gives_what_each_gives_alone(model: str) -> None:
     assert [result.tokens for result in together] == [result.tokens for result in alone]
 
 
+def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(model: str) -> None:
+    with outpace.load(model) as llm:
+        with pytest.raises(outpace.UserError, match="context holds 128"):
+            llm.generate(["hello", "hello " * 200], max_tokens=5)
+        with pytest.raises(outpace.UserError, match="prompts is one text"):
+            llm.generate("hello")
+        assert not llm.engine.waiting
+        assert not llm.engine.running
+
+
 def test_seed_and_choice_alone_change_a_sampled_answer(model: str) -> None:
     with outpace.load(model) as llm:
 
@@ -142,6 +152,9 @@ def test_a_wrong_option_is_named(model: str, options: dict, says: str) -> None:
         ({"top_k": -2}, "top_k is -2"),
         ({"min_p": 1.5}, "min_p is 1.5"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 1.5}, "seed is 1.5, it must be a whole number"),
+        ({"top_k": 2.5}, "top_k is 2.5, it must be a whole number"),
+        ({"max_tokens": 3.5}, "max_tokens is 3.5, it must be a whole number"),
     ],
 )
 def test_a_number_out_of_range_is_named(model: str, options: dict, says: str) -> None:

@@ -1,0 +1,146 @@
+"""Single parts where a fault would hide behind a text that is still right: chances, counts, threads, row counts."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from outpace.candidates.cache import Candidate, CandidateCache, Layer
+from outpace.candidates.thread import ThreadWorker
+from outpace.core.sampling import Sampling, processed
+from outpace.core.tree import Role, TokenTree
+from outpace.core.types import Observation, Request, Verdict
+from outpace.drafters._chance import ChoiceModel, Rate
+from outpace.drafters._combined import Combined
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import Options as NgramOptions
+from outpace.models.linear import find_row_counts, in_calls, padded
+from outpace.models.toy import Toy
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
+
+TARGET = Toy(16, 3, 0)
+
+
+def request(*prompt: int, **fields: object) -> Request:
+    return Request(prompt, fields.pop("rule", Greedy()), 50, **fields)
+
+
+def test_filtered_tokens_are_never_offered() -> None:
+    drafter = ModelDrafter(TARGET, Options(width=8))
+    state = drafter.open(request(1, 2, 3, rule=Gumbel(), sampling=Sampling(1.0, top_k=2)))
+    tree = TokenTree(3)
+    for _ in range(4):
+        drafter.grow([state], [tree])
+    assert len(tree) > 4
+    assert all(math.isfinite(score) for score in tree.scores)
+    assert max(len(tree.children(node)) for node in range(len(tree))) == 2
+    picked = next(token for token in range(16) if tree.child(0, token) is None)
+    drafter.observe(state, Observation([0], [picked], TokenTree(picked, 900, 901)))
+    assert all(math.isfinite(value) for value in drafter._choices[False]._likelihoods)
+
+
+def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
+    drafter = Combined([Ngram(NgramOptions(copies=4)), ModelDrafter(TARGET, Options(width=1))])
+    text = [1, 2]
+    session = TARGET.open(100, 100)
+    from outpace.models.base import chain
+
+    for _ in range(60):  # the target's own greedy text, so that both drafters agree once it repeats itself
+        session.truncate(0)
+        scores = TARGET.score([chain(session, text, wanted=[len(text) - 1])])
+        session.keep(range(len(text)))
+        text.append(int(scores.argmax()))
+    state, tree = drafter.open(request(*text[:50])), TokenTree(text[49])
+    lengths = [drafter.grow([state], [tree])[0] for _ in range(8)]
+    assert 0 not in lengths
+    walked = 0
+    for token in text[50:58]:
+        walked = tree.child(walked, token)
+        assert walked is not None
+
+
+def test_the_estimated_chances_follow_what_was_picked() -> None:
+    choice = ChoiceModel()
+    values = [0.0, -1.0, -2.0]
+    for turn in range(200):
+        choice.learn(values, turn % 3)  # all alike, whatever q says
+    low, high = min(choice.log_chances(values)), max(choice.log_chances(values))
+    assert high - low < 0.6
+    for _ in range(800):  # four times the memory
+        choice.learn(values, 0)
+    assert math.exp(choice.log_chances(values)[0]) > 0.85
+    rate = Rate(0.5)
+    for _ in range(100):
+        rate.learn(False)
+    assert rate.value < 0.1
+
+
+def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
+    cache = CandidateCache(5)
+    tree = cache.query(4)
+    cache.correct(tree, Verdict([0], 7), 1)
+    cache.insert(Layer(0, []))  # nothing more below the root that is gone
+    assert cache.layers == 0
+    cache.insert(Layer(-1, []))
+    assert cache.layers > 0
+    assert cache.insert(Layer(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
+    assert cache.insert(Layer(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
+    assert cache.counts["dead parent"] == 1
+
+
+def test_a_worker_leaves_other_threads_their_cores() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    worker = ThreadWorker(ModelDrafter(TARGET, Options()), threads=1)
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    try:
+        assert (torch.get_num_threads(), seen) == (2, [2])
+    finally:
+        worker.close()
+        torch.set_num_threads(before)
+
+
+def test_half_precision_scores_are_sampled_in_single() -> None:
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    samplings = [Sampling(0.8), Sampling(0.8, top_p=0.9)]
+    assert torch.equal(processed(logits, samplings), processed(logits.float(), samplings))
+
+
+def test_a_score_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a number"):
+        TokenTree(0).add(0, 1, math.nan)
+
+
+def test_products_meet_probed_row_counts_only() -> None:
+    counts, met = (4, 8, 64), []
+
+    def linear(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        met.append(len(x))
+        return x if residual is None else x + residual
+
+    for rows in (1, 4, 5, 8, 9, 63, 64, 65, 70, 127, 128, 200):
+        x = torch.randn(rows, 3)
+        product = in_calls(linear, padded(x, counts), padded(x, counts), counts)
+        assert torch.equal(product[:rows], 2 * x)
+    assert set(met) <= set(counts)
+
+
+def test_rows_that_see_one_another_are_noticed() -> None:
+    def leaky(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x + (1e-7 if len(x) in (5, 6) else 0.0)
+
+    def hopeless(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x + 1e-3 * len(x)
+
+    counts = (4, 5, 6, 8, 16)
+    assert find_row_counts([(leaky, 7)], counts) == (4, 8, 16)
+    assert find_row_counts([(hopeless, 7)], (4, 8, 32)) == ()
