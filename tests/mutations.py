@@ -90,9 +90,12 @@ def key_by_call_order(keyed: Original) -> Original:
 
 def hang_dead_on_root(insert: Original) -> Original:
     def mutated(self: Any, layer: Any) -> int:
-        root = self._tree.ids[0]
-        moved = [c if c.parent_id in self._places else c._replace(parent_id=root) for c in layer.nodes]
-        return insert(self, layer._replace(epoch=self.epoch, nodes=moved))
+        root, known, moved = self._tree.ids[0], set(self._places), []
+        for candidate in layer.nodes:
+            parent = candidate.parent_id if candidate.parent_id in known else root
+            moved.append(candidate._replace(parent_id=parent))
+            known.add(candidate.node_id)
+        return insert(self, layer._replace(nodes=moved))
 
     return mutated
 
