@@ -165,7 +165,7 @@ class ModelDrafter:
         missing = state.tokens[session.length : -1]
         first = session.pending + len(missing)
         parents = list(range(PREFIX, len(missing) - 1))
-        places = {}
+        places: dict[int, int] = {}
         for number, node in enumerate(frontier):
             parent = tree.parents[node]
             above = len(missing) - 1 if parent == PREFIX else places.get(parent, state.slots.get(tree.ids[parent]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
@@ -35,7 +36,7 @@ class NgramState(DraftState):
 
     ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     indexed: int = 0
-    proposed: dict[int, tuple[int, int]] = field(default_factory=dict)  # node id -> (parent id, kind of rate)
+    proposed: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # node id -> parent id, token, kind of rate
 
 
 class Ngram:
@@ -54,10 +55,10 @@ class Ngram:
         return [self._grow_one(state, tree) for state, tree in zip(states, trees, strict=True)]
 
     def observe(self, state: NgramState, seen: Observation) -> None:
-        walked = set(seen.path)
-        for node, (parent, kind) in state.proposed.items():
-            if parent in walked:
-                self._rates[kind].learn(node in walked or node == seen.tree.ids[0])
+        written = dict(zip(seen.path, seen.tokens, strict=False))
+        for parent, token, kind in state.proposed.values():
+            if parent in written:
+                self._rates[kind].learn(written[parent] == token)
         state.tokens.extend(seen.tokens)
         alive = set(seen.tree.ids)
         state.proposed = {node: known for node, known in state.proposed.items() if known[0] in alive}
@@ -68,11 +69,8 @@ class Ngram:
     def _grow_one(self, state: NgramState, tree: TokenTree) -> int:
         self._index(state)
         before = len(tree)
-        branches = 0
-        for length, end in self._matches(state):
-            if branches == self._options.branches:
-                break
-            branches += self._graft(state, tree, state.tokens[end : end + self._options.copies], length)
+        for length, end in islice(self._matches(state), self._options.branches):
+            self._graft(state, tree, state.tokens[end : end + self._options.copies], length)
         return len(tree) - before
 
     def _index(self, state: NgramState) -> None:
@@ -91,18 +89,16 @@ class Ngram:
                     seen.add(end)
                     yield length, end
 
-    def _graft(self, state: NgramState, tree: TokenTree, tokens: Sequence[int], kind: int) -> bool:
-        """Adds the branch as far as it is new, and whether the branch could stand at all."""
+    def _graft(self, state: NgramState, tree: TokenTree, tokens: Sequence[int], kind: int) -> None:
+        """Adds the branch as far as it is new."""
         node = 0
         for token in tokens:
             child = tree.child(node, token)
             if child is None:
                 child = tree.add(node, token, tree.scores[node] + math.log(self._rates[kind].value))
-                if child is None:
-                    return False
-                state.proposed[tree.ids[child]] = (tree.ids[node], kind)
+                assert child is not None
+                state.proposed[tree.ids[child]] = (tree.ids[node], token, kind)
             node, kind = child, 0
-        return True
 
 
 def build(options: Options, **_: object) -> Ngram:
