@@ -239,7 +239,11 @@ import outpace.library; outpace.library.Stream = Loud
 main.main({["generate", "hello", "--target", str(tiny), "--max-tokens", "16000", *form]})
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignore"
     )
     assert process.stderr is not None
     assert process.stderr.read(8) == b"." * 8
