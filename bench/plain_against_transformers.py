@@ -74,6 +74,7 @@ def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)

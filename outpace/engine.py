@@ -137,7 +137,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not forest:
             return
         rows = [Row(run.request, run.length + depth) for run, tree in trees for depth in depths(tree.parents)]
-        sizes = [len(tree) for _, tree in trees]  # a worker may append to a tree's copy in the cache, not to this one
+        sizes = [len(tree) for _, tree in trees]  # taken now: CARD appends late children
         began = time.perf_counter()
         picks = iter(self._pass(forest, rows))
         seconds = time.perf_counter() - began
