@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from outpace.assemble import load_model
 from outpace.library import LLM
+from outpace.models.config import tensor_shapes
 from outpace.models.find import resolve
 
 PROMPTS = (
@@ -37,7 +39,7 @@ def bandwidth() -> float:
     return block.numel() * 4 / min(seconds)
 
 
-def peer(tokenizer: object, count: int) -> Callable[[list[int]], tuple[list[int], float]]:
+def peer(count: int) -> Callable[[list[int]], tuple[list[int], float]]:
     """transformers' greedy generate with the same weights; gives the tokens and decode seconds a token."""
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     target = load_model(None)
     llm = LLM(target, method="autoregressive")
-    runs = {"outpace": ours(llm, args.tokens), "transformers": peer(llm.tokenizer, args.tokens)}
+    runs = {"outpace": ours(llm, args.tokens), "transformers": peer(args.tokens)}
     prompts = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     same = total = 0
@@ -100,9 +102,7 @@ def main() -> None:
 def report(model: object, seconds: dict[str, list[float]], same: int, total: int) -> None:
     """The table, the floor, and the JSON line."""
     config = model.config  # type: ignore[attr-defined]
-    inner = config.hidden_size * (config.num_heads * 2 + config.num_kv_heads * 2) * config.head_dim
-    weights = config.num_layers * (inner + 3 * config.hidden_size * config.intermediate_size)
-    weights += config.vocab_size * config.hidden_size
+    weights = sum(math.prod(shape) for shape in tensor_shapes(config).values())
     rate = bandwidth()
     floor = weights * 4 / rate
     table = Table(title=f"greedy, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")

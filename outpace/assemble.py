@@ -136,7 +136,6 @@ def build_engine(
     name = parts.drafter or ("model" if draft else "ngram")
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     registry.check_known(modules, options)
-    registry.build_options(decoder, options)  # a value out of range is said before a thread starts
     drafter = build_drafter(name, draft.model if draft else None, options)
     if decoder.NEEDS == "drafter":
         return Engine(target.model, drafter, options=settings)

@@ -146,10 +146,10 @@ class LLM(AbstractContextManager["LLM"]):
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
+        self._options = registry.build_options(self._decoder, options)  # a wrong value is said before a thread starts
         settings = EngineOptions(nodes=nodes, batch=batch)
         parts = Parts(self.method, drafter, worker, draft_threads)
         self.engine = build_engine(target, draft, parts, settings, options)
-        self._options = registry.build_options(self._decoder, options)
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -166,27 +166,20 @@ def recover_from_root(follow: Original) -> Original:
     return mutated
 
 
-def ignore_stop(commit: Original) -> Original:
-    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
-        tokens = [tree.tokens[node] for node in verdict.path[1:]]
-        before = len(run.tokens)
-        result = commit(run, tree, verdict)
-        if run.finish_reason == "stop":
-            run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
-        return result
+def ignore_end(reason: str) -> Callable[[Original], Original]:
+    """All tokens of the round that ends for this reason, also those behind the end."""
 
-    return mutated
+    def make(commit: Original) -> Original:
+        def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+            before, tokens = len(run.tokens), [tree.tokens[node] for node in verdict.path[1:]]
+            result = commit(run, tree, verdict)
+            if run.finish_reason == reason:
+                run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+            return result
 
+        return mutated
 
-def ignore_length(commit: Original) -> Original:
-    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
-        before, tokens = len(run.tokens), [tree.tokens[node] for node in verdict.path[1:]]
-        result = commit(run, tree, verdict)
-        if run.finish_reason == "length":
-            run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
-        return result
-
-    return mutated
+    return make
 
 
 def reroot_at_sibling(move: Original) -> Original:
@@ -245,8 +238,8 @@ MUTATIONS = [
     Mutation("accept a child without looking at its token", RULES, "follow", accept_any_child),
     Mutation("accept a late child whose token differs", RULES, "follow", accept_any_late_child),
     Mutation("recovery token taken from the root's row", RULES, "follow", recover_from_root),
-    Mutation("text after the stop token", [running.Running], "commit", ignore_stop),
-    Mutation("text after max_tokens", [running.Running], "commit", ignore_length),
+    Mutation("text after the stop token", [running.Running], "commit", ignore_end("stop")),
+    Mutation("text after max_tokens", [running.Running], "commit", ignore_end("length")),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
     Mutation("correct() re-roots at a grandchild", [cache.CandidateCache], "_move", reroot_at_grandchild),
     Mutation("query not closed under ancestors", [cache], "best_nodes", skip_an_ancestor),

@@ -10,6 +10,22 @@ from torch import Tensor
 
 from outpace.models.config import LlamaConfig
 
+TINY = LlamaConfig(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_positions=512,
+    tie_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+)
+
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,6 @@ from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import Engine, EngineOptions
-from outpace.models.config import LlamaConfig
 from outpace.models.llama import Llama
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
@@ -148,21 +148,7 @@ def test_a_method_without_its_drafter_is_refused() -> None:
 
 
 def test_the_end_of_the_context_ends_the_text_alike() -> None:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_positions=32,
-        tie_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-    )
+    config = replace(reference.TINY, max_positions=32)
     target = Llama.from_tensors(config, reference.random_tensors(config).__getitem__)
     req = Request(tuple(range(20)), Greedy(), 100)
     expected = plain(req, target)

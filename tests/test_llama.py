@@ -19,21 +19,7 @@ from outpace.models.base import Part, chain
 from outpace.models.config import LlamaConfig
 from outpace.models.llama import Llama
 
-TINY = LlamaConfig(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_positions=512,
-    tie_embeddings=True,
-    attention_bias=False,
-    mlp_bias=False,
-)
+TINY = reference.TINY
 UNTIED = LlamaConfig(**{**TINY.__dict__, "tie_embeddings": False, "attention_bias": True, "mlp_bias": True})
 
 

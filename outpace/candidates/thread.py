@@ -56,23 +56,27 @@ class ThreadWorker(Worker):
 
     def _run(self) -> None:
         try:
-            torch.set_num_threads(self._threads)
-            self._ready.set()
-            main = (
-                threading.main_thread()
-            )  # a program that ends without closing is neither held up nor torn down in C++
-            while main.is_alive():
-                self._wake.clear()
-                if self._stopping:
-                    return
-                start = time.perf_counter()
-                layers = self._loop.grow()
-                if layers:
-                    self._publish(layers)
-                    self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
-                elif not self._loop.has_work:
-                    self._wake.wait(_POLL_SECONDS)
+            try:
+                torch.set_num_threads(self._threads)
+            finally:
+                self._ready.set()
+            self._work()
         except BaseException as failure:
             self.failure = failure
             for cache in list(self._caches.values()):
                 cache.give_up()
+
+    def _work(self) -> None:
+        """Turns until it is closed, or the program ends without closing it: that is neither held up nor torn down."""
+        main = threading.main_thread()
+        while main.is_alive():
+            self._wake.clear()
+            if self._stopping:
+                return
+            start = time.perf_counter()
+            layers = self._loop.grow()
+            if layers:
+                self._publish(layers)
+                self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
+            elif not self._loop.has_work:
+                self._wake.wait(_POLL_SECONDS)
