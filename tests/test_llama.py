@@ -147,6 +147,20 @@ def test_kept_keys_and_values_equal_a_fresh_prefill(model: Llama) -> None:
     assert_same(model, session.kv[:, :, : len(full)], other.kv[:, :, : len(full)])
 
 
+def test_a_session_that_starts_from_another_equals_a_fresh_prefill(model: Llama) -> None:
+    tokens = text(model, 12)
+    first, second = model.open(64, 64), model.open(32, 64)
+    model.score([chain(first, tokens)])
+    first.keep(range(12))
+    second.start_from(first, 9)
+    first.truncate(0)  # the copy stands for itself
+    again = model.score([chain(second, tokens[9:], range(3))])
+    alone = model.score([chain(model.open(64, 64), tokens, range(9, 12))])
+    assert_same(model, again, alone)
+    with pytest.raises(ValueError, match="cannot start"):
+        second.start_from(first, 0)
+
+
 def test_live_nodes_survive_a_correction(model: Llama) -> None:
     prompt, tokens = text(model, 15), text(model, 8, 5)
     parents = [PREFIX, 0, 0, 1, 2, 3, 5, 4]

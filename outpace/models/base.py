@@ -81,8 +81,19 @@ class Session:
         self.length = length
         self.pending_depths = []
 
+    def start_from(self, other: Session, length: int) -> None:
+        """An empty session begins with a copy of the first `length` tokens that `other` of the same model committed."""
+        if self.length or self.pending or not 0 <= length <= min(other.length, self.capacity):
+            raise ValueError(f"cannot start with {length} of {other.length} tokens: {self.length} stand here already")
+        self._copy(other, length)
+        self.length = length
+
     def _move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ... (they may overlap)."""
+        raise NotImplementedError
+
+    def _copy(self, other: Any, length: int) -> None:
+        """Copies the first `length` slots of another session of the same model."""
         raise NotImplementedError
 
 
@@ -108,10 +119,11 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
 
 
 class Model(Protocol):
-    """A language model that scores token trees."""
+    """A language model that scores token trees. `token_bytes`: what a session's slot takes, the engine's KV budget."""
 
     vocab_size: int
     max_positions: int
+    token_bytes: int
     device: Any
 
     def open(self, capacity: int, room: int) -> Any:

@@ -37,6 +37,9 @@ class LlamaSession(Session):
         index = torch.from_numpy(source).to(self.kv.device)
         self.kv[:, :, start : start + len(source)] = self.kv[:, :, index]
 
+    def _copy(self, other: LlamaSession, length: int) -> None:
+        self.kv[:, :, :length] = other.kv[:, :, :length]
+
 
 class _Span:
     """Where one session's rows lie in the forward, and what they see."""
@@ -82,6 +85,12 @@ class Llama:
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
+        self._kv_dtype = self._attention[0].dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values a token, all layers together."""
+        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self._kv_dtype.itemsize
 
     @classmethod
     def from_tensors(
@@ -114,8 +123,7 @@ class Llama:
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
-        dtype = self._attention[0].dtype
-        return LlamaSession(min(capacity, self.max_positions), room, self.config, dtype, self.device)
+        return LlamaSession(min(capacity, self.max_positions), room, self.config, self._kv_dtype, self.device)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part]) -> Tensor:

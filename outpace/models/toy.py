@@ -21,6 +21,9 @@ class ToySession(Session):
     def _move(self, source: np.ndarray, start: int) -> None:
         self.tokens[start : start + len(source)] = self.tokens[source]
 
+    def _copy(self, other: ToySession, length: int) -> None:
+        self.tokens[:length] = other.tokens[:length]
+
 
 class Toy:
     """logits = the sum over i of table_i[token i back], the last `order` tokens counted.
@@ -32,6 +35,7 @@ class Toy:
     def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0) -> None:
         self.vocab_size = vocab_size
         self.max_positions = 1 << 20
+        self.token_bytes = 8
         self.device = torch.device("cpu")
         own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
         shape = (order, vocab_size + 1, vocab_size)  # one more row for "before the text"
