@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import LLM, Piece, Result, Stream, load
+    from outpace.library import LLM, Asking, Piece, Result, Stream, load
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Piece", "Result", "Stream", "UserError", "load"]
+__all__ = ["LLM", "Asking", "Piece", "Result", "Stream", "UserError", "load"]
 
 
 def __getattr__(name: str) -> Any:

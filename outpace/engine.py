@@ -8,56 +8,61 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from outpace.candidates.base import Worker
-from outpace.candidates.cache import CandidateCache
-from outpace.core.errors import UserError, check_whole
-from outpace.core.tree import TokenTree, depths
-from outpace.core.types import (
-    Await,
-    Commit,
-    Draft,
-    Drafter,
-    Observation,
-    Request,
-    Row,
-    Verdict,
-    Verify,
-)
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
+from outpace.drafting import Drafting
+from outpace.memory import Memory
 from outpace.models.base import Model, Part, chain
 from outpace.rules.base import reduce_rows
-from outpace.running import Running, check_request
+from outpace.running import Running, Watch, check_request
 
-T = TypeVar("T")
+
+class _Judged(NamedTuple):
+    """One tree after the pass: the rule's reduced rows, whose they are, and the scores [rows, vocab]."""
+
+    picks: list[Any]
+    rows: list[Row]
+    logits: Tensor
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
-    tokens a pass; `batch` requests running at once, the others wait."""
+    tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
+    what is free); `reuse`: a prompt that begins like a text that is there does not read that again."""
 
     nodes: int = 8
     rows: int = 64
     chunk: int = 256
     batch: int = 16
+    kv_memory: float | None = None
+    reuse: bool = True
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes, 1, 4096)
         check_whole("rows", self.rows, 1, 65536)
         check_whole("chunk", self.chunk, 1, 65536)
         check_whole("batch", self.batch, 1, 4096)
+        if self.kv_memory is not None:
+            check_range("kv_memory", self.kv_memory, 0.0)
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Owns the target, the drafter that works in turn, and the worker that drafts beside it. One thread calls it."""
+    """Owns the target, the drafter that works in turn, and the worker that drafts beside it.
+
+    `submit`, `step`, `sweep` and `close` are called by one thread at a time, `abort` by any.
+    """
 
     def __init__(
         self,
@@ -66,67 +71,108 @@ class Engine(AbstractContextManager["Engine"]):
         worker: Worker | None = None,
         options: EngineOptions | None = None,
     ) -> None:
-        self.target, self.drafter, self.worker = target, drafter, worker
+        self.target = target
         self.options = options or EngineOptions()
+        self.drafting = Drafting(drafter, worker)
+        room = max(self.options.chunk, self.options.nodes)
+        self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._keys = itertools.count()
-        self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
-        self._warned = False
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def worker(self) -> Worker | None:
+        """What drafts beside the target."""
+        return self.drafting.worker
 
     def close(self) -> None:
         """Ends all requests and the worker."""
         self._is_closed = True
         for run in [*self.running, *self.waiting]:
             self.abort(run)
-        if self.worker:
-            self.worker.close()
+        self.sweep()
+        self.drafting.shut()
 
-    def submit(self, request: Request, decoder: ModuleType, options: Any) -> Running:
+    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch | None = None) -> Running:
         """Takes a request in; it runs as soon as there is room. UserError where it can never run."""
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
-        if decoder.NEEDS and decoder.NEEDS not in self._offers:
-            name = decoder.__name__.rpartition(".")[2]
-            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
-        run = Running(request, decoder, options, next(self._keys))
+        self.memory.check(request)
+        run = Running(request, decoder, options, next(self._keys), watch)
+        self.drafting.check(run)
         self.waiting.append(run)
         return run
 
     def abort(self, run: Running, reason: str = "abort") -> None:
-        """Ends a request at once; what it wrote stays."""
+        """Ends a request; what it wrote stays. What it holds is given back by the next `step` or `sweep`."""
         if run.finish_reason is None:
             run.finish_reason = reason
-        if run in self.waiting:
-            self.waiting.remove(run)
-        if run in self.running:
-            self._leave(run)
+
+    def sweep(self) -> list[Running]:
+        """Lets the requests go that are over; gives those that were running."""
+        self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
+        ended = [run for run in self.running if run.finish_reason is not None]
+        self.running = [run for run in self.running if run.finish_reason is None]
+        for run in ended:
+            if run.coroutine:
+                run.coroutine.close()
+            self.drafting.close(run)
+            self.memory.close(run)
+        return ended
 
     def step(self) -> list[Running]:
         """One round of all running requests; gives those that wrote tokens or ended."""
         start = time.perf_counter()
-        joined = []
-        while self.waiting and len(self.running) < self.options.batch:
-            joined.append(self.waiting.popleft())
-            self._join(joined[-1])
+        self.sweep()
+        joined = self._admit()
         for run in self.running:
             run.budget = self._share()
-        self._serve_drafts()
+        self.drafting.serve(self.running)
         chunks = self._chunks()
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
         try:
             self._round(chunks, trees, start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
-        ended = [run for run in dict.fromkeys([*joined, *self.running]) if run.finish_reason is not None]
-        for run in ended:
-            self._leave(run)
-        return list(dict.fromkeys([*(run for run, _ in trees), *ended]))
+        failed = [run for run in joined if run.finish_reason is not None]
+        return list(dict.fromkeys([*(run for run, _ in trees), *failed, *self.sweep()]))
+
+    def _admit(self) -> list[Running]:
+        """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
+        tried: list[Running] = []
+        for run in list(self.waiting):
+            if len(self.running) >= self.options.batch:
+                break
+            if self.memory.should_wait(run, self.running):
+                continue
+            try:
+                if not self.memory.open(run, self.running):
+                    break
+            except BaseException as error:
+                self.waiting.remove(run)
+                tried.append(run)
+                self._fail([run], error)
+                continue
+            self.waiting.remove(run)
+            tried.append(run)
+            self._begin(run)
+        return tried
+
+    def _begin(self, run: Running) -> None:
+        self.running.append(run)
+        try:
+            self.drafting.open(run)
+            run.coroutine = run.decoder.decode(run, run.options)
+            run.budget = self._share()
+            if not run.is_prefilling:
+                run.advance(None)
+        except BaseException as error:
+            self._fail([run], error)
 
     def _round(
         self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
@@ -136,145 +182,42 @@ class Engine(AbstractContextManager["Engine"]):
         forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
         if not forest:
             return
-        rows = [Row(run.request, run.length + depth) for run, tree in trees for depth in depths(tree.parents)]
-        sizes = [len(tree) for _, tree in trees]  # taken now: CARD appends late children
+        rows = [
+            tree_rows(run.request, run.committed, tree) for run, tree in trees
+        ]  # made now: CARD appends late children
         began = time.perf_counter()
-        picks = iter(self._pass(forest, rows))
+        logits, picks = self._pass(forest, list(itertools.chain(*rows)))
         seconds = time.perf_counter() - began
+        scores = iter(logits.split([len(part.wanted) for part in forest]))
         for run, part in chunks:
-            run.prefilled += len(part.tokens)
-            run.keep = range(len(part.tokens))
+            run.read(next(scores), part.tokens)
             if not run.is_prefilling:
-                self._advance(run, None)
-        for (run, _), size in zip(trees, sizes, strict=True):
-            self._settle(run, list(itertools.islice(picks, size)), seconds, start)
+                run.advance(None)
+        reduced = iter(picks)
+        for (run, _), mine in zip(trees, rows, strict=True):
+            run.keep = ()
+            self._settle(run, _Judged(list(itertools.islice(reduced, len(mine))), mine, next(scores)), seconds, start)
 
-    def _share(self) -> int:
-        """Nodes that each running request may have in a pass."""
-        return max(1, min(self.options.nodes, self.options.rows // len(self.running)))
-
-    def _join(self, run: Running) -> None:
-        """Opens the sessions of a request that begins; its coroutine starts after the prompt is in."""
-        try:
-            self._open(run)
-        except BaseException as error:
-            self._fail([run], error)
-
-    def _open(self, run: Running) -> None:
-        request = run.request
-        capacity = min(len(request.prompt) + request.max_tokens, self.target.max_positions)
-        run.session = self.target.open(capacity, max(self.options.chunk, self.options.nodes))
-        if run.decoder.NEEDS == "worker" and self.worker:
-            run.candidates = CandidateCache(request.prompt[-1])
-            run.correct = partial(self.worker.correct, run.key)
-            self.worker.open(run.key, request, run.candidates)
-        elif run.decoder.NEEDS == "drafter" and self.drafter:
-            run.draft_state = self._guarded(partial(self.drafter.open, request))
-        run.coroutine = run.decoder.decode(run, run.options)
-        self.running.append(run)
-        run.budget = self._share()
-        if not run.is_prefilling:
-            self._advance(run, None)
-
-    def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
-        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
-        for run in runs:
-            if run.finish_reason is None:
-                run.error = error if isinstance(error, Exception) else None
-                run.finish_reason = "error" if run.error else "abort"
-        if not isinstance(error, Exception):  # an interrupt is the caller's
-            for run in runs:
-                self.abort(run)
-            raise error
-
-    def _leave(self, run: Running) -> None:
-        if run in self.running:
-            self.running.remove(run)
-        if run.coroutine:
-            run.coroutine.close()
-        if run.draft_state is not None and self.drafter:
-            self._guarded(partial(self.drafter.close, run.draft_state))
-        if run.decoder.NEEDS == "worker" and self.worker:
-            self.worker.forget(run.key)
-
-    def _chunks(self) -> list[tuple[Running, Part]]:
-        """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
-        room = self.options.chunk
-        chunks = []
-        for run in self.running:
-            if run.is_prefilling and room:
-                prompt = run.request.prompt[:-1]
-                tokens = prompt[run.prefilled : run.prefilled + room]
-                chunks.append((run, chain(run.session, tokens, keep=run.keep)))
-                room -= len(tokens)
-        return chunks
-
-    def _serve_drafts(self) -> None:
-        """Answers Draft and Await until every coroutine asks for Verify; the drafter sees all trees at once."""
-        while True:
-            drafting = [run for run in self.running if isinstance(run.ask, Draft)]
-            waiting = [run for run in self.running if isinstance(run.ask, Await)]
-            if not drafting and not waiting:
-                return
-            for run, added in zip(drafting, self._grow(drafting), strict=True):
-                self._advance(run, added)
-            for run in waiting:
-                if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
-                    self.worker.wait(run.candidates, run.ask.layers)
-                self._advance(run, None)
-
-    def _grow(self, runs: Sequence[Running]) -> list[int]:
-        began = time.perf_counter()
-        added = None
-        if runs and self.drafter:
-            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self._guarded(partial(self.drafter.grow, [run.draft_state for run in runs], trees))
-        for run in runs:
-            run.draft_seconds += time.perf_counter() - began
-        return added or [0] * len(runs)
-
-    def _guarded(self, call: Callable[[], T]) -> T | None:
-        """What the drafter answers; one that raises is given up, with one warning, and decoding goes on plainly."""
-        try:
-            return call()
-        except Exception as failure:
-            self._warn(failure)
-            self.drafter = None
-            return None
-
-    def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> list[int]:
+    def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> tuple[Tensor, list[Any]]:
         """The target's pass and the rules' first half, with the worker's drafter beside it."""
 
-        def target_pass() -> list[int]:
+        def target_pass() -> tuple[Tensor, list[Any]]:
             logits = self.target.score(forest)
-            return reduce_rows(logits, rows) if rows else []
+            return logits, reduce_rows(logits[len(logits) - len(rows) :], rows) if rows else []
 
-        if self.worker is None:
-            return target_pass()
-        picks = self.worker.beside(target_pass, sum(len(part.tokens) for part in forest))
-        if self.worker.failure is not None:
-            self._warn(self.worker.failure)
-        return picks
+        return self.drafting.beside(target_pass, sum(len(part.tokens) for part in forest))
 
-    def _advance(self, run: Running, answer: Any) -> None:
-        """Sends a coroutine its answer and notes what it asks for next."""
-        assert run.coroutine is not None
-        try:
-            run.ask = run.coroutine.send(answer)
-        except Exception as error:
-            run.error, run.finish_reason, run.ask = error, "error", None
-
-    def _settle(self, run: Running, picks: Sequence[int], seconds: float, start: float) -> None:
+    def _settle(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
         """Hands a request its picks, commits its verdict, and lets it ask again."""
-        self._advance(run, picks)
+        run.advance(judged.picks)
         if run.finish_reason is not None:
             return
         if not isinstance(run.ask, Commit):
-            run.error = TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}")
-            run.finish_reason = "error"
+            run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
             return
         tree, verdict, hit = run.ask
-        rows = len(picks)
+        rows = len(judged.rows)
+        run.report(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
         run.keep = [node for node in verdict.path if node < rows]
         times = {"draft_seconds": run.draft_seconds, "target_seconds": seconds, "seconds": time.perf_counter() - start}
@@ -282,17 +225,32 @@ class Engine(AbstractContextManager["Engine"]):
         run.draft_seconds = 0.0
         if run.finish_reason is None:
             root = TokenTree(run.last_token, root_id=tree.next_id, next_id=tree.next_id + 1)
-            self._observe(run, tree, verdict, tokens, root)
-            self._advance(run, root)
+            self.drafting.observe(run, tree, verdict, tokens, root)
+            run.advance(root)
 
-    def _observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
-        if run.draft_state is not None and self.drafter:
-            path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            seen = Observation([tree.ids[node] for node in path], tokens, root)
-            self._guarded(partial(self.drafter.observe, run.draft_state, seen))
+    def _share(self) -> int:
+        """Nodes that each running request may have in a pass."""
+        return max(1, min(self.options.nodes, self.options.rows // len(self.running)))
 
-    def _warn(self, failure: BaseException) -> None:
-        if not self._warned:
-            self._warned = True
-            kind = type(failure).__name__
-            warnings.warn(f"the drafter failed ({kind}: {failure}); going on by plain decoding", stacklevel=2)
+    def _chunks(self) -> list[tuple[Running, Part]]:
+        """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
+        room = self.options.chunk
+        chunks = []
+        for run in self.running:
+            if run.is_prefilling and room:
+                tokens = run.request.prompt[:-1][run.prefilled : run.prefilled + room]
+                wanted = range(len(tokens)) if run.request.report and run.request.report.prompt else ()
+                chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
+                room -= len(tokens)
+        return chunks
+
+    def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
+        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
+        for run in runs:
+            run.is_broken = True
+            if run.finish_reason is None:
+                run.error = error if isinstance(error, Exception) else None
+                run.finish_reason = "error" if run.error else "abort"
+        if not isinstance(error, Exception):  # an interrupt is the caller's
+            self.sweep()
+            raise error

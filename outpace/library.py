@@ -1,45 +1,46 @@
-"""The library: load a model, stream or generate text, chat. Text in, text out; streams are the primitive."""
+"""The library: load a model, stream or generate text, chat. Text in, text out; streams are the primitive.
+
+An LLM and its streams may be used from several threads: whoever waits for text steps the engine for all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from outpace.answer import Answer, Piece, StopStrings
+from outpace.asking import Asking, asking_of, check_choices
 from outpace.assemble import (
     Loaded,
     Parts,
     Progress,
     build_engine,
+    check_rule,
     find_rule,
     load_draft,
     load_model,
     silent,
 )
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole
-from outpace.core.sampling import Sampling
+from outpace.core.errors import UserError
 from outpace.core.stats import Figures, fold
-from outpace.core.types import Request, Rule
+from outpace.core.types import Request, Rule, TokenLogprobs
 from outpace.engine import EngineOptions
 from outpace.running import Running
+from outpace.turns import Turns
 
-Prompt = str | Sequence[Mapping[str, str]]  # plain text, or messages for the model's chat template
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A bit of text as it comes. `is_draft`: it was drafted and accepted, not written by the target itself."""
-
-    text: str
-    tokens: tuple[int, ...]
-    is_draft: bool
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
 
 
 @dataclass(frozen=True)
 class Result:
-    """One whole answer. Seconds; tokens a second count from the first round's end to the last's."""
+    """One whole answer. Seconds; tokens a second count from the first round's end to the last's.
+
+    `logprobs` has a record for each of `tokens`, `prompt_logprobs` one for each of the prompt's but its first, where
+    they were asked for. `choice` tells the answers to one prompt apart.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -50,16 +51,20 @@ class Result:
     time_to_first_token: float
     tokens_per_second: float
     figures: Figures
+    choice: int = 0
+    prompt_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Stream:
     """Iterates over the Pieces of one answer; `result` is there when it is over. Closing it early aborts the rest."""
 
-    def __init__(self, llm: LLM, run: Running, method: str) -> None:
-        self._llm, self._run, self._method = llm, run, method
-        self._pieces = self._iterate()
+    def __init__(self, llm: LLM, run: Running, answer: Answer, method: str, echo: str) -> None:
+        self._llm, self._run, self._answer, self._method = llm, run, answer, method
         self._texts: list[str] = []
         self._sent = 0  # tokens whose text was handed out
+        self._pieces = self._iterate(echo)
 
     def __iter__(self) -> Generator[Piece, None, None]:
         return self._pieces
@@ -67,10 +72,18 @@ class Stream:
     def __next__(self) -> Piece:
         return next(self._pieces)
 
+    @property
+    def choice(self) -> int:
+        """Which of several answers to one prompt this is."""
+        return self._run.request.choice
+
+    def __del__(self) -> None:
+        self._llm.engine.abort(self._run)  # nobody reads on
+
     def close(self) -> None:
         """Ends the answer where it is."""
         self._pieces.close()
-        self._llm.engine.abort(self._run)
+        self._llm.drop(self._run)
 
     @property
     def result(self) -> Result:
@@ -90,36 +103,36 @@ class Stream:
             time_to_first_token=max(run.first_token - run.submitted, 0.0),
             tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
             figures=fold(run.steps),
+            choice=run.request.choice,
+            prompt_tokens=len(run.request.prompt),
+            logprobs=tuple(run.logprobs[: self._sent]),
+            prompt_logprobs=tuple(run.prompt_logprobs),
         )
 
-    def _iterate(self) -> Generator[Piece, None, None]:
-        run, text = self._run, self._llm.tokenizer.stream()
-        rounds = 0
+    def _iterate(self, echo: str) -> Generator[Piece, None, None]:
+        run, pieces = self._run, self._answer.pieces
         try:
+            if echo:
+                pieces.appendleft(Piece(echo, (), False))
             while True:
-                while run.finish_reason is None and rounds == len(run.steps):
-                    self._llm.engine.step()
-                if rounds == len(run.steps):
-                    if run.error is not None:
-                        raise run.error
+                if not pieces:
+                    self._llm.drive(run, pieces)
+                if not pieces:
                     break
-                step = run.steps[rounds]
-                rounds += 1
-                new = run.tokens[self._sent : self._sent + step.emitted]
-                for tokens, is_draft in ((new[: step.accepted], True), (new[step.accepted :], False)):
-                    if tokens:
-                        yield self._piece(
-                            text.push([t for t in tokens if t not in run.request.stop_ids]), tokens, is_draft
-                        )
-            if rest := text.finish():
-                yield self._piece(rest, [], False)
+                yield self._piece(pieces.popleft())
+            if run.error is not None:
+                raise run.error
+            self._answer.finish()
+            while pieces:
+                yield self._piece(pieces.popleft())
         finally:
-            self._llm.engine.abort(run)
+            self._llm.drop(run)
 
-    def _piece(self, text: str, tokens: Sequence[int], is_draft: bool) -> Piece:
-        self._texts.append(text)
-        self._sent += len(tokens)
-        return Piece(text, tuple(tokens), is_draft)
+    def _piece(self, piece: Piece) -> Piece:
+        self._texts.append(piece.text)
+        records = self._run.logprobs[self._sent : self._sent + len(piece.tokens)]
+        self._sent += len(piece.tokens)
+        return replace(piece, logprobs=tuple(records))
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -137,17 +150,22 @@ class LLM(AbstractContextManager["LLM"]):
         draft_threads: int = 1,
         nodes: int = 8,
         batch: int = 16,
+        kv_memory: float | None = None,
+        reuse: bool = True,
         **options: Any,
     ) -> None:
-        """`nodes`: tree nodes verified a pass; `options` are those of the method and the drafter, by name."""
+        """`nodes`: tree nodes verified a pass; `batch`, `kv_memory`, `reuse` as in `EngineOptions`; `options` are those
+        of the method and the drafter, by name."""
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.method = ("card" if draft else "speculative") if method == "auto" else method
         self.rule = rule
+        self._turns = Turns()
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, options)  # a wrong value is said before a thread starts
-        settings = EngineOptions(nodes=nodes, batch=batch)
+        settings = EngineOptions(nodes=nodes, batch=batch, kv_memory=kv_memory, reuse=reuse)
+        check_rule(rule, self._decoder, drafter)
         parts = Parts(self.method, drafter, worker, draft_threads)
         self.engine = build_engine(target, draft, parts, settings, options)
 
@@ -156,49 +174,99 @@ class LLM(AbstractContextManager["LLM"]):
 
     def close(self) -> None:
         """Ends all answers and the drafter's worker."""
-        self.engine.close()
+        with self._turns.turn():
+            self.engine.close()
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        choice: int = 0,
-        plain: bool = False,
+        self, prompt: Prompt, asking: Asking | None = None, *, choice: int = 0, plain: bool = False, **options: Any
     ) -> Stream:
-        """Starts an answer to text, or to chat messages. `plain`: without speculation; the text is the same."""
-        sampling = Sampling(temperature, top_k, top_p, min_p)
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.chat(prompt)
-        check_whole("seed", seed, 0, 2**63 - 1)
-        if sampling.is_greedy not in self._rules:
-            self._rules[sampling.is_greedy] = find_rule(self.rule, sampling)
-        rule = self._rules[sampling.is_greedy]
-        request = Request(tuple(tokens), rule, max_tokens, sampling, seed, choice, self.tokenizer.stop_ids)
-        decoder = self._plain if plain else self._decoder
-        run = self.engine.submit(request, decoder, decoder.Options() if plain else self._options)
-        return Stream(self, run, "autoregressive" if plain else self.method)
+        """Starts an answer to text, chat messages or token ids; `options` by name are those of `Asking`.
 
-    def generate(self, prompts: Sequence[Prompt], **options: Any) -> list[Result]:
-        """Answers to all prompts, batched; options as for `stream`."""
+        `choice` tells several sampled answers to one prompt apart. `plain`: without speculation; the text is the same.
+        """
+        asking = self._asking(asking, options)
+        tokens = self._tokens(prompt)
+        stop_ids = frozenset() if asking.ignore_eos else self.tokenizer.stop_ids
+        request = Request(
+            tuple(tokens),
+            self._rule(asking),
+            asking.max_tokens,
+            asking.sampling,
+            asking.seed,
+            choice,
+            stop_ids,
+            asking.adjustments(self.tokenizer),
+            asking.report,
+        )
+        stops = StopStrings(asking.stop, asking.include_stop)
+        answer = Answer(self.tokenizer.stream(), stops, self.tokenizer.stop_ids)
+        decoder = self._plain if plain else self._decoder
+        with self._turns.turn():
+            run = self.engine.submit(request, decoder, decoder.Options() if plain else self._options, answer.watch)
+        echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if asking.echo else ""
+        return Stream(self, run, answer, "autoregressive" if plain else self.method, echo)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        asking: Asking | None = None,
+        *,
+        n: int = 1,
+        plain: bool = False,
+        **options: Any,
+    ) -> list[Result]:
+        """`n` answers to each prompt, batched, one prompt's after the other's; options as for `stream`."""
         if isinstance(prompts, str):
             raise UserError("prompts is one text, it must be a list of them")
+        asking = self._asking(asking, options)
+        check_choices(n, asking)
         streams: list[Stream] = []
         try:
             for prompt in prompts:
-                streams.append(self.stream(prompt, **options))
+                streams += [self.stream(prompt, asking=asking, choice=choice, plain=plain) for choice in range(n)]
             return [stream.result for stream in streams]
         finally:
             for stream in streams:  # those that an error left behind
                 stream.close()
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
+    def chat(self, messages: Sequence[Mapping[str, Any]], asking: Asking | None = None, **options: Any) -> Result:
         """The answer to a conversation; options as for `stream`."""
-        return self.stream(messages, **options).result
+        return self.stream(messages, asking, **options).result
+
+    def drive(self, run: Running, pieces: Sequence[Piece]) -> None:
+        """Steps the engine, in turn with other threads, until this request has pieces or is over."""
+        while True:
+            with self._turns.turn():
+                if pieces or run.finish_reason is not None:
+                    return
+                self.engine.step()
+
+    def drop(self, run: Running) -> None:
+        """Ends a request; what it holds goes at once, or with the next step of the thread that has the turn."""
+        self.engine.abort(run)
+        with self._turns.try_turn() as is_mine:
+            if is_mine:
+                self.engine.sweep()
+
+    def _asking(self, asking: Asking | None, options: Mapping[str, Any]) -> Asking:
+        if asking is not None and options:
+            raise UserError(f"give an Asking or options by name, not both: {', '.join(options)}")
+        return asking or asking_of(options)
+
+    def _rule(self, asking: Asking) -> Rule:
+        is_greedy = asking.sampling.is_greedy
+        if is_greedy not in self._rules:
+            self._rules[is_greedy] = find_rule(self.rule, asking.sampling)
+        return self._rules[is_greedy]
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if all(isinstance(message, Mapping) for message in prompt):
+            return self.tokenizer.chat(prompt)
+        raise UserError(f"the prompt is {prompt!r}, it must be text, chat messages or token ids")
 
 
 def load(

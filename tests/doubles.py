@@ -236,7 +236,7 @@ def write(target: Toy, request: Request) -> list[int]:
     """Plain decoding without engine, session, tree or batch: the reference of the reference."""
     text = list(request.prompt)
     for _ in range(request.max_tokens):
-        row = Row(request, len(text))
+        row = Row(request, text)
         text += request.rule.reduce(target._row(text)[None], [row])
         if text[-1] in request.stop_ids:
             break

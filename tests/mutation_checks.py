@@ -150,10 +150,10 @@ def distribution_differences() -> Iterator[str]:
     for name, part in itertools.product(("gumbel", "match"), ("seed", "choice")):
         requests = [make_request((1,), name, 2, sampling=sampling, **{part: number}) for number in range(3000)]
         first = make_rule(name).reduce(
-            SMALL._row((1,)).repeat(len(requests), 1), [Row(request, 1) for request in requests]
+            SMALL._row((1,)).repeat(len(requests), 1), [Row(request, (1,)) for request in requests]
         )
         second = make_rule(name).reduce(
-            torch.stack([SMALL._row((1, a)) for a in first]), [Row(request, 2) for request in requests]
+            torch.stack([SMALL._row((1, a)) for a in first]), [Row(request, (1, 0)) for request in requests]
         )
         deviation = chi_square(Counter(zip(first, second, strict=True)), expected)
         if abs(deviation) > 4.5:

@@ -99,7 +99,11 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
     [
         (["--temprature", "1"], "did you mean --temperature?"),
         (["--copis", "4"], "did you mean --copies?"),
-        (["--stop", "x"], "unknown option --stop"),
+        (["--stap", "x"], "unknown option --stap"),
+        (["--stop", ""], "stop has an empty string"),
+        (["--logit-bias", "7"], "--logit-bias is '7'"),
+        (["--n", "2"], "greedy answers are all alike"),
+        (["--logprobs", "2"], "with --json only"),
         (["--quantize", "int8"], "unknown option --quantize"),
         (["--width", "4"], "'width'"),
         (["--copies"], "--copies needs a value"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outpace.cli import display
-from outpace.cli.options import Loading, MaxTokens, System, Writing, flags
+from outpace.cli.options import Loading, System, flags
+from outpace.cli.writing import MaxTokens, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Conversation:
         asked = [*self._turns, {"role": "user", "content": line}]
         page = display.Page(self._color)
         try:
-            stream = self._llm.stream(asked, **asdict(self._writing))
+            stream = self._llm.stream(asked, **self._writing.options())
             display.write_answer(stream, page.show)
             result = stream.result
         except UserError as error:
@@ -98,7 +99,7 @@ class Conversation:
         return f"about {result.tokens_per_second / self._plain:.2f}x plain (estimate)" if self._plain else ""
 
     def _plain_rate(self, asked: list[dict[str, str]]) -> float | None:
-        options = asdict(self._writing) | {"max_tokens": min(SAMPLE, self._writing.max_tokens)}
+        options = self._writing.options() | {"max_tokens": min(SAMPLE, self._writing.max_tokens)}
         sample = self._llm.stream(asked, plain=True, **options).result
         return sample.tokens_per_second if len(sample.tokens) >= FEWEST else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
-from outpace.cli.options import Draft, Drafter, Json, Loading, MaxTokens, Seed, Target, Temperature, Writing, flags
+from outpace.cli.options import Draft, Drafter, Json, Loading, Target, flags
+from outpace.cli.writing import MaxTokens, Seed, Temperature, Writing
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Show:
 
     def __init__(self, llm: LLM, writing: Writing, drafter: str, rounds: int, quiet: bool) -> None:
         self._llm, self._drafter, self._rounds, self._quiet = llm, drafter, rounds, quiet
-        self._options = asdict(writing)
+        self._options = writing.options()
 
     def stream(self, prompt: str) -> Comparison:
         """The first answer of each is streamed where somebody looks on, the other rounds are silent."""

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli import display
-from outpace.cli.options import TEXT, Json, Loading, System, Writing, flags
+from outpace.cli.options import Json, Loading, System, flags
+from outpace.cli.writing import TEXT, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import Prompt, Result
+    from outpace.library import Prompt, Result, Stream
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How many answers, and what beside their text."""
+
+    n: Annotated[int, typer.Option(help="Answers to write, each with its own noise.", rich_help_panel=TEXT)] = 1
+    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before it.", rich_help_panel=TEXT)] = False
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: so many best tokens beside each.", rich_help_panel=TEXT)
+    ] = None
+    logprobs_mode: Annotated[
+        str, typer.Option(help="raw, or processed: after penalties, temperature, filters.", rich_help_panel=TEXT)
+    ] = "raw"
+
+    def options(self, as_json: bool) -> dict[str, Any]:
+        """The options of `Asking` by name."""
+        if self.logprobs is not None and not as_json:
+            raise UserError("--logprobs are written with --json only, add it")
+        return {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
 
 
 @flags
@@ -24,6 +45,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from standard input.")],
     loading: Loading,
     writing: Writing,
+    wanted: Asked,
     system: System = None,
     raw: Annotated[
         bool,
@@ -35,20 +57,31 @@ def generate(
 
     The options of methods and drafters (see outpace methods) are flags too: --draft-length 6, --copies 8.
     """
-    writing.check()
+    from outpace.asking import Asking, check_choices
+
+    asking = Asking(**writing.options(), **wanted.options(as_json))
+    check_choices(wanted.n, asking)
     asked = _asked(prompt, system, raw)
-    page = display.Page()
     with loading.open(ctx.obj, quiet=as_json) as llm:
-        stream = llm.stream(asked, **asdict(writing))
-        whole = display.write_answer(stream, page.show if not as_json else lambda piece: None)
-        result = stream.result
-    page.end()
-    if as_json:
-        display.print_json(_record(result))
-    else:
-        display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
+        streams = [llm.stream(asked, asking, choice=choice) for choice in range(wanted.n)]
+        whole = all(_write(stream, as_json, streams[-1]) for stream in streams)
     if not whole:
         raise typer.Exit(INTERRUPTED)
+
+
+def _write(stream: Stream, as_json: bool, last: Stream) -> bool:
+    """Shows one answer as it comes, with its grey line; or one line of JSON. False if Ctrl-C ended it."""
+    page = display.Page()
+    whole = display.write_answer(stream, page.show if not as_json else lambda piece: None)
+    page.end()
+    result = stream.result
+    if as_json:
+        display.print_json(_record(result, several=last.choice > 0))
+    else:
+        display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
+        if stream is not last:
+            typer.echo()
+    return whole
 
 
 def _asked(prompt: str, system: str | None, raw: bool) -> Prompt:
@@ -70,8 +103,8 @@ def _from_stdin() -> str:
         raise UserError(f"standard input is not text in {error.encoding} (byte {error.start})") from error
 
 
-def _record(result: Result) -> dict[str, object]:
-    return {
+def _record(result: Result, several: bool) -> dict[str, object]:
+    record: dict[str, object] = {
         "text": result.text,
         "tokens": list(result.tokens),
         "finish_reason": result.finish_reason,
@@ -79,3 +112,12 @@ def _record(result: Result) -> dict[str, object]:
         "seed": result.seed,
         **display.figures(result),
     }
+    if several:
+        record["choice"] = result.choice
+    for name, records in (("logprobs", result.logprobs), ("prompt_logprobs", result.prompt_logprobs)):
+        if records:
+            record[name] = [
+                {"token": token, "logprob": logprob, "top": [list(other) for other in top]}
+                for token, logprob, top in records
+            ]
+    return record

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from outpace.cli.writing import TEXT
 from outpace.core.errors import UserError, check_range
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 MODEL = "Model"
 METHOD = "Method"
-TEXT = "Text"
 
 Target = Annotated[
     str | None,
@@ -30,9 +30,6 @@ Draft = Annotated[
 Drafter = Annotated[
     str | None, typer.Option(help="What proposes, several joined by +: ngram, model+ngram.", rich_help_panel=METHOD)
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=TEXT)]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=TEXT)]
-MaxTokens = Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=TEXT)]
 System = Annotated[str | None, typer.Option(help="Opens the conversation as the system's turn.", rich_help_panel=TEXT)]
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout, and nothing else there.")]
 
@@ -65,7 +62,7 @@ class Loading:
         str, typer.Option(help="What is accepted; auto: greedy at temperature 0, else gumbel.", rich_help_panel=METHOD)
     ] = "auto"
     worker: Annotated[
-        str, typer.Option(help="Where CARD's drafter runs: thread or inline.", rich_help_panel=METHOD)
+        str, typer.Option(help="Where CARD's drafter runs: thread, process or inline.", rich_help_panel=METHOD)
     ] = "thread"
     draft_threads: Annotated[
         int, typer.Option(help="CPU threads of the drafter beside the target.", rich_help_panel=METHOD)
@@ -104,28 +101,6 @@ class Loading:
 
             check_range("threads", self.threads, 1, 1024)
             torch.set_num_threads(self.threads)
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How the answer is drawn, and how long it may be."""
-
-    max_tokens: MaxTokens = 256
-    temperature: Temperature = 0.0
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.", rich_help_panel=TEXT)] = 1.0
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens, 0: all.", rich_help_panel=TEXT)] = 0
-    min_p: Annotated[
-        float, typer.Option(help="Keep tokens at least this likely beside the likeliest.", rich_help_panel=TEXT)
-    ] = 0.0
-    seed: Seed = 0
-
-    def check(self) -> None:
-        """UserError for a value out of range, before a model is loaded."""
-        from outpace.core.sampling import Sampling
-
-        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        check_range("seed", self.seed, 0, 2**63 - 1)
-        check_range("max_tokens", self.max_tokens, 1)
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -46,6 +46,7 @@ class TokenTree:
         self.roles = [Role.PRIMARY]
         self.ids = [root_id]
         self.siblings: dict[int, Siblings] = {}
+        self.q: dict[int, Tensor] = {}  # by node: the distribution that its children were drawn from, [vocab]
         self.next_id = next_id
         self._children: list[list[int]] = [[]]
 
@@ -115,6 +116,7 @@ class TokenTree:
             added = tree.add(index[parent], self.tokens[node], score, self.roles[node], kind, self.ids[node])
             assert added is not None
             index[node] = added
+        tree.q = {index[node]: row for node, row in self.q.items() if node in index}
         tree.next_id = self.next_id
         return tree
 
@@ -157,10 +159,13 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
 def best_nodes(tree: TokenTree, count: int) -> list[int]:
     """The `count` nodes with the best W, parents first: closed under ancestors because no child outscores its parent.
 
-    Pruning siblings by what they are makes any rule inexact for drawn ones, so only picked trees are taken.
+    Pruning siblings by what they are makes any rule inexact for drawn ones, so of trees only picked ones are taken. A
+    chain may be cut: that asks for its length alone.
     """
     if count >= len(tree):
         return list(range(len(tree)))
+    if all(parent == node - 1 for node, parent in enumerate(tree.parents)):
+        return list(range(count))
     if any(kind is not Siblings.PICKED for kind in tree.siblings.values()):
         raise ValueError("only trees of picked siblings may be pruned by score")
     return sorted(heapq.nsmallest(count, range(len(tree)), key=lambda node: (-tree.scores[node], node)))

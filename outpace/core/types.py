@@ -8,23 +8,68 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.tree import TokenTree
+from outpace.core.tree import Siblings, TokenTree
 
 
 class Rule(Protocol):
     """Judges a tree by the target's scores. `reduce` runs where the scores are, `walk` on the host with integers."""
 
     lossless: bool
+    siblings: Siblings  # how a drafter that can choose is to make a node's children
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        """Scores [rows, vocab] to one integer a row: the token that the target writes there."""
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+        """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
 
-    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
+    def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         """The verdict on a tree whose first len(picks) nodes have a row."""
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """What moves single tokens' logits before temperature; see `core.adjust` for the order and the formulas."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be written
+    min_tokens: int = 0  # no stop token before so many tokens
+
+    def __post_init__(self) -> None:
+        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_whole("min_tokens", self.min_tokens, 0)
+        for token, bias in self.logit_bias:
+            check_range(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        if not all(self.bad_words):
+            raise UserError("bad_words has an empty one, each needs at least one token")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Asks for log-probabilities: of the written tokens and the `top` best beside them, as the model gave them or
+    `processed` (after adjustments, temperature and filters); `prompt`: of the prompt's tokens too."""
+
+    top: int = 0
+    processed: bool = False
+    prompt: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("logprobs", self.top, 0, 1024)
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms: of the token that was written, and of the best tokens there, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -38,13 +83,34 @@ class Request:
     seed: int = 0
     choice: int = 0  # tells the answers of one prompt apart
     stop_ids: frozenset[int] = frozenset()
+    adjustments: Adjustments | None = None
+    report: Report | None = None
 
 
 class Row(NamedTuple):
-    """Whose score row this is: the request, and the position of the token that the row decides."""
+    """Whose score row this is: the text before the token that the row decides.
+
+    `committed` is the prompt and what is written of the answer, `path` the drafted tokens from there down to the row's
+    node, `node_id` that node's id. Rows are read at once: `committed` grows when the round ends.
+    """
 
     request: Request
-    position: int
+    committed: Sequence[int]
+    path: tuple[int, ...] = ()
+    node_id: int = 0
+
+    @property
+    def position(self) -> int:
+        """Where the token that the row decides stands in the text."""
+        return len(self.committed) + len(self.path)
+
+
+def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> list[Row]:
+    """One row for every node of a tree whose root is the last committed token."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return [Row(request, committed, path, node_id) for path, node_id in zip(paths, tree.ids, strict=True)]
 
 
 class Verdict(NamedTuple):

@@ -15,11 +15,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.tree import PREFIX, Role, TokenTree
+from outpace.core.tree import PREFIX, Role, Siblings, TokenTree, path_to
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._chance import ChoiceModel
+from outpace.drafters._drawn import draw_child
 from outpace.models.base import Model, Part, chain
 from outpace.rules.base import rank_rows
 
@@ -98,19 +100,27 @@ class ModelDrafter:
         self._catch_up([job.state for job in jobs])
         parts = [self._part(*job) for job in jobs]
         rows = [
-            Row(job.state.request, len(job.state.tokens) + job.tree.depth(node))
+            Row(job.state.request, job.state.tokens, _below_root(job.tree, node))
             for job in jobs
             for node in job.frontier
         ]
-        offered = min(self._options.width + _SPARE, self._model.vocab_size)
-        best = torch.topk(rank_rows(self._model.score(parts), rows), offered)
-        offers = iter([_possible(*o) for o in zip(best.indices.tolist(), best.values.tolist(), strict=True)])
+        ranked = rank_rows(self._model.score(parts), rows)
+        offers = iter(_offers(ranked, min(self._options.width + _SPARE, self._model.vocab_size)))
         for job in jobs:
             self._settle(*job)
-        return [self._add(*job, list(islice(offers, len(job.frontier)))) for job in jobs]
+        added, row = [], 0
+        for job in jobs:
+            mine = list(islice(offers, len(job.frontier)))
+            if job.state.request.rule.siblings is Siblings.DRAWN:
+                added.append(draw_child(job.tree, job.frontier[0], ranked[row], job.state.request))
+            else:
+                added.append(self._add(*job, mine))
+            row += len(mine)
+        return added
 
     def observe(self, state: ModelState, seen: Observation) -> None:
-        self._learn(state, seen)
+        if state.request.rule.siblings is Siblings.PICKED:
+            self._learn(state, seen)
         path = []
         for node in seen.path:
             if node not in state.slots:
@@ -119,7 +129,7 @@ class ModelDrafter:
         live = [node for node in seen.tree.ids if node in state.slots]
         state.session.keep(path, [state.slots[node] for node in live])
         state.slots = {node: slot for slot, node in enumerate(live)}
-        state.offers = {node: state.offers[node] for node in live}
+        state.offers = {node: state.offers[node] for node in live if node in state.offers}
         state.tokens.extend(seen.tokens)
 
     def close(self, state: ModelState) -> None:
@@ -221,10 +231,19 @@ class ModelDrafter:
                 choice.learn(values, tokens.index(written) if written in tokens else None)
 
 
-def _possible(tokens: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """An offer without what the request's sampling options filter out."""
-    count = sum(value > -math.inf for value in values)
-    return tokens[:count], values[:count]
+def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The tokens from below the root down to a node."""
+    return tuple(tree.tokens[other] for other in path_to(tree, node)[1:])
+
+
+def _offers(ranked: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """The best `count` tokens of each row with their values, without what the request's options filter out."""
+    best = torch.topk(ranked, count)
+    offers = []
+    for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        possible = sum(value > -math.inf for value in values)
+        offers.append((tokens[:possible], values[:possible]))
+    return offers
 
 
 def build(options: Options, *, draft: Model | None = None, **_: object) -> ModelDrafter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,9 @@ def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
     return Verdict(path, None)
 
 
-def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Every row reduced by its own request's rule; rows of one rule go together. [rows, vocab] to one integer a row"""
-    picks: list[int] = []
+def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+    """Every row reduced by its own request's rule; rows of one rule go together. [rows, vocab] to one value a row"""
+    picks: list[Any] = []
     for start, run in _runs(rows):
         picks += run[0].request.rule.reduce(logits[start : start + len(run)], run)
     return picks

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.core.tree import TokenTree
+from outpace.core.adjust import adjusted
+from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.rules.base import follow
 
@@ -27,9 +28,10 @@ class Greedy:
     """argmax p; equal logits go to the lowest id."""
 
     lossless = LOSSLESS
+    siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        picks: list[int] = logits.argmax(dim=-1).tolist()
+        picks: list[int] = adjusted(logits, rows).argmax(dim=-1).tolist()
         return picks
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
@@ -37,7 +39,7 @@ class Greedy:
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
-        return torch.log_softmax(logits.float(), dim=-1)
+        return torch.log_softmax(adjusted(logits, rows).float(), dim=-1)
 
 
 def build(options: Options) -> Greedy:

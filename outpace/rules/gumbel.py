@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.core.adjust import adjusted
 from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import processed
-from outpace.core.tree import TokenTree
+from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.rules.base import follow
 
@@ -29,9 +30,10 @@ class Gumbel:
     """The exponential race argmax(p / E), with E the same for target and drafter."""
 
     lossless = LOSSLESS
+    siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        log_p = processed(logits, [row.request.sampling for row in rows])
+        log_p = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
         weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
         race = exponential(_keys(rows), logits.shape[-1], logits.device)
         picks: list[int] = (weights / race).argmax(dim=-1).tolist()
@@ -42,7 +44,7 @@ class Gumbel:
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q + g"""
-        log_q = processed(logits, [row.request.sampling for row in rows])
+        log_q = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
         return log_q + gumbel(_keys(rows), logits.shape[-1], logits.device)
 
 

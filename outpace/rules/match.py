@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outpace.core.adjust import adjusted
 from outpace.core.noise import uniform
 from outpace.core.sampling import processed
-from outpace.core.tree import TokenTree
+from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.rules.base import follow
 
@@ -31,9 +32,10 @@ class Match:
     """The least x whose cumulative p exceeds u."""
 
     lossless = LOSSLESS
+    siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        log_p = processed(logits, [row.request.sampling for row in rows])
+        log_p = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
         u = logits.new_tensor([self.draw(row) for row in rows], dtype=torch.float64)
         target = u[:, None] * cumulative[:, -1:]  # the last entry is 1 up to rounding
@@ -49,7 +51,7 @@ class Match:
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
-        return processed(logits, [row.request.sampling for row in rows])
+        return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
 
 
 def build(options: Options) -> Match:

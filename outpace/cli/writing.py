@@ -1,0 +1,69 @@
+"""How an answer is to be drawn: the flags of `Asking`, shared by the commands that write text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from outpace.core.errors import UserError
+
+TEXT = "Text"
+PENALTIES = "Penalties and bans"
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=TEXT)]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=TEXT)]
+MaxTokens = Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=TEXT)]
+
+
+def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **options)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the answer is drawn, and where it ends."""
+
+    max_tokens: MaxTokens = 256
+    temperature: Temperature = 0.0
+    top_p: Annotated[float, _flag("Keep the likeliest tokens up to this mass.", TEXT)] = 1.0
+    top_k: Annotated[int, _flag("Keep the k likeliest tokens, 0: all.", TEXT)] = 0
+    min_p: Annotated[float, _flag("Keep tokens at least this likely beside the likeliest.", TEXT)] = 0.0
+    seed: Seed = 0
+    stop: Annotated[list[str] | None, _flag("Ends the text where it would appear; may be repeated.", TEXT)] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on.", rich_help_panel=TEXT)] = False
+    repetition_penalty: Annotated[float, _flag("Above 1: tokens of prompt and answer become less likely.")] = 1.0
+    presence_penalty: Annotated[float, _flag("Taken off tokens that the answer has.")] = 0.0
+    frequency_penalty: Annotated[float, _flag("Taken off each time that the answer has them.")] = 0.0
+    logit_bias: Annotated[list[str] | None, _flag("TOKEN=BIAS, -100 to 100; may be repeated.")] = None
+    bad_words: Annotated[list[str] | None, _flag("Is never written; may be repeated.")] = None
+    min_tokens: Annotated[int, _flag("No end before so many tokens.")] = 0
+
+    def options(self) -> dict[str, Any]:
+        """The options of `Asking` by name."""
+        given = asdict(self)
+        for name in ("stop", "bad_words"):
+            given[name] = tuple(given[name] or ())
+        return given | {"logit_bias": _bias(self.logit_bias or ())}
+
+    def check(self) -> None:
+        """UserError for a value out of range, before a model is loaded."""
+        from outpace.asking import Asking
+
+        Asking(**self.options())
+
+
+def _bias(given: Sequence[str]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for entry in given:
+        token, _, value = entry.partition("=")
+        try:
+            number, amount = int(token), float(value)
+        except ValueError:
+            raise UserError(f"--logit-bias is {entry!r}, it must be a token id and a number, as in 198=-5") from None
+        if number in bias:
+            raise UserError(f"--logit-bias names token {number} twice")
+        bias[number] = amount
+    return bias

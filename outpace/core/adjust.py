@@ -1,0 +1,85 @@
+"""Single tokens' logits moved before temperature: bias, penalties, bad words, min tokens, each node on its own prefix.
+
+A drafted token counts as written for the nodes below it, so a tree is judged as plain decoding would judge each path.
+The order is that of transformers and vLLM: bias, penalties, then what is forbidden.
+- repetition (Keskar et al., arXiv:1909.05858): a token of prompt or answer: l / r where l > 0, else l * r;
+- presence and frequency (OpenAI's API): l - presence - frequency * count, for tokens of the answer;
+- bad words: the last token of one is forbidden where the answer ends with what stands before it;
+- min tokens: stop tokens are forbidden before so many tokens are written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from outpace.core.types import Adjustments, Request, Row
+
+_FORBIDDEN = float("-inf")
+
+
+def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The logits as each row's request adjusts them, in float32 or better; the same tensor where none does.
+
+    [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
+    draft's may be smaller) are left out.
+    """
+    if all(row.request.adjustments is None for row in rows):
+        return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    place = 0
+    for _, group in groupby(rows, key=lambda row: id(row.committed)):
+        shared = list(group)
+        settings = shared[0].request.adjustments
+        if settings is not None:
+            _adjust(logits[place : place + len(shared)], shared, settings)
+        place += len(shared)
+    return logits
+
+
+def _adjust(logits: Tensor, rows: Sequence[Row], settings: Adjustments) -> None:
+    """Rows of one request, in place."""
+    request, vocab = rows[0].request, logits.shape[-1]
+    bias = {token: value for token, value in settings.logit_bias if token < vocab}
+    if bias:
+        logits[:, list(bias)] += logits.new_tensor(list(bias.values()))
+    answer = Counter(rows[0].committed[len(request.prompt) :])
+    seen = set(rows[0].committed)
+    for logit, row in zip(logits, rows, strict=True):
+        if settings.repetition_penalty != 1.0:
+            _penalise_repetition(logit, seen.union(row.path), settings.repetition_penalty)
+        if settings.presence_penalty or settings.frequency_penalty:
+            counts = answer + Counter(row.path)
+            index = [token for token in counts if token < vocab]
+            weight = logit.new_tensor([counts[token] for token in index])
+            logit[index] -= settings.presence_penalty + settings.frequency_penalty * weight
+        forbidden = [token for token in _forbidden(request, row, settings) if token < vocab]
+        if forbidden:
+            logit[forbidden] = _FORBIDDEN
+
+
+def _penalise_repetition(logit: Tensor, seen: set[int], penalty: float) -> None:
+    index = [token for token in sorted(seen) if token < len(logit)]
+    values = logit[index]
+    logit[index] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[int]:
+    written = row.position - len(request.prompt)
+    if written < settings.min_tokens:
+        yield from request.stop_ids
+    for *before, last in settings.bad_words:
+        if len(before) <= written and _ends_with(row, before):
+            yield last
+
+
+def _ends_with(row: Row, tokens: Sequence[int]) -> bool:
+    """Whether the text before the row's token ends with `tokens`."""
+    if not tokens:
+        return True
+    tail = [*row.committed[-len(tokens) :], *row.path]
+    return tail[-len(tokens) :] == list(tokens)

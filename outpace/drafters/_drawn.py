@@ -1,0 +1,24 @@
+"""A child drawn from q, with q kept beside it: what the rules need that judge by the ratio p / q."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outpace.core.noise import DRAW, uniform
+from outpace.core.tree import Siblings, TokenTree
+from outpace.core.types import Request
+
+
+def draw_child(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> int:
+    """Draws one child of `node` from q (log q [vocab], normalised); the number of nodes added.
+
+    Keyed by the node's id. Nothing is drawn anew for the same node: it has one child.
+    """
+    q = torch.exp(log_q.double()).cpu()
+    cumulative = q.cumsum(0)
+    u = uniform(request.seed, request.choice, tree.ids[node], DRAW) * float(cumulative[-1])
+    token = int(torch.searchsorted(cumulative, u, right=True))
+    tree.q[node] = q / cumulative[-1]
+    tree.add(node, token, tree.scores[node] + min(float(log_q[token]), 0.0), siblings=Siblings.DRAWN)
+    return 1
