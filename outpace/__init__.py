@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import LLM, Asking, Piece, Result, Stream, load
+    from outpace.library import LLM, Asking, Piece, Result, Stream
+    from outpace.loading import load
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Asking", "Piece", "Result", "Stream", "UserError", "load"]
@@ -21,6 +22,6 @@ def __getattr__(name: str) -> Any:
     """The library, torch with it, is imported at its first use: the command line's help needs neither."""
     if name not in __all__:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
-    from outpace import library
+    from outpace import library, loading
 
-    return getattr(library, name)
+    return getattr(loading if name == "load" else library, name)

@@ -15,13 +15,9 @@ from outpace.asking import Asking, asking_of, check_choices
 from outpace.assemble import (
     Loaded,
     Parts,
-    Progress,
     build_engine,
     check_rule,
     find_rule,
-    load_draft,
-    load_model,
-    silent,
 )
 from outpace.core import registry
 from outpace.core.errors import UserError
@@ -267,26 +263,3 @@ class LLM(AbstractContextManager["LLM"]):
         if all(isinstance(message, Mapping) for message in prompt):
             return self.tokenizer.chat(prompt)
         raise UserError(f"the prompt is {prompt!r}, it must be text, chat messages or token ids")
-
-
-def load(
-    target: str | None = None,
-    draft: str | None = None,
-    *,
-    device: str = "cpu",
-    draft_device: str | None = None,
-    dtype: str = "float32",
-    exact: bool | None = None,
-    progress: Progress = silent,
-    **options: Any,
-) -> LLM:
-    """Loads a target (None: the shipped model) and a draft for it; `options` as for `LLM`.
-
-    A model is a hub id, a folder of safetensors, or a .gguf file; a draft may also be some of the target's own layers,
-    as in "layers:0,1,28,29".
-    """
-    loaded = load_model(target, device=device, dtype=dtype, exact=exact, progress=progress)
-    small = None
-    if draft is not None:
-        small = load_draft(draft, loaded, device=draft_device or device, dtype=dtype, exact=exact, progress=progress)
-    return LLM(loaded, small, **options)

@@ -81,7 +81,7 @@ def _bandwidth() -> float:
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     """The default model: whether it runs, whether exactly, its floor and a measured pass; or why it does not."""
     try:
-        from outpace.library import load
+        from outpace.loading import load
 
         with display.LoadingBar(quiet) as progress, load(progress=progress) as llm:
             return _measured(llm, bandwidth)

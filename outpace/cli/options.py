@@ -76,7 +76,7 @@ class Loading:
         from outpace.cli.display import LoadingBar
 
         self._check()
-        from outpace.library import load
+        from outpace.loading import load
 
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         with LoadingBar(quiet, bar_after) as progress:

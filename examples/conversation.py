@@ -1,0 +1,16 @@
+"""A chat whose later turns do not read the earlier ones again. Run: python examples/conversation.py [MODEL]"""
+
+import sys
+
+import outpace
+
+messages = [{"role": "system", "content": "Answer in one short sentence."}]
+with outpace.load(*sys.argv[1:2]) as llm:
+    for question in ("What is the largest planet?", "How many moons does it have?"):
+        messages.append({"role": "user", "content": question})
+        answer = llm.chat(messages, max_tokens=40, repetition_penalty=1.1)
+        messages.append({"role": "assistant", "content": answer.text})
+        print(
+            f"> {question}\n{answer.text}\n  ({answer.prompt_tokens} tokens asked, "
+            f"first token after {answer.time_to_first_token:.2f} s)"
+        )

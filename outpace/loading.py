@@ -1,0 +1,36 @@
+"""`outpace.load`: models by what a user calls them, ready to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outpace.assemble import Progress, load_draft, load_model, silent
+from outpace.library import LLM
+
+
+def load(
+    target: Any = None,
+    draft: Any = None,
+    *,
+    device: str = "cpu",
+    draft_device: str | None = None,
+    dtype: str = "float32",
+    exact: bool | None = None,
+    runtime: str = "auto",
+    trust_remote_code: bool = False,
+    tokenizer: Any = None,
+    progress: Progress = silent,
+    **options: Any,
+) -> LLM:
+    """Loads a target (None: the shipped model) and a draft for it; `options` as for `LLM`.
+
+    A model is a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
+    with its `tokenizer`. A draft may also be "auto", the small sibling that is known for the target, or some of the
+    target's own layers, as in "layers:0,1,28,29". `runtime` "auto": our own for the architectures that it knows, else
+    transformers.
+    """
+    common: dict[str, Any] = {"dtype": dtype, "exact": exact, "trust_remote_code": trust_remote_code}
+    common |= {"runtime": runtime, "progress": progress}
+    loaded = load_model(target, device=device, tokenizer=tokenizer, **common)
+    small = None if draft is None else load_draft(draft, loaded, device=draft_device or device, **common)
+    return LLM(loaded, small, **options)
