@@ -169,9 +169,10 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def close(self) -> None:
-        """Ends all answers and the drafter's worker."""
+        """Ends all answers, the drafter's worker and the process that renders chat templates."""
         with self._turns.turn():
             self.engine.close()
+        self.tokenizer.close()
 
     def stream(
         self, prompt: Prompt, asking: Asking | None = None, *, choice: int = 0, plain: bool = False, **options: Any

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
 
 from outpace.models import config as llama
 from outpace.models import gguf_tokenizer
@@ -35,7 +36,16 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 50000.0,
     "tie_word_embeddings": True,
 }
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+}
 PARTS = {
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "q_proj": "attn_q",
@@ -70,17 +80,16 @@ def weights(seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str = "F32", **options: Any) -> Path:
-    """A tiny Llama as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`."""
-    tensors = options.get("tensors", weights())
-    writer = GGUFWriter(path, options.get("architecture", "llama"))
-    for key, value in (_metadata() | dict(metadata or {})).items():
+    """A tiny model as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`."""
+    tensors, architecture = options.get("tensors", weights()), options.get("architecture", "llama")
+    writer = GGUFWriter(path, architecture)
+    for key, value in (_metadata(architecture) | dict(metadata or {})).items():
         if value is not None:
             _add(writer, key, value)
     for name, values in tensors.items():
         quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-        stored = _interleaved(name, values)
-        data = stored if quantisation.name == "F32" else quants.quantize(stored, quantisation)
-        writer.add_tensor(_gguf_name(name), data, raw_dtype=quantisation)
+        stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
+        writer.add_tensor(_gguf_name(name), stored_as(quantisation, stored), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,11 +97,24 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     return path
 
 
+def stored_as(kind: GGMLQuantizationType, values: np.ndarray) -> np.ndarray:
+    """The values in blocks of this type; where the gguf package cannot write them, blocks of any bytes of that size."""
+    if kind.name == "F32":
+        return values
+    try:
+        return quants.quantize(values, kind)
+    except NotImplementedError:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        columns = values.shape[-1] // block * block_bytes
+        blocks = np.random.default_rng(len(values)).integers(0, 0x3C, (len(values), columns))  # scales stay below 1
+        return blocks.astype(np.uint8)
+
+
 def folder_of(gguf: Path, folder: Path) -> Path:
     """The tokenizer files of a GGUF file, without its weights."""
     folder.mkdir()
     with open_gguf(gguf) as header:
-        built = gguf_tokenizer.build(header)
+        built = gguf_tokenizer.build(gguf, header.metadata)
     built.tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(built.settings))
     (folder / "generation_config.json").write_text(json.dumps(built.special_ids))
@@ -106,9 +128,9 @@ def set_fields(folder: Path, **changes: Any) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata(architecture: str) -> dict[str, Any]:
     kinds = [TokenType.CONTROL if token in SPECIAL else TokenType.NORMAL for token in tokens()]
-    return {
+    fields = {
         "llama.block_count": 2,
         "llama.context_length": 128,
         "llama.embedding_length": 64,
@@ -128,6 +150,7 @@ def _metadata() -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
     }
+    return {key.replace("llama.", f"{architecture}.", 1): value for key, value in fields.items()}
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -152,7 +175,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{parts[2]}.{PARTS[parts[-1]]}.{end}" if parts[-1] in PARTS else name
 
 
-def _interleaved(name: str, values: np.ndarray) -> np.ndarray:
+def interleaved(name: str, values: np.ndarray) -> np.ndarray:
     """llama.cpp's row order of a head, written as a list of row numbers: 0, d/2, 1, d/2 + 1, ..."""
     if ".q_proj." not in name and ".k_proj." not in name:
         return values
@@ -160,3 +183,16 @@ def _interleaved(name: str, values: np.ndarray) -> np.ndarray:
     order = [start + part for start in range(head_dim // 2) for part in (0, head_dim // 2)]
     rows = [head + row for head in range(0, len(values), head_dim) for row in order]
     return values[rows]
+
+
+def model_folder(where: Path, name: str = "model", seed: int = 0, **changes: object) -> Path:
+    """A folder with a tiny random model and its tokenizer, as outpace and transformers load it; `changes` of its
+    config."""
+    from outpace.models.checkpoint import write_checkpoint
+
+    where.mkdir(parents=True, exist_ok=True)
+    tensors = {key: torch.from_numpy(value) for key, value in weights(seed, **changes).items()}
+    write_checkpoint(where / name, CONFIG | changes, tensors)
+    for file in folder_of(write_gguf(where / f"{name}.gguf"), where / f"{name}-tokenizer").iterdir():
+        file.replace(where / name / file.name)
+    return where / name

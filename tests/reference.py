@@ -48,7 +48,7 @@ def logits(config: LlamaConfig, tensor: Callable[[str], Tensor], tokens: Sequenc
     x = get("model.embed_tokens.weight")[list(tokens)]
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        x = x + _attention(config, get, prefix + "self_attn.", _norm(config, x, get(prefix + "input_layernorm.weight")))
+        x = x + _attention(config, layer, get, _norm(config, x, get(prefix + "input_layernorm.weight")))
         h = _norm(config, x, get(prefix + "post_attention_layernorm.weight"))
         gate, up = (_linear(config.mlp_bias, get, f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
         x = x + _linear(config.mlp_bias, get, prefix + "mlp.down_proj", torch.nn.functional.silu(gate) * up)
@@ -65,22 +65,28 @@ def _linear(has_bias: bool, get: Callable[[str], Tensor], name: str, x: Tensor) 
     return product + get(name + ".bias") if has_bias else product
 
 
-def _attention(config: LlamaConfig, get: Callable[[str], Tensor], prefix: str, x: Tensor) -> Tensor:
+def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x: Tensor) -> Tensor:
+    prefix = f"model.layers.{layer}.self_attn."
     count, width = len(x), config.head_dim
 
     def heads(name: str) -> Tensor:
-        return _linear(config.attention_bias, get, prefix + name, x).view(count, -1, width).transpose(0, 1)
+        split = _linear(config.attention_bias, get, f"{prefix}{name}_proj", x).view(count, -1, width)
+        if config.head_norm and name != "v":
+            split = _norm(config, split, get(f"{prefix}{name}_norm.weight"))
+        return split.transpose(0, 1)
 
-    query, key, value = heads("q_proj"), heads("k_proj"), heads("v_proj")
-    frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.outer(torch.arange(count, dtype=torch.float64), frequencies).repeat(1, 2)
-    query, key = (_turn(part, angles) for part in (query, key))
+    query, key, value = heads("q"), heads("k"), heads("v")
+    places = torch.arange(count, dtype=torch.float64)
+    if config.rotates(layer):
+        frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        query, key = (_turn(part, torch.outer(places, frequencies).repeat(1, 2)) for part in (query, key))
     groups = config.num_heads // config.num_kv_heads
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    scores = query @ key.transpose(1, 2) / math.sqrt(width)
-    scores += torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
+    distance = places[:, None] - places
+    hidden = (distance < 0) | (distance >= (config.window(layer) or count))
+    scores = (query @ key.transpose(1, 2) / math.sqrt(width)).masked_fill(hidden, -math.inf)
     mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
-    return _linear(config.attention_bias, get, prefix + "o_proj", mixed)
+    return _linear(config.output_bias, get, prefix + "o_proj", mixed)
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from files import TEMPLATE, folder_of, set_fields, write_gguf
 
 from outpace.core.errors import UserError
+from outpace.models import chat_template, template_process
+from outpace.models.chat_template import ChatTemplate
 from outpace.models.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -27,9 +33,131 @@ def test_render(tiny: Path) -> None:
     assert Tokenizer.from_folder(tiny).render(USER) == '<|im_start|>{"role": "user", "content": "Hi"}\n'
 
 
+@pytest.fixture(scope="module")
+def rendering() -> Iterator[ChatTemplate]:
+    template = ChatTemplate("{{ messages[0].content }}{{ more }}")
+    yield template
+    template.close()
+
+
 def test_template_by_name(tiny: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
-    assert set_fields(tiny, chat_template=named).render(USER) == "<|im_start|>Hi<|im_end|>"
+    named = [{"name": "tool_use", "template": "{{ tools[0].name }}"}, {"name": "default", "template": TEMPLATE}]
+    for form in (named, {entry["name"]: entry["template"] for entry in named}):
+        tokenizer = set_fields(tiny, chat_template=form)
+        assert tokenizer.render(USER) == "<|im_start|>Hi<|im_end|>"
+        assert tokenizer.render(USER, tools=[{"name": "search"}]) == "search"
+    tokenizer = set_fields(tiny, chat_template=named[:1])
+    assert not tokenizer.has_template
+    with pytest.raises(UserError, match="no chat template, only one for tool_use"):
+        tokenizer.render(USER)
+
+
+def test_templates_in_files(tiny: Path) -> None:
+    (tiny / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert Tokenizer.from_folder(tiny).render(USER) == "json"
+    (tiny / "chat_template.jinja").write_text("jinja")
+    assert Tokenizer.from_folder(tiny).render(USER) == "jinja"
+    (tiny / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
+        Tokenizer.from_folder(tiny)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}", "True True True"),
+        ("{{ eos_token }}|{{ unknown }}|{{ unknown is defined }}", "<|im_end|>||False"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ {'é': '<&>'} | tojson }}", '{"é": "<&>"}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=true) }}", '{\n  "a": 2,\n  "b": 1\n}'),
+        (
+            "{%- set ns = namespace(n=0) %}\n{%- for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "1",
+        ),
+        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
+        ("{% macro f(a) %}[{{ a }}]{% endmacro %}{{ f('é😀') }}", "[é😀]"),
+    ],
+)
+def test_equal_to_transformers(tiny: Path, template: str, text: str) -> None:
+    assert set_fields(tiny, chat_template=template).render(USER) == text
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tiny / "tokenizer.json"), eos_token="<|im_end|>")
+    rendered = theirs.apply_chat_template(USER, chat_template=template, tokenize=False, add_generation_prompt=True)
+    assert rendered == text
+
+
+def test_values_reach_the_template(rendering: ChatTemplate) -> None:
+    assert rendering.render(USER, more=1) == "Hi1"
+    assert rendering.render([{"content": "\ud83d half"}], more="\n") == "\ud83d half\n"
+    assert rendering.render([{"content": "x" * 1_000_000}], more="") == "x" * 1_000_000
+    with pytest.raises(UserError, match="plain JSON values"):
+        rendering.render(USER, more=object())
+
+
+def test_one_process_serves_many_threads(rendering: ChatTemplate) -> None:
+    found: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            found[number] = rendering.render([{"content": str(number)}], more="!")
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {number: f"{number}!" for number in range(8)}
+
+
+def process_of(template: ChatTemplate) -> int:
+    assert template._process is not None
+    return template._process.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_process_goes_with_its_owner() -> None:
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([]) == "0"
+    first = process_of(template)
+    template.close()
+    template.close()
+    assert not is_running(first)
+    assert template.render(USER) == "1"
+    second = process_of(template)
+    del template
+    assert not is_running(second)
+
+
+def test_a_process_that_died_is_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}")
+    assert template.render([]) == "0"
+    process_of(template)
+    assert template._process is not None
+    template._process.kill()
+    template._process.wait()
+    with pytest.raises(UserError, match="stopped"):
+        template.render([])
+    assert template.render(USER) == "1"
+    template.close()
+
+
+def test_the_process_ends_when_its_pipe_does() -> None:
+    template = ChatTemplate("x")
+    template.render([])
+    process = template._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as the system does for a parent that was killed
+    assert process.wait(20) == 0
+    template.close()
 
 
 @pytest.mark.parametrize(
@@ -48,3 +176,70 @@ def test_templates_that_raise(tiny: Path, template: str | None, words: str) -> N
     tokenizer = set_fields(tiny, chat_template=template)
     with pytest.raises(UserError, match=words):
         tokenizer.render(USER)
+
+
+LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+ENDLESS = {
+    "loops": LONG + "{% endfor %}" * 3,
+    "loops that write": LONG + "x{% endfor %}{% endfor %}{% endfor %}",
+    "a long text": "{{ 'a' * 10000000000 }}",
+    "a wide text": "{{ 'a' | center(10000000000) }}",
+    "a long number": "{{ 10 ** (10 ** 10) }}",
+    "doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "nesting": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "depth": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_templates_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    script = tmp_path / "template_process.py"
+    code = Path(template_process.__file__).read_text()
+    script.write_text(code.replace("SECONDS = 5 ", "SECONDS = 1 "))
+    monkeypatch.setattr(chat_template.template_process, "__file__", str(script))
+    template = ChatTemplate(ENDLESS[name])
+    with pytest.raises(UserError, match="the model's chat template"):
+        template.render(USER)
+    template.text = "{{ 'fine' }}"
+    template.close()
+    assert template.render(USER) == "fine"
+    template.close()
+
+
+def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("x")
+    template.render([])
+    assert template._process is not None
+    os.kill(template._process.pid, 19)  # SIGSTOP: it takes no processor time, so only patience ends it
+    monkeypatch.setattr(chat_template, "PATIENCE", 0.2)
+    with pytest.raises(UserError, match="stopped"):
+        template.render([])
+    monkeypatch.undo()
+    assert template.render([]) == "x"
+    template.close()
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__ }}",
+        "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
+        "{{ ('a%s' % 'b').format.__self__ }}{{ '{0.__class__}'.format(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}{{ os }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ messages.pop() }}",
+    ],
+)
+def test_the_sandbox_holds(tiny: Path, reach: str) -> None:
+    try:
+        said = set_fields(tiny, chat_template=reach).render(USER)
+    except UserError as error:
+        said = str(error)
+    assert not any(secret in said for secret in ("<class", "<module", "<code", "built-in", "root:", "__main__"))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from files import smollm2_file, write_gguf
@@ -21,11 +19,6 @@ FORMS = r"folder.*\.gguf.*hub id"
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., str]) -> None:
-    pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", answer)
 
 
 def test_a_folder(elsewhere: Path) -> None:
@@ -61,52 +54,23 @@ def test_another_file(elsewhere: Path) -> None:
         find.resolve("model.bin")
 
 
-def test_a_hub_id(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def answer(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(elsewhere)
-
-    hub(monkeypatch, answer)
-    assert find.resolve("owner/name") == elsewhere
-    assert asked["name"] == "owner/name"
-    assert "*.safetensors" in asked["allow_patterns"]
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("LocalEntryNotFoundError", "cannot be reached"),
-        ("RepositoryNotFoundError", "not on the hub"),
-        ("GatedRepoError", "gated"),
-        ("OSError", "cannot be downloaded"),
-    ],
-)
-def test_the_hub_refuses(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, error: str, words: str) -> None:
-    errors = pytest.importorskip("huggingface_hub.errors")
-    kind = getattr(errors, error, OSError)
-
-    def answer(name: str, **options: Any) -> str:
-        raise kind.__new__(kind)
-
-    hub(monkeypatch, answer)
-    with pytest.raises(UserError, match=words):
-        find.resolve("owner/name")
-
-
 def test_without_the_hub_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"outpace\[hub\]"):
         find.resolve("owner/name")
 
 
-def test_offline_for_real(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub.constants")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(elsewhere / "hub"))
-    with pytest.raises(UserError, match="owner/name"):
-        find.resolve("owner/name")
+def test_names_that_no_file_can_have(elsewhere: Path) -> None:
+    for spec in ("a" * 5000, "a\0b", "~nobody-of-this-name/model", "\ud800"):
+        with pytest.raises(UserError, match=FORMS):
+            find.resolve(spec)
+
+
+def test_a_folder_with_a_gguf_file(elsewhere: Path) -> None:
+    (elsewhere / "models").mkdir()
+    (elsewhere / "models" / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"name its GGUF file itself, models/a\.gguf"):
+        find.resolve("models")
 
 
 def test_the_shipped_model_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from files import CONFIG, MERGES, smollm2_file, tokens, weights, write_gguf
+import torch
+from files import CONFIG, smollm2_file, weights, write_gguf
 
 from outpace.core.errors import UserError
 from outpace.models import config as llama
@@ -37,22 +37,17 @@ def folders(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.is_dir()] if cache.exists() else []
 
 
-def refused(path: Path, cache: Path, *words: str) -> str:
-    with pytest.raises(UserError) as caught:
-        convert(path, cache)
-    assert path.name in str(caught.value)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert folders(cache) == []
-    return str(caught.value)
-
-
 def converter(path: Path, cache: Path, die_at: float = 2.0) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", CONVERT, str(path), str(cache), str(die_at)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("F32", 0.0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 0.03), ("Q4_0", 0.5)]
+    ("kind", "error"),
+    [
+        *(("F32", 0.0), ("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 0.03)),
+        *(("Q4_0", 0.5), ("Q4_1", 0.3), ("Q5_0", 0.25), ("Q5_1", 0.15)),
+    ],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip(tmp_path: Path, kind: str, error: float, tied: bool) -> None:
@@ -64,8 +59,10 @@ def test_round_trip(tmp_path: Path, kind: str, error: float, tied: bool) -> None
         assert llama.from_dict(checkpoint.config) == llama.from_dict(CONFIG | {"tie_word_embeddings": tied})
         assert checkpoint.names() == sorted(original)
         for name, values in original.items():
-            found = checkpoint.tensor(name).numpy()
-            assert found.dtype == np.float32
+            stored = checkpoint.tensor(name)
+            kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind) if values.ndim == 2 else None
+            assert stored.dtype == (kept or torch.float32)  # what 16 bits hold need not take 32
+            found = stored.float().numpy()
             assert np.abs(found - values).max() <= (0 if values.ndim == 1 else error), name
     assert stages[-1] == ("done", 1.0)
     assert [fraction for stage, fraction in stages if stage == "converting"][-1] == 1.0
@@ -170,99 +167,6 @@ def test_header_equals_the_gguf_package(tmp_path: Path) -> None:
         for tensor in reader.tensors:
             assert header.tensors[tensor.name].shape == tuple(int(size) for size in tensor.shape[::-1])
             assert np.array_equal(header.raw(tensor.name), tensor.data.view(np.uint8).ravel())
-
-
-def test_truncated_anywhere(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    torn = tmp_path / "torn.gguf"
-    for size in [*range(0, 200, 7), *range(200, len(whole) - 300, len(whole) // 60), len(whole) - 260]:
-        torn.write_bytes(whole[:size])
-        refused(torn, tmp_path / "cache")
-
-
-def test_lying_bytes_never_crash(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    random = np.random.default_rng(0)
-    with open_gguf(tmp_path / "whole.gguf") as header:
-        end = min(entry.start for entry in header.tensors.values())
-    path = tmp_path / "torn.gguf"
-    for trial in range(150):
-        damaged = bytearray(whole)
-        place = int(random.integers(4, 64 if trial % 3 == 0 else end))
-        for offset in range(int(random.integers(1, 9))):
-            damaged[place + offset] = int(random.choice([0, 1, 127, 255, int(random.integers(256))]))
-        path.write_bytes(damaged)
-        with contextlib.suppress(UserError):
-            shutil.rmtree(convert(path, tmp_path / "cache"))
-
-
-@pytest.mark.parametrize("place", [8, 16, 24])
-def test_lying_counts(tmp_path: Path, place: int) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf")
-    data = bytearray(path.read_bytes())
-    data[place : place + 8] = (2**62).to_bytes(8, "little")
-    path.write_bytes(data)
-    refused(path, tmp_path / "cache")
-
-
-def test_not_gguf(tmp_path: Path) -> None:
-    path = tmp_path / "text.gguf"
-    path.write_text("not a model")
-    refused(path, tmp_path / "cache", "not a GGUF file")
-    refused(tmp_path / "none.gguf", tmp_path / "cache", "cannot be read")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "word"),
-    [
-        ("llama.rope.scaling.type", "yarn", "rope.scaling.type"),
-        ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor"),
-        ("llama.rope.dimension_count", 8, "rope.dimension_count"),
-        ("llama.attention.value_length", 32, "value_length"),
-        ("llama.attention.sliding_window", 64, "sliding_window"),
-        ("llama.expert_count", 8, "expert_count"),
-        ("llama.attention.head_count", 3, "num_attention_heads"),
-        ("llama.attention.head_count", [4, 4], "num_attention_heads"),
-        ("llama.block_count", None, "num_hidden_layers"),
-        ("llama.block_count", 3, "model.layers.2"),
-        ("llama.block_count", 1, "blk.1"),
-        ("llama.context_length", None, "context_length"),
-        ("llama.feed_forward_length", 128, "shape"),
-        ("tokenizer.ggml.model", "bert", "tokenizer.ggml.model"),
-        ("tokenizer.ggml.pre", "falcon", "tokenizer.ggml.pre"),
-        ("tokenizer.ggml.tokens", None, "tokenizer.ggml.tokens"),
-        ("tokenizer.ggml.tokens", [*tokens(), "one more"], "token"),
-        ("tokenizer.ggml.tokens", [*tokens()[:-1], "hello"], "twice"),
-        ("tokenizer.ggml.merges", [*MERGES, "un known"], "tokenizer"),
-        ("tokenizer.ggml.merges", [*MERGES, "a"], "merges"),
-        ("tokenizer.ggml.token_type", [1, 2], "token_type"),
-        ("tokenizer.ggml.eos_token_id", 999, "eos_token_id"),
-    ],
-)
-def test_refused_metadata(tmp_path: Path, field: str, value: object, word: str) -> None:
-    refused(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache", word)
-
-
-def test_refused_contents(tmp_path: Path) -> None:
-    path, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
-    refused(write_gguf(path, architecture="qwen2"), cache, "qwen2")
-    extra = weights() | {"rope_freqs.weight": np.ones(8, np.float32)}
-    refused(write_gguf(path, tensors=extra), cache, "rope_freqs")
-    infinite = weights()
-    infinite["model.norm.weight"][3] = np.inf
-    refused(write_gguf(path, tensors=infinite), cache, "finite")
-    missing = weights()
-    del missing["model.norm.weight"]
-    refused(write_gguf(path, tensors=missing), cache, "model.norm.weight")
-
-
-def test_unsupported_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-        raise NotImplementedError(kind.name)
-
-    path = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
-    monkeypatch.setattr("gguf.quants.dequantize", refuse)
-    refused(path, tmp_path / "cache", "unsupported quantisation", "token_embd.weight")
 
 
 @pytest.mark.smollm2

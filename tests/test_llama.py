@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import reference
 import torch
 from files import smollm2_file
-from torch import Tensor
+from passes import assert_same, branch, fresh, prefilled, random_parents, text
 
 from outpace.assemble import load_model
 from outpace.core.errors import UserError
@@ -20,7 +21,9 @@ from outpace.models.config import LlamaConfig
 from outpace.models.llama import Llama
 
 TINY = reference.TINY
-UNTIED = LlamaConfig(**{**TINY.__dict__, "tie_embeddings": False, "attention_bias": True, "mlp_bias": True})
+UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)
+MIXED = replace(TINY, head_norm=True, windows=(5, None, 19), rotary_layers=(True, False, True), attention_bias=True)
+TINIES = {"tiny": TINY, "untied": UNTIED, "mixed": MIXED}
 
 
 @pytest.fixture(autouse=True)
@@ -42,54 +45,15 @@ def smollm2() -> Llama:
     return load_model(None).model
 
 
-@pytest.fixture(params=["tiny", "untied", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+@pytest.fixture(params=[*TINIES, pytest.param("smollm2", marks=pytest.mark.smollm2)])
 def model(request: pytest.FixtureRequest) -> Llama:
     if request.param == "smollm2":
         return request.getfixturevalue("smollm2")
-    return tiny({"tiny": TINY, "untied": UNTIED}[request.param])
-
-
-def text(model: Llama, count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(min(model.vocab_size, 5000)) for _ in range(count)]
-
-
-def random_parents(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [PREFIX, *(rng.randrange(max(0, node - 6), node) for node in range(1, count))]
-
-
-def branch(parents: Sequence[int], node: int) -> list[int]:
-    path = []
-    while node != PREFIX:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
-
-
-def fresh(model: Llama, tokens: Sequence[int]) -> Tensor:
-    """Scores after the last token of a text that is fed at once: the slow path."""
-    session = model.open(len(tokens) + 1, 300)
-    return model.score([chain(session, tokens, wanted=[len(tokens) - 1])])[0]
-
-
-def prefilled(model: Llama, prompt: Sequence[int], room: int = 300):
-    session = model.open(len(prompt) + 200, room)
-    model.score([chain(session, prompt)])
-    session.keep(range(len(prompt)))
-    return session
-
-
-def assert_same(model: Llama, got: Tensor, expected: Tensor) -> None:
-    """Bit by bit in exact mode, to rounding elsewhere."""
-    if model.exact:
-        assert torch.equal(got, expected)
-    else:
-        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    return tiny(TINIES[request.param])
 
 
 @pytest.mark.parametrize("exact", [None, False])
-@pytest.mark.parametrize("config", [TINY, UNTIED], ids=["tiny", "untied"])
+@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
 def test_scores_agree_with_the_reference(config: LlamaConfig, exact: bool | None) -> None:
     model = tiny(config, exact)
     tokens = text(model, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from files import CONFIG, weights
 
 from outpace.core.errors import UserError
 from outpace.models import config as llama
-from outpace.models.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, read_json, write_checkpoint
+from outpace.models.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, write_checkpoint
+from outpace.models.files import read_json
 
 
 def tensors(**changes: Any) -> dict[str, torch.Tensor]:
@@ -61,12 +63,11 @@ def test_the_same_config_in_other_words(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("model_type", "qwen2"),
+        ("model_type", "gemma3"),
         ("model_type", 3),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("architectures", "LlamaForCausalLM"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 2.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
         ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
@@ -103,9 +104,9 @@ def test_refused_configs(field: str, value: Any) -> None:
 
 
 def test_mistral_slides_where_its_config_does_not_say() -> None:
-    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "max_position_embeddings": None}
-    with pytest.raises(UserError, match="sliding_window 4096"):
-        llama.from_dict(CONFIG | mistral | {"max_position_embeddings": 32768})
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "max_position_embeddings": 32768}
+    assert llama.from_dict(CONFIG | mistral).windows == (4096, 4096)
+    assert llama.from_dict(CONFIG | mistral | {"sliding_window": None}).windows == ()
 
 
 def test_shapes_follow_the_config() -> None:
@@ -255,6 +256,93 @@ def test_read_json(tmp_path: Path, text: str) -> None:
         read_json(file)
     file.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UserError, match=r"config\.json"):
+        read_json(file)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantization_config 'gptq'"),
+        ("quantization_config", {"quant_method": "awq"}, "'awq'"),
+        ("quantization_config", {"load_in_4bit": True}, "quantization_config None"),
+        ("compression_config", {"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
+        ("quantization_config", ["x"], "quantization_config"),
+    ],
+)
+def test_quantised_checkpoints_name_the_other_runtime(folder: Path, field: str, value: Any, words: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {field: value}))
+    with pytest.raises(UserError, match=f"{words}.*--runtime transformers"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
+def test_narrow_types(tmp_path: Path, kind: str) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    changed = tensors() | {name: tensors()[name].to(getattr(torch, kind))}
+    write_checkpoint(tmp_path / "model", CONFIG, changed)
+    with pytest.raises(UserError, match=r"allowed are BF16, F16, F32, F64; weights of 8 bits.*--runtime transformers"):
+        check(tmp_path / "model")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "float64"])
+def test_values_that_are_not_finite(tmp_path: Path, kind: str) -> None:
+    for number, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        changed = {name: tensor.to(getattr(torch, kind)) for name, tensor in tensors().items()}
+        changed["model.norm.weight"][5] = value
+        write_checkpoint(tmp_path / str(number), CONFIG, changed)
+        with Checkpoint.open(tmp_path / str(number)) as checkpoint:
+            assert checkpoint.tensor("model.embed_tokens.weight").dtype == getattr(torch, kind)
+            with pytest.raises(UserError, match=r"model\.norm\.weight' holds values that are not finite"):
+                checkpoint.tensor("model.norm.weight")
+
+
+def test_folders_without_safetensors(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    for name, words in (
+        ("pytorch_model.bin", r"pickled weights only \(pytorch_model\.bin\).*nothing is executed from a file"),
+        ("adapter_config.json", "an adapter and no model.*--runtime transformers"),
+        ("a.gguf", r"name the file itself: .*a\.gguf"),
+    ):
+        (folder / name).write_bytes(b"")
+        with pytest.raises(UserError, match=words):
+            Checkpoint.open(folder)
+
+
+def test_more_layers_than_tensors(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2**31 - 1}))
+    with pytest.raises(UserError, match="num_hidden_layers is 2147483647, but the weight files hold 20 tensors"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE])
+def test_what_is_no_file(folder: Path, name: str) -> None:
+    file = folder / name
+    for make, words in (
+        (Path.mkdir, "is not a file"),
+        (os.mkfifo, "is not a file"),
+        (lambda file: file.symlink_to("/dev/zero"), "is not a file"),
+        (lambda file: file.symlink_to(file.name), "cannot be read"),
+        (lambda file: file.symlink_to("none"), "does not exist"),
+    ):
+        file.rmdir() if file.is_dir() else file.unlink()
+        make(file)
+        with pytest.raises(UserError, match=rf"{name} {words}"):
+            Checkpoint.open(folder)
+
+
+def test_a_json_file_of_a_terabyte(folder: Path) -> None:
+    with (folder / "config.json").open("wb") as stream:
+        stream.truncate(2**40)  # a hole: it takes no room
+    with pytest.raises(UserError, match="has 1099511627776 bytes, at most"):
+        Checkpoint.open(folder)
+
+
+def test_half_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"a": "\\ud83d\\ude00"}')
+    assert read_json(file) == {"a": "😀"}
+    file.write_text('{"a": "\\ud83d"}')
+    with pytest.raises(UserError, match="surrogates not allowed"):
         read_json(file)
 
 

@@ -92,7 +92,7 @@ def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
 @pytest.mark.smollm2
 def test_smollm2_facts(smollm2: Tokenizer) -> None:
     assert smollm2.size == 49152
-    assert {0, 2} <= smollm2.stop_ids
+    assert smollm2.stop_ids == {2}  # as in transformers; 0, <|endoftext|>, is padding and no end that its files name
     assert [smollm2.decode([index]) for index in smollm2.encode("12345")] == list("12345")
     assert smollm2.encode("<|im_start|>user")[0] == 1
     assert smollm2.decode([1, *smollm2.encode("hi"), 2]) == "hi"
@@ -164,7 +164,11 @@ def test_pieces_without_a_first_space(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pre", "digits"),
-    [("smollm", "1|2|3|4|5"), ("gpt-2", "12|3|4|5"), ("llama-bpe", "12|3|4|5"), ("qwen2", "1|2|3|4|5")],
+    [
+        *(("smollm", "1|2|3|4|5"), ("gpt-2", "12|3|4|5"), ("tekken", "1|2|3|4|5")),
+        *(("llama-bpe", "12|3|4|5"), ("llama3", "12|3|4|5"), ("smaug-bpe", "12|3|4|5")),
+        *(("qwen2", "1|2|3|4|5"), ("deepseek-r1-qwen", "1|2|3|4|5")),
+    ],
 )
 def test_pre_tokenizers(tmp_path: Path, pre: str, digits: str) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": pre})
@@ -179,7 +183,7 @@ def test_default_pre_tokenizer_splits_digits_by_three(tmp_path: Path) -> None:
         tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": None, "tokenizer.ggml.merges": [*MERGES[:-1], "3 4"]}
     )
     with open_gguf(path) as header, pytest.raises(UserError, match="cannot be built"):
-        gguf_tokenizer.build(header)  # "34" is no token
+        gguf_tokenizer.build(path, header.metadata)  # "34" is no token
     words = [word if word != "12" else "34" for word in tokens()]
     path = write_gguf(
         tmp_path / "tiny.gguf",
@@ -200,11 +204,43 @@ def test_bos(tmp_path: Path) -> None:
 
 
 def test_stop_ids(tiny: Path) -> None:
-    assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {0, 2, tokens().index("h")}
+    """What the files name, the turn's end besides; a document's end only where nothing is named."""
+    assert set_fields(tiny, eos_token={"content": "h"}).stop_ids == {2, tokens().index("h")}
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert Tokenizer.from_folder(tiny).stop_ids == {2, tokens().index("h")}  # generation_config.json comes first
+    (tiny / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2, -1, 10**30]}))
+    assert Tokenizer.from_folder(tiny).stop_ids == {2, 9, tokens().index("h")}
+    (tiny / "generation_config.json").unlink()
     assert {7, 8} <= Tokenizer.from_folder(tiny).stop_ids
     (tiny / "config.json").write_text(json.dumps({"eos_token_id": "two"}))
     with pytest.raises(UserError, match="eos_token_id"):
+        Tokenizer.from_folder(tiny)
+
+
+def test_stop_ids_of_files_that_name_none(tmp_path: Path) -> None:
+    words = [word.replace("<|im_end|>", "<|other|>") for word in tokens()]
+    fields = {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.tokens": words}
+    tiny = folder_of(write_gguf(tmp_path / "tiny.gguf", fields), tmp_path / "tiny")
+    (tiny / "generation_config.json").unlink()
+    assert Tokenizer.from_folder(tiny).stop_ids == {0}  # <|endoftext|>
+
+
+def test_special_tokens_map(tiny: Path) -> None:
+    (tiny / "special_tokens_map.json").write_text(json.dumps({"bos_token": "h", "eos_token": "e"}))
+    tokenizer = Tokenizer.from_folder(tiny)
+    assert tokenizer.bos_id == 1  # tokenizer_config.json comes first
+    (tiny / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.from_folder(tiny)
+    assert tokenizer.bos_id == tokens().index("h")
+    assert tokens().index("e") in tokenizer.stop_ids
+
+
+def test_ids_beyond_the_embedding(tiny: Path) -> None:
+    for rows in (len(tokens()), len(tokens()) + 64):  # embeddings are often padded
+        (tiny / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        assert Tokenizer.from_folder(tiny).size == len(tokens())
+    (tiny / "config.json").write_text(json.dumps({"vocab_size": len(tokens()) - 1}))
+    with pytest.raises(UserError, match=rf"ids up to {len(tokens()) - 1}.*has {len(tokens()) - 1} rows"):
         Tokenizer.from_folder(tiny)
 
 

@@ -1,66 +1,102 @@
-"""Renders a model's chat template, a Jinja text from its files, in a sandbox and with what transformers offers it."""
+"""Renders a model's chat template, a Jinja text from its files, in a process of its own with bounded time and memory.
+
+A template is a program of the model's maker. Jinja's sandbox keeps it from reaching for anything, but not from running
+for ever or from filling the memory, and neither can be stopped from within: so another process renders, which the
+system stops. It starts at the first use, serves all that follow, and ends when this one does, however that ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models import template_process
+
+PATIENCE = 30.0  # seconds for one answer; the process itself stops after template_process.SECONDS of work
+LONGEST_WORDS = 500  # characters of a template's own words that are shown
+START = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
-    """The text of the conversation; UserError if the template is not valid or raises, with its own words."""
-    import jinja2
+class ChatTemplate:
+    """One template and, from its first use on, the process that renders it. Usable from several threads."""
 
-    try:
-        return _compiled(template)(messages=[dict(message) for message in messages], **values)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the model's chat template is not valid: {error}") from error
-    except UserError:
-        raise
-    except Exception as error:  # a template runs the model maker's code: whatever it raises is bad input
-        raise UserError(f"the model's chat template refuses these messages: {error}") from error
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
 
+    def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> str:
+        """The text of the conversation; UserError if the template is not valid, raises, or takes too much."""
+        try:
+            asked = json.dumps({"messages": [dict(message) for message in messages], **values}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"messages and tools must be plain JSON values ({error})") from error
+        with self._lock:
+            answer = self._asked(asked)
+        if "text" in answer:
+            return str(answer["text"])
+        raise UserError(f"the model's chat template {answer['refusal'][:LONGEST_WORDS]}")
 
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> Callable[..., str]:
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    def close(self) -> None:
+        """Ends the process; a later `render` starts another."""
+        with self._lock:
+            self._stop()
 
-    class Generation(Extension):
-        """{% generation %} marks the assistant's part for training; here it only shows what it holds."""
+    def __del__(self) -> None:
+        self._stop()
 
-        tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+    def _asked(self, question: bytes) -> dict[str, Any]:
+        process = self._running()
+        timer = threading.Timer(PATIENCE, process.kill)
+        timer.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
+                process.stdin.write(question + b"\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            if line:
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        except BaseException:
+            self._stop()  # interrupted between question and answer: the next one would get this one's
+            raise
+        finally:
+            timer.cancel()
+        self._stop()
+        limits = f"{template_process.SECONDS} seconds or {template_process.BYTES >> 20} MiB"
+        return {"refusal": f"takes more than {limits}, it was stopped"}
 
-        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            script, paths = str(Path(template_process.__file__)), [path for path in sys.path if path]
+            command = [sys.executable, "-I", "-S", "-c", START, script, *paths]
+            pipe = subprocess.PIPE
+            # A session of its own: Ctrl-C is for the program that shows the answer.
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(self.text).encode() + b"\n")
+            self._process = process
+        return self._process
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template).render
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter escapes <, > and & for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        process.wait()

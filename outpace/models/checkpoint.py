@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from outpace.core.errors import UserError
+from outpace.models.files import check_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64", "F32", "F16", "BF16"}
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_RUNTIME = "`--runtime transformers`"
 
 
 @dataclass
@@ -36,9 +39,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         path = Path(path)
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
-        checkpoint = cls(path, read_json(path / "config.json"))
+        config = read_json(path / "config.json")
+        _refuse_quantised(path, config)
+        checkpoint = cls(path, config)
         try:
             checkpoint._open_files()
+            checkpoint._check_layers()
         except BaseException:
             checkpoint.close()
             raise
@@ -61,12 +67,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return tuple(self._slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor in the type that is stored, mapped from the file; UserError if there is none of that name."""
-        file = self._file(name)
+        """One tensor in the type that is stored, mapped from the file.
+
+        UserError: there is none of that name, or it holds infinities or nan, which no sound model does.
+        """
+        file, where = self._file(name), self.path / self._shards[name]
         try:
-            return file.get_tensor(name)
+            value: torch.Tensor = file.get_tensor(name)
         except Exception as error:
-            raise UserError(f"{self.path / self._shards[name]}: tensor {name!r} cannot be read ({error})") from error
+            raise UserError(f"{where}: tensor {name!r} cannot be read ({error!s:.200})") from error
+        if not is_finite(value):
+            raise UserError(f"{where} is damaged: tensor {name!r} holds values that are not finite")
+        return value
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
@@ -76,8 +88,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if tuple(part.get_shape()) != tuple(expected):
                 raise UserError(f"{where}: tensor {name!r} has shape {part.get_shape()}, expected {list(expected)}")
             if part.get_dtype() not in DTYPES:
-                allowed = ", ".join(sorted(DTYPES))
-                raise UserError(f"{where}: tensor {name!r} has type {part.get_dtype()}, allowed are {allowed}")
+                allowed = f"allowed are {', '.join(sorted(DTYPES))}"
+                scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
+                raise UserError(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
 
     def _slice(self, name: str) -> Any:
         return self._file(name).get_slice(name)
@@ -90,11 +103,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._files[name]
 
     def _open_files(self) -> None:
-        if (self.path / SINGLE).exists():
+        if is_there(self.path / SINGLE):
             self._add_file(SINGLE)
             return
-        if not (self.path / INDEX).exists():
-            raise UserError(f"{self.path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read")
+        if not is_there(self.path / INDEX):
+            raise UserError(_without_weights(self.path))
         shards = _index(self.path / INDEX)
         for shard in sorted(set(shards.values())):
             self._add_file(shard)
@@ -106,32 +119,31 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         from safetensors import safe_open
 
         file = self.path / shard
-        if not file.is_file():
-            raise UserError(f"{file} does not exist")
+        check_file(file)
         try:
             opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
             names = list(opened.keys())
-        except (
-            Exception
-        ) as error:  # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
-            raise UserError(f"{file} is not a whole safetensors file ({error})") from error
+        # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
+        except Exception as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error!s:.200})") from error
         for name in names:
             self._files[name], self._shards[name] = opened, shard
 
+    def _check_layers(self) -> None:
+        """Before anybody lists what a config.json announces: each layer has tensors of its own."""
+        layers = self.config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(self._shards):
+            said = f"num_hidden_layers is {layers!r:.50}"
+            raise UserError(
+                f"{self.path / 'config.json'}: {said}, but the weight files hold {len(self._shards)} tensors"
+            )
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; UserError if the file is missing, unreadable or holds something else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file} does not exist") from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds a JSON {type(value).__name__}, it must be an object")
-    return value
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether no element is nan or infinite, in one pass and without memory of its own."""
+    if not value.is_floating_point() or value.itemsize == 1 or not value.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
 
 
 def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -187,11 +199,38 @@ def _flush_to_disk(folder: Path) -> None:
             os.fsync(stream.fileno())
 
 
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("quantization_config", "compression_config"):
+        found = config.get(name)
+        if found:
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            raise UserError(
+                f"{path} is quantised ({name} {method!r:.50}): {OTHER_RUNTIME} runs it, this runtime cannot"
+            )
+
+
+def _without_weights(path: Path) -> str:
+    """The sentence for a folder without safetensors, by what it holds instead."""
+    names = sorted(file.name for file in path.iterdir())
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        return f"{path} holds no {SINGLE}; to run its GGUF file, name the file itself: {path / gguf[0]}"
+    if "adapter_config.json" in names:
+        return f"{path} holds an adapter and no model: merge it into its model first, or use {OTHER_RUNTIME}"
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        rule = "reading them can run any code and nothing is executed from a file; save the model as safetensors"
+        return f"{path} holds pickled weights only ({pickled[0]}): {rule}"
+    return f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read"
+
+
 def _index(file: Path) -> dict[str, str]:
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise UserError(f"{file} has no weight_map")
     for name, shard in shards.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError(f"{file}: weight_map names {shard!r} for {name!r}, it must be a file beside the index")
+            raise UserError(
+                f"{file}: weight_map names {shard!r:.100} for {name!r:.100}, it must be a file beside the index"
+            )
     return shards

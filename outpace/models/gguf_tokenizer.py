@@ -1,19 +1,20 @@
-"""Builds the tokenizer that a GGUF file describes: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`)."""
+"""Builds the tokenizer that GGUF metadata describe: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError, unknown
-from outpace.models.gguf_header import GgufHeader
 
 if TYPE_CHECKING:
     import tokenizers
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space
+LONGEST_PIECE = 1000  # characters of a token that merges are sought for, which takes their square
 
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 LLAMA3_SPLIT = (
@@ -21,6 +22,11 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+CAPITAL, SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # A file without a pre-tokenizer's name is read as llama.cpp reads it.
 DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -28,6 +34,12 @@ DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
+# Names under which llama.cpp knows the same pre-tokenizer.
+SAME_PRE = {
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2"),
+}
+WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is taken as it is, whatever the merges say
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
 
@@ -42,26 +54,26 @@ class GgufTokenizer:
     special_ids: dict[str, Any]
 
 
-def build(header: GgufHeader) -> GgufTokenizer:
-    """The tokenizer in a GGUF file's metadata; UserError names the field that is missing, damaged or not supported."""
+def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
+    """The tokenizer in the metadata of the file `path`; UserError names the field that is missing or not supported."""
     from tokenizers import AddedToken
 
-    vocabulary = _Vocabulary(header)
+    vocabulary = _Vocabulary(path, metadata)
     kind = vocabulary.field("model", str)
     builders: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentence_piece}
     if kind not in builders:
-        raise UserError(f"{header.path}: {unknown('tokenizer.ggml.model', kind, builders)}")
+        raise UserError(f"{path}: {unknown('tokenizer.ggml.model', kind, builders)}")
     try:
         tokenizer = builders[kind](vocabulary)
-    except UserError:
-        raise
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
     except Exception as error:  # tokenizers raises bare Exceptions, for example for a merge of unknown tokens
-        raise UserError(f"{header.path}: the tokenizer cannot be built ({error})") from error
+        raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
     special = {token for token, is_a in vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED)) if is_a != USER_DEFINED}
     added = [token for token, _ in vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED)) if token]
     tokenizer.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in added])
     bos = vocabulary.special("bos")
-    add_bos = vocabulary.flag("add_bos_token", kind == "llama" or vocabulary.pre == "llama-bpe") and bos is not None
+    add_bos = vocabulary.flag("add_bos_token", kind == "llama" or vocabulary.pre in WHOLE_WORDS) and bos is not None
     if add_bos and bos is not None:
         _put_bos_first(tokenizer, *bos)
     return GgufTokenizer(tokenizer, len(vocabulary.tokens), _settings(vocabulary, add_bos), _special_ids(vocabulary))
@@ -70,16 +82,17 @@ def build(header: GgufHeader) -> GgufTokenizer:
 class _Vocabulary:
     """The fields tokenizer.ggml.* of a file, checked as they are read."""
 
-    def __init__(self, header: GgufHeader) -> None:
-        self.path, self.metadata = header.path, header.metadata
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        self.path, self.metadata = path, metadata
         self.tokens = self.texts("tokens")
         if not self.tokens:
             raise UserError(f"{self.path}: tokenizer.ggml.tokens is empty")
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
-            raise UserError(f"{self.path}: tokenizer.ggml.tokens names {twice!r} twice")
-        self.pre = self.field("pre", str, "default")
+            raise UserError(f"{self.path}: tokenizer.ggml.tokens names {twice!r:.100} twice")
+        pre = self.field("pre", str, "default")
+        self.pre = SAME_PRE.get(pre, pre)
 
     def field(self, name: str, kind: type, default: Any = None) -> Any:
         value = self.metadata.get(f"tokenizer.ggml.{name}", default)
@@ -113,7 +126,9 @@ class _Vocabulary:
         pairs = [tuple(merge.split(" ")) for merge in self.texts("merges")]
         for pair in pairs:
             if len(pair) != 2:
-                raise UserError(f"{self.path}: tokenizer.ggml.merges holds {' '.join(pair)!r}, it must be two tokens")
+                raise UserError(
+                    f"{self.path}: tokenizer.ggml.merges holds {' '.join(pair)!r:.100}, it must be two tokens"
+                )
         return pairs  # type: ignore[return-value]
 
     def special(self, name: str) -> tuple[str, int] | None:
@@ -126,7 +141,7 @@ class _Vocabulary:
             return None
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.tokens):
             allowed = f"at least 0 and below {len(self.tokens)}"
-            raise UserError(f"{self.path}: tokenizer.ggml.{name} is {index!r}, it must be {allowed}")
+            raise UserError(f"{self.path}: tokenizer.ggml.{name} is {index!r:.50}, it must be {allowed}")
         return self.tokens[index], index
 
 
@@ -137,12 +152,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         "smollm": _digits_first,
         "gpt-2": lambda space: _split((), True, space),
         "llama-bpe": lambda space: _split((LLAMA3_SPLIT,), False, space),
+        "smaug-bpe": lambda space: _split((LLAMA3_SPLIT,), False, space),
         "qwen2": lambda space: _split((QWEN2_SPLIT,), False, space),
+        "tekken": lambda space: _split((TEKKEN_SPLIT,), False, space),
         "default": lambda space: _split(DEFAULT_SPLITS, False, space),
     }
     if vocabulary.pre not in splits:
         raise UserError(f"{vocabulary.path}: {unknown('tokenizer.ggml.pre', vocabulary.pre, splits)}")
-    whole_words = vocabulary.pre == "llama-bpe"  # a word that is a token is taken as it is, whatever the merges say
+    whole_words = vocabulary.pre in WHOLE_WORDS
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=whole_words))
     if vocabulary.pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -190,6 +207,8 @@ def _merges_by_score(ids: Mapping[str, int], scores: list[float]) -> list[tuple[
     """Every way to put a token together from two others, best score of the result first, as SentencePiece merges."""
     found = []
     for token, index in ids.items():
+        if len(token) > LONGEST_PIECE:
+            raise UserError(f"a token of {len(token)} characters is not supported, at most {LONGEST_PIECE} are")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in ids and right in ids:

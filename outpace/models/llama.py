@@ -1,15 +1,16 @@
 """Our own runtime for the Llama family: token trees of many sessions through one forward, static keys and values.
 
-Exact mode (the default for float32 on a CPU): a row's bits depend on its token, prefix and ancestors alone. Rows are
-padded to counts that `linear.find_row_counts` found, everything between the products is row-wise, attention is
-`ExactAttention`. So plain decoding, a tree, a batch and a fresh prefill write the same text, bit for bit.
+Exact mode (the default for float32 and bfloat16 on a CPU): a row's bits depend on its token, prefix and ancestors
+alone. Rows are padded to counts that `linear.find_row_counts` found, everything between the products is row-wise,
+attention is `ExactAttention`. So plain decoding, a tree, a batch and a fresh prefill write the same text, bit for bit.
+
+Layers with a sliding window read the last tokens only, but a session keeps all of them: there is no ring buffer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from outpace.core.errors import UserError
 from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
-from outpace.models.linear import COUNTS, HEAD_COUNTS, Linear, find_row_counts, in_calls, padded
-from outpace.models.llama_weights import Layer, load_head, load_layer, rotary
+from outpace.models.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
+from outpace.models.llama_weights import Layer, Normed, load_head, load_layer
+from outpace.models.rope import Rotary
+from outpace.models.span import Span
 
 
 class LlamaSession(Session):
@@ -41,23 +44,6 @@ class LlamaSession(Session):
         self.kv[:, :, :length] = other.kv[:, :, :length]
 
 
-class _Span:
-    """Where one session's rows lie in the forward, and what they see."""
-
-    def __init__(self, part: Part, first_row: int, device: torch.device) -> None:
-        session = part.session
-        before = session.pending
-        sees = session.extend(part.parents)
-        self.session = session
-        self.rows = slice(first_row, first_row + len(part.tokens))
-        self.slots = slice(session.length + before, session.length + session.pending)
-        self.seen = session.length + session.pending
-        last = session.last_position  # a tree may reach past the context; what lies there is never committed
-        self.positions = [min(session.length + depth, last) for depth in session.pending_depths[before:]]
-        hidden = np.where(sees, 0.0, -np.inf)
-        self.hidden = None if sees.all() else torch.from_numpy(hidden).to(device)  # [nodes, pending]
-
-
 class Llama:
     """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
@@ -66,22 +52,27 @@ class Llama:
         config: LlamaConfig,
         layers: Sequence[Layer],
         embedding: Tensor,
-        head: Linear,
+        head: Normed,
         exact: bool | None = None,
+        head_ids: Tensor | None = None,
     ) -> None:
-        """`exact` None: on where the machine allows it, float32 on a CPU."""
+        """`exact` None: on where the machine allows it, float32 and bfloat16 on a CPU. `head_ids` [rows]: the tokens
+        of the output layer's rows, where it holds some only; all others score -inf."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.device, self.dtype = embedding.device, embedding.dtype
-        self._layers, self._embedding, self._head = layers, embedding, head
+        self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
-        self._cis = rotary(config, self.device)  # [positions, head_dim / 2] complex64
-        may_be_exact = self.device.type == "cpu" and self.dtype == torch.float32
-        probing = may_be_exact and exact is not False
+        self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
+        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+        self._windows = {config.window(number) for number in range(config.num_layers)}
+        probing = can_pack(self.device, self.dtype) and exact is not False
         self.row_counts, self._head_counts = self._probe() if probing else ((), ())
         self.exact = bool(self.row_counts)
         if exact and not self.exact:
-            raise UserError(f"exact mode is not to be had for {self.dtype} on {self.device}: float32 on a CPU has it")
+            raise UserError(
+                f"exact mode is not to be had for {self.dtype} on {self.device}: float32 and bfloat16 on a CPU have it"
+            )
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
@@ -101,9 +92,14 @@ class Llama:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         exact: bool | None = None,
+        head_ids: Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Llama:
-        """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer."""
+        """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer.
+
+        `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
+        """
+        head_ids = None if head_ids is None else _checked_ids(head_ids, config.vocab_size).to(device)
 
         def fetch(name: str) -> Tensor:
             return tensor(name).to(device=device, dtype=dtype)
@@ -113,17 +109,20 @@ class Llama:
             layers.append(load_layer(config, number, fetch))
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
-        return cls(config, layers, embedding, load_head(config, embedding, fetch), exact)
+        head = load_head(config, embedding, head_ids, fetch)
+        return cls(config, layers, embedding, head, exact, head_ids)
 
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
-        config = replace(self.config, num_layers=len(layers))
         chosen = [self._layers[number] for number in layers]
-        return Llama(config, chosen, self._embedding, self._head, self.exact)
+        config = self.config.of_layers(layers)
+        return Llama(config, chosen, self._embedding, self._head, self.exact, self._head_ids)
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
-        return LlamaSession(min(capacity, self.max_positions), room, self.config, self._kv_dtype, self.device)
+        capacity = min(capacity, self.max_positions)
+        self._rotary.reach(min(capacity + room, self.max_positions))
+        return LlamaSession(capacity, room, self.config, self._kv_dtype, self.device)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part]) -> Tensor:
@@ -131,61 +130,108 @@ class Llama:
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
-        spans: list[_Span] = []
+        spans: list[Span] = []
         for part in forest:
-            spans.append(_Span(part, spans[-1].rows.stop if spans else 0, self.device))
+            first_row = spans[-1].rows.stop if spans else 0
+            spans.append(Span(part, first_row, self.max_positions - 1, self._windows, self.device))
         tokens = torch.tensor([token for part in forest for token in part.tokens], device=self.device)
         positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
         x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
-        turn = self._turns(padded(positions, self.row_counts))
+        turns = self._turns(padded(positions, self.row_counts))
         for number in range(len(self._layers)):
-            x = self._forward(number, x, turn, spans)
+            x = self._forward(number, x, turns, spans)
         rows = row_numbers(forest)
-        if not rows:
-            return x.new_empty(0, self.vocab_size)
-        wanted = x[torch.tensor(rows, device=self.device)]
-        wanted = self._norm(padded(wanted, self._head_counts))
-        return in_calls(self._head, wanted, None, self._head_counts)[: len(rows), : self.vocab_size]
+        return self._logits(x[torch.tensor(rows, dtype=torch.int64, device=self.device)])
 
-    def _forward(self, number: int, x: Tensor, turn: Tensor, spans: Sequence[_Span]) -> Tensor:
+    def _forward(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         layer, attention = self._layers[number], self._attention[number]
-        mixed = attention.prepare(self._apply(layer.qkv, self._norm(x)), turn)
+        mixed = self._apply_normed(layer.qkv, x)
+        if layer.head_norm is not None:
+            mixed = self._norm_heads(mixed, layer.head_norm)
+        mixed = attention.prepare(mixed, turns[self.config.rotates(number)])
         attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
         for span in spans:
             self._attend(number, span, mixed[span.rows], attended[span.rows])
         x = self._apply(layer.output, attended, x)
-        gate, up = self._apply(layer.gate_up, self._norm(x)).chunk(2, dim=-1)
+        gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
         return self._apply(layer.down, F.silu(gate).mul_(up), x)
 
-    def _attend(self, number: int, span: _Span, mixed: Tensor, out: Tensor) -> None:
+    def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:
         """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
         heads, groups = self.config.num_heads, self.config.num_kv_heads
-        kv = span.session.kv[number]
+        kv, view = span.session.kv[number], span.views[self.config.window(number)]
         kv[:, span.slots] = mixed[:, heads:].transpose(0, 1)
-        keys, values = kv[:groups, : span.seen], kv[groups:, : span.seen]
-        self._attention[number].attend(mixed[:, :heads], keys, values, span.hidden, out)
+        keys, values = kv[:groups, view.first : span.seen], kv[groups:, view.first : span.seen]
+        self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
 
-    def _turns(self, positions: Tensor) -> Tensor:
-        """Rotation of every head's pairs, values by nothing: [rows, heads + 2 kv_heads, head_dim / 2] complex."""
+    def _logits(self, x: Tensor) -> Tensor:
+        """The last layer's rows to scores: [rows, vocab]"""
+        if not len(x):
+            return x.new_empty(0, self.vocab_size)
+        normed = self._norm(padded(x, self._head_counts), self._head.norm)
+        logits = in_calls(self._head.linear, normed, None, self._head_counts)[: len(x)]
+        if self._head_ids is not None:
+            wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
+            logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
+        return logits[:, : self.vocab_size]
+
+    def _turns(self, positions: Tensor) -> dict[bool, Tensor]:
+        """What layers that know positions (True), and those that do not, multiply heads' pairs by: unit numbers, for
+        queries with the softmax's scale; values stay. [rows, heads + 2 kv_heads, head_dim / 2] complex"""
         config = self.config
-        turn = self._cis[positions][:, None].to(self._attention[0].turn_dtype)
-        turned = turn.expand(-1, config.num_heads + config.num_kv_heads, -1)
-        return torch.cat([turned, torch.ones_like(turn).expand(-1, config.num_kv_heads, -1)], dim=1)
+        still = torch.ones(len(positions), 1, config.head_dim // 2, dtype=self._attention[0].turn_dtype)
+        still = still.to(self.device)
 
-    def _norm(self, x: Tensor) -> Tensor:
-        """x over sqrt(sum of squares + hidden * eps): sqrt(hidden) and the norm's weights are in the next product."""
+        def of_heads(turn: Tensor) -> Tensor:
+            query = (turn / math.sqrt(config.head_dim)).expand(-1, config.num_heads, -1)
+            parts = (query, turn.expand(-1, config.num_kv_heads, -1), still.expand(-1, config.num_kv_heads, -1))
+            return torch.cat(parts, dim=1)
+
+        turning = of_heads(self._rotary(positions)[:, None].to(still.dtype))
+        return {True: turning, False: of_heads(still)} if config.rotary_layers else {True: turning}
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x over sqrt(sum of squares + hidden * eps), times `weight`, which brings sqrt(hidden); where it is None, both
+        are in the next product."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, 1]
-        return (x / torch.hypot(norm, self._norm_floor)).to(x.dtype)
+        normed = x / torch.hypot(norm, self._norm_floor)
+        return normed if weight is None else (normed * weight).to(x.dtype)
+
+    def _norm_heads(self, mixed: Tensor, weight: Tensor) -> Tensor:
+        """Queries and keys, head by head, as `_norm` does it; values stay. [rows, (heads + 2 kv_heads) * head_dim]"""
+        heads = mixed.unflatten(1, (-1, self.config.head_dim))
+        norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, heads.., 1]
+        divisor = torch.hypot(norm, self._head_norm_floor)
+        divisor[:, -self.config.num_kv_heads :] = 1
+        return (heads / divisor * weight).flatten(1).to(mixed.dtype)
+
+    def _apply_normed(self, normed: Normed, x: Tensor) -> Tensor:
+        return self._apply(normed.linear, self._norm(x, normed.norm))
 
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return in_calls(linear, x, residual, self.row_counts)
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Row counts that leave rows alone, for the layers and for the output layer."""
-        layer, config = self._layers[0], self.config
-        attended = config.num_heads * config.head_dim
-        wide = [(layer.qkv, config.hidden_size), (layer.output, attended), (layer.gate_up, config.hidden_size)]
-        counts = find_row_counts([*wide, (layer.down, config.intermediate_size)], COUNTS)
-        head = find_row_counts([(self._head, config.hidden_size)], HEAD_COUNTS)
+        layer, hidden, config = self._layers[0], self.config.hidden_size, self.config
+
+        def added(linear: Linear) -> Linear:
+            """As the forward calls it, with a residual: that is another kernel."""
+            return lambda x, residual=None: linear(x, x.new_ones(len(x), hidden))
+
+        narrow = [(layer.qkv.linear, hidden), (layer.gate_up.linear, hidden)]
+        wide = [(layer.output, config.num_heads * config.head_dim), (layer.down, config.intermediate_size)]
+        linears = [*narrow, *((added(linear), inputs) for linear, inputs in wide)]
+        counts = find_row_counts(linears, COUNTS, self.dtype)
+        head = find_row_counts([(self._head.linear, hidden)], HEAD_COUNTS, self.dtype)
         return (counts, head) if counts and head else ((), ())
+
+
+def _checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """The tokens of a reduced output layer; UserError unless they are different tokens of the vocabulary."""
+    if ids.dim() != 1 or not len(ids) or ids.dtype != torch.int64:
+        raise UserError(f"the output layer's tokens are {ids.dtype} {list(ids.shape)}, they must be int64 [tokens]")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise UserError(f"the output layer's tokens must be different ones, between 0 and {vocab_size - 1}")
+    return ids

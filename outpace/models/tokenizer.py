@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
-from outpace.models import chat_template
-from outpace.models.checkpoint import read_json
+from outpace.models.chat_template import ChatTemplate
+from outpace.models.files import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text_stream import TextStream, stream_maker
 
 if TYPE_CHECKING:
     import tokenizers
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Tokens that end a turn or a text in the families that run here, whether or not the model's files say so.
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
+# Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+# Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
+# too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
+TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 class Tokenizer:
@@ -27,8 +31,9 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         settings: Mapping[str, Any],
         stop_ids: Sequence[int] = (),
-        template: str | None = None,
+        templates: Mapping[str, str] | None = None,
     ) -> None:
+        """`stop_ids` are those that the model's files name, `templates` its chat templates by name."""
         self._tokenizer = tokenizer
         # Some files carry the settings of training, which would cut or fill what is encoded.
         tokenizer.no_truncation()
@@ -36,34 +41,35 @@ class Tokenizer:
         self._words = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
         self._add_bos = settings.get("add_bos_token")
-        self._template = template
+        self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
         self._stream = stream_maker(tokenizer)
         self.size = max(self._words, default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
-        named = {self._id(self._special.get("eos_token")), *map(self._id, ENDS), *stop_ids}
-        self.stop_ids = frozenset(index for index in named if index is not None)
+        self.stop_ids = self._ends(stop_ids)
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
-        """The tokenizer of the model folder `path`; UserError if tokenizer.json is missing or damaged."""
-        import tokenizers
+        """The tokenizer of the model folder `path`.
 
+        UserError: there is no tokenizer.json or tokenizer.model, it is damaged, or it names ids that the model's
+        embedding does not have.
+        """
         path = Path(path)
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise UserError(f"{path} holds no tokenizer.json, other tokenizer files cannot be read")
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises bare Exceptions
-            raise UserError(f"{file} is not a tokenizer ({error})") from error
-        settings = _optional(path / "tokenizer_config.json")
+        own = read_json_if_there(path / "tokenizer_config.json")
+        settings = {**read_json_if_there(path / "special_tokens_map.json"), **own}
+        config = read_json_if_there(path / "config.json")
         stops: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            stops += _ids(path / name, _optional(path / name).get("eos_token_id"))
+            stops = stops or _ids(path / name, read_json_if_there(path / name).get("eos_token_id"))
+        raw, file = _raw(path, settings)
         try:
-            return cls(tokenizer, settings, stops, _template(path, settings))
+            tokenizer = cls(raw, settings, stops, _templates(path, settings))
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
+        rows = config.get("vocab_size")
+        if isinstance(rows, int) and tokenizer.size > rows:
+            raise UserError(f"{file} names ids up to {tokenizer.size - 1}, the model's embedding has {rows} rows")
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, after the begin-of-text token where the model wants one.
@@ -76,15 +82,31 @@ class Tokenizer:
         twice = self.bos_id is not None and ids[:2] == [self.bos_id] * 2
         return ids[1:] if twice else ids
 
+    def continuation(self, text: str) -> list[int]:
+        """Ids of a text that continues another: no special tokens around it, and none made of its characters."""
+        return self._encode(text, add_special=False)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether `render` and `chat` have a template to go by."""
+        return "default" in self._templates
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation as the text that the model was trained on; `values` (tools, ...) go to the template.
 
         UserError: the model has no chat template, or the template refuses the messages.
         """
-        if self._template is None:
-            raise UserError("this model has no chat template, give it plain text instead")
         values = {"tools": None, "documents": None, **self._special, **values}
-        return chat_template.render(self._template, messages, add_generation_prompt=add_generation_prompt, **values)
+        name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
+            raise UserError(f"this model has no chat template{others}, give it plain text instead")
+        return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
+
+    def close(self) -> None:
+        """Ends the process that renders chat templates; using the tokenizer again starts another."""
+        for template in self._templates.values():
+            template.close()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
         """The ids of the conversation, ready for the model's answer; the template alone writes special tokens."""
@@ -114,21 +136,60 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UserError(f"the text holds half a character (a lone surrogate) at {error.start}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        with _panics_told("cannot cut this text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+    def _ends(self, named: Sequence[int]) -> frozenset[int]:
+        """The ids that end an answer. Ids that the vocabulary does not have are never written."""
+        special = {index for index, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        ends = {self._id(self._special.get("eos_token")), *named, *(special & {self._id(end) for end in TURN_ENDS})}
+        found = {index for index in ends if index in self._words}
+        found = found or special & {self._id(end) for end in TEXT_ENDS}
+        return frozenset(index for index in found if index is not None)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
-def _optional(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.exists() else {}
+def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
+    """The folder's tokenizer, and the file that it came from."""
+    import tokenizers
+
+    file = path / "tokenizer.json"
+    if not is_there(file):
+        if is_there(path / "tokenizer.model"):
+            from outpace.models import gguf_tokenizer, sentence_piece
+
+            file = path / "tokenizer.model"
+            return gguf_tokenizer.build(file, sentence_piece.read_fields(path, settings)).tokenizer, file
+        advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
+        raise UserError(f"{path} holds no tokenizer.json and no tokenizer.model; {advice}")
+    check_file(file, LARGEST_TOKENIZER)
+    try:
+        with _panics_told(f"cannot be made from {file}"):
+            return tokenizers.Tokenizer.from_file(str(file)), file
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise UserError(f"{file} is not a tokenizer ({error!s:.200})") from error
+
+
+@contextmanager
+def _panics_told(what: str) -> Iterator[None]:
+    """A panic of the Rust library is no Exception: a pattern that tries too long raises one, for example."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the model's tokenizer {what} ({error!s:.200})") from error
 
 
 def _ids(file: Path, value: Any) -> list[int]:
     """An eos_token_id field: null, an id or a list of ids."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(index, bool) or not isinstance(index, int) for index in ids):
-        raise UserError(f"{file}: eos_token_id is {value!r}, it must be an id or a list of ids")
+        raise UserError(f"{file}: eos_token_id is {value!r:.50}, it must be an id or a list of ids")
     return ids
 
 
@@ -138,16 +199,15 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: newer folders keep it in a file of its own, older ones in tokenizer_config.json."""
+def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: newer folders keep one in a file of its own, older ones in tokenizer_config.json."""
     file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error})") from error
-    found = _optional(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    if is_there(file):
+        return {"default": read_text(file)}
+    found = read_json_if_there(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

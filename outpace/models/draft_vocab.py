@@ -1,0 +1,38 @@
+"""A draft's reduced output vocabulary: the tokens that its output layer has rows for, in a file beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError
+
+FILE = "draft_vocab.safetensors"  # one tensor `ids`: int32, rising
+
+
+def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> Tensor | None:
+    """The token ids [rows] int64 where config.json says `outpace.draft_vocab_size`; None where it says nothing.
+
+    Other programs do not know the field and use the whole output layer, which is there as well.
+    """
+    ours = config.get("outpace")
+    if not isinstance(ours, Mapping) or ours.get("draft_vocab_size") is None:
+        return None
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / FILE
+    try:
+        ids = load_file(path)["ids"]
+    except (OSError, KeyError, SafetensorError) as error:
+        raise UserError(f"config.json speaks of a draft vocabulary, and {path} does not hold it: {error}") from error
+    size, vocab = ours["draft_vocab_size"], config.get("vocab_size")
+    if ids.dtype != torch.int32 or ids.ndim != 1 or len(ids) != size:
+        raise UserError(f"{path} holds {ids.dtype} {list(ids.shape)}, config.json speaks of {size!r} ids of int32")
+    if len(ids) == 0 or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= int(vocab or 0):
+        raise UserError(f"the ids in {path} must rise, from 0 at least to below the vocabulary of {vocab}")
+    return ids.long()

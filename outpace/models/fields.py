@@ -1,0 +1,49 @@
+"""Reads single fields of a config.json: one that is missing, senseless or not supported is named in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outpace.core.errors import UserError
+
+LARGEST_SIZE = 2**31 - 1
+
+
+def unsupported(what: str) -> UserError:
+    """An error for what this runtime does not compute, although others do."""
+    return UserError(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
+
+
+def size(fields: Mapping[str, Any], name: str, default: int | None = None, smallest: int = 1) -> int:
+    """A whole number; `default` where the field is missing or null, UserError where there is no default."""
+    value = fields.get(name)
+    if value is None:
+        if default is None:
+            raise UserError(f"{name} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= LARGEST_SIZE:
+        raise UserError(f"{name} is {value!r:.80}, it must be a whole number of at least {smallest}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, default: float | None, largest: float) -> float:
+    """A number above 0; `default` where the field is missing or null, UserError where there is no default."""
+    value = fields.get(name)
+    if value is None:
+        if default is None:
+            raise UserError(f"{name} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= largest:
+        raise UserError(f"{name} is {value!r:.80}, it must be above 0 and at most {largest:g}")
+    return float(value)
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false; `default` where the field is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {value!r:.80}, it must be true or false")
+    return value

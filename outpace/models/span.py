@@ -1,0 +1,60 @@
+"""Where one session's rows lie in a forward, and which slots each of them sees in layers with and without a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.models.base import Part
+
+
+class View(NamedTuple):
+    """The slots that matter to a layer: those before `first` are out of every row's window.
+
+    `hidden` [nodes, last slots] is -inf where a node does not see one of the last slots; None: all is seen.
+    """
+
+    first: int
+    hidden: Tensor | None
+
+
+class Span:
+    """One session's part of a forest; reserves its slots. `windows`: those that the model's layers have."""
+
+    def __init__(
+        self, part: Part, first_row: int, last_position: int, windows: Iterable[int | None], device: torch.device
+    ) -> None:
+        session = part.session
+        before = session.pending
+        sees = session.extend(part.parents)  # [nodes, pending]
+        self.session = session
+        self.rows = slice(first_row, first_row + len(part.tokens))
+        self.slots = slice(session.length + before, session.length + session.pending)
+        self.seen = session.length + session.pending
+        depths = np.asarray(session.pending_depths, dtype=np.int64)
+        # a tree may reach past the context; what lies there is never committed
+        self.positions = np.minimum(session.length + depths[before:], last_position).tolist()
+        self.views = {window: _view(session.length, depths, sees, window, device) for window in windows}
+
+
+def _view(length: int, depths: np.ndarray, sees: np.ndarray, window: int | None, device: torch.device) -> View:
+    """What nodes `sees` [nodes, pending], the last of those with `depths` [pending], see behind `length` tokens.
+
+    A node at position p sees the tokens of its own branch and prefix at positions above p - window.
+    """
+    new = depths[len(depths) - len(sees) :]
+    if window is None or not len(new) or length + new.max() < window:
+        return View(0, _hidden(sees, device))
+    first = max(0, min(length, length + int(new.min()) + 1 - window))
+    places = np.concatenate([np.arange(first, length), length + depths])
+    seen = np.concatenate([np.ones((len(sees), length - first), dtype=bool), sees], axis=1)
+    seen &= places[None] > (length + new - window)[:, None]
+    return View(first, _hidden(seen, device))
+
+
+def _hidden(seen: np.ndarray, device: torch.device) -> Tensor | None:
+    return None if seen.all() else torch.from_numpy(np.where(seen, 0.0, -np.inf)).to(device)

@@ -1,0 +1,153 @@
+"""A transformers Cache over slots: keys and values stay where they were stored, a pass is shown those that it may see.
+
+What a model stores for a token depends on the token's own branch alone, so a dropped branch is forgotten by not being
+shown again; nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from outpace.core.errors import UserError
+
+
+class Plan(NamedTuple):
+    """What a model's layers store. `stores[i]`: layer i keeps keys and values (else it shares another layer's).
+
+    `windows` are how many positions back each type of layer looks, None: all; one entry "" where the layers have no
+    types. `objection` says why the mask of a token tree cannot be written down, None where it can.
+    """
+
+    stores: tuple[bool, ...]
+    windows: dict[str, int | None]
+    objection: str | None
+
+
+class View(NamedTuple):
+    """One pass's view of the slots: `past` tokens stand before the new ones, which go to the slots `write`.
+
+    `read` are the slots of the past and the new tokens in order, None: 0, 1, 2, ... without a gap.
+    """
+
+    past: int
+    write: np.ndarray
+    read: np.ndarray | None
+
+
+class SlotLayer(DynamicLayer):
+    """One layer's keys and values of one sequence, allocated at the first pass: twice [1, heads, slots, dim]."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self._slots = slots
+        self.stored: tuple[Tensor, ...] = ()
+        self.show(View(0, np.arange(0), None))
+
+    def show(self, view: View) -> None:
+        """Sets what the next pass sees."""
+        self._view, self._seen = view, view.past
+        self.keys = self.values = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates all slots at once; no pass is shown one that was not written."""
+        super().lazy_initialization(key_states, value_states)
+        pair = (key_states, value_states)
+        self.stored = tuple(part.new_empty(*part.shape[:-2], self._slots, part.shape[-1]) for part in pair)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens; keys and values of the past and of them, [1, heads, past + new, dim]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        view = self._view
+        self._seen = view.past + key_states.shape[-2]
+        write = _slots(view.write, key_states.device)
+        for stored, new in zip(self.stored, (key_states, value_states), strict=True):
+            stored[..., write, :] = new
+        if view.read is None:
+            self.keys, self.values = (stored[..., : self._seen, :] for stored in self.stored)
+        else:
+            read = torch.from_numpy(view.read).to(key_states.device)
+            self.keys, self.values = (stored.index_select(-2, read) for stored in self.stored)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens that this pass has seen so far."""
+        return self._seen
+
+    def move(self, source: np.ndarray, start: int) -> None:
+        """Copies slots `source` to start, start + 1, ..."""
+        for stored in self.stored:
+            index = torch.from_numpy(source).to(stored.device)
+            stored[..., start : start + len(source), :] = stored.index_select(-2, index)
+
+    def copy(self, other: SlotLayer, length: int) -> None:
+        """Takes over the first `length` slots of the same layer of another session."""
+        if not self.is_initialized and other.is_initialized:
+            self.lazy_initialization(*other.stored)
+        for stored, found in zip(self.stored, other.stored, strict=True):
+            stored[..., :length, :] = found[..., :length, :]
+
+
+def build_cache(config: Any, slots: int) -> tuple[Any, list[SlotLayer]]:
+    """A Cache for the model of this config, and those of its layers that store something."""
+    cache = DynamicCache(config=config)
+    cache.layers = [layer if isinstance(layer, DummyLayer) else SlotLayer(slots) for layer in cache.layers]
+    return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
+
+
+def read_plan(config: Any) -> Plan:
+    """What the layers of a model with this config store; UserError where a token could not be taken back."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception as error:  # what a config lacks shows in any way
+        raise UserError(
+            f"transformers has no cache for this model ({type(error).__name__}: {error}), so drafted tokens could not"
+            " be taken back"
+        ) from error
+    for number, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            raise UserError(
+                f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
+                " back: models with recurrent or compressed memory cannot be sped up by speculation here"
+            )
+    stores = tuple(not isinstance(layer, DummyLayer) for layer in layers)
+    windows = _windows(getattr(config, "layer_types", None), layers)
+    return Plan(stores, windows, _objection(config))
+
+
+def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, int | None]:
+    """Windows by layer type; one entry "" where all layers look equally far."""
+    names = types if types is not None and len(types) == len(layers) else [""] * len(layers)
+    found = {
+        name: getattr(layer, "sliding_window", None)
+        for name, layer in zip(names, layers, strict=True)
+        if not isinstance(layer, DummyLayer)
+    }
+    return {"": next(iter(found.values()), None)} if len(set(found.values())) <= 1 else found
+
+
+def _objection(config: Any) -> str | None:
+    """Why slots and positions must agree in this model: then a tree's mask does not say all that its layers do."""
+    fields = config.to_dict()
+    if "chunked_attention" in (fields.get("layer_types") or ()) or fields.get("attention_chunk_size"):
+        return "its layers attend in chunks of positions"
+    for name, value in fields.items():
+        known = name in ("sliding_window", "max_window_layers", "use_sliding_window") or name.endswith("pattern")
+        if "window" in name and not known and isinstance(value, int) and value > 0:
+            return f"its layers apply a window of their own ({name} {value})"
+    return None
+
+
+def _slots(write: np.ndarray, device: torch.device) -> slice | Tensor:
+    """The slots as a slice where they stand in a row."""
+    first, count = (int(write[0]), len(write)) if len(write) else (0, 0)
+    if np.array_equal(write, np.arange(first, first + count)):
+        return slice(first, first + count)
+    return torch.from_numpy(write).to(device)

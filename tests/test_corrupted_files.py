@@ -1,0 +1,87 @@
+"""500 damaged model files, through the whole way from a path to a model at work: a sentence, or a model.
+
+Nothing else: no other error, no crash, no hang, no memory without bound, nothing executed. A damage that still loads is
+one that cannot be noticed (a byte of a weight or of a token's text) or that changes nothing (a field nobody reads).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import folder_of, write_gguf
+
+from outpace.core.errors import UserError
+from outpace.models.tokenizer import Tokenizer
+
+CASES = 500
+MEMORY = 2**29  # bytes beyond those that the process has in use before the first case
+PATIENCE = 20  # seconds for one case; most take a few hundredths
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is bounded on Linux alone")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What became of each case."""
+    here = Path(__file__).parent
+    folder = tmp_path_factory.mktemp("corrupted")
+    command = [
+        sys.executable,
+        str(here / "corrupted_loads.py"),
+        str(folder),
+        "0",
+        str(CASES),
+        str(MEMORY),
+        str(PATIENCE),
+    ]
+    paths = os.pathsep.join([str(here.parent), str(here)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    assert done.returncode == 0, f"the process ended after {done.stdout[-500:]}:\n{done.stderr[-3000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@on_linux
+def test_each_is_refused_in_a_sentence_or_loads(rows: list[dict[str, Any]]) -> None:
+    assert [row["number"] for row in rows] == list(range(CASES))
+    failed = [row for row in rows if row["outcome"] != "loaded" and not row["outcome"].startswith("refused: ")]
+    assert not failed, "\n".join(map(str, failed))
+    loaded = sum(row["outcome"] == "loaded" for row in rows)
+    assert loaded < 0.3 * CASES, f"{loaded} of {CASES} damaged models load"  # more, and the damage is no test
+
+
+@on_linux
+def test_nothing_was_executed(rows: list[dict[str, Any]]) -> None:
+    assert not [row for row in rows if row["executed"]]
+
+
+@on_linux
+def test_the_sentences_are_short(rows: list[dict[str, Any]]) -> None:
+    """However long the value is that they quote, where they name the file that it stands in."""
+    named = [row for row in rows if row["outcome"].startswith(f"refused: {os.sep}")]
+    assert len(named) > CASES / 2
+    long = [row for row in named if len(row["outcome"]) > 1000]
+    assert not long, "\n".join(f"{row['number']} {row['damage']}: {row['outcome'][:300]}" for row in long)
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_tries_for_ever(tmp_path: Path, place: str) -> None:
+    """Such a pattern takes time that doubles with every letter; the library gives up, and its panic is told."""
+    folder = folder_of(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "tiny")
+    value = json.loads((folder / "tokenizer.json").read_text())
+    kinds = {
+        "pre_tokenizer": {"type": "Split", "behavior": "Isolated", "invert": False},
+        "normalizer": {"type": "Replace", "content": "x"},
+    }
+    value[place] = kinds[place] | {"pattern": {"Regex": "(a+)+$"}}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.encode("b")
+    with pytest.raises(UserError, match="the model's tokenizer cannot cut this text"):
+        tokenizer.encode("a" * 2000 + "b")

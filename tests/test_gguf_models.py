@@ -1,0 +1,156 @@
+"""What GGUF files hold: every quantisation, every architecture, and the scalings of rotary embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from files import ARCHITECTURES, CONFIG, interleaved, stored_as, weights, write_gguf
+
+from outpace.models import config as llama
+from outpace.models import gguf_weights
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.gguf_file import convert
+from outpace.models.gguf_header import GgufHeader, TensorEntry
+from outpace.models.gguf_weights import can_read
+
+KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
+WIDE_METADATA = {
+    "llama.embedding_length": 256,
+    "llama.feed_forward_length": 256,
+    "llama.attention.head_count": 16,
+    "llama.attention.head_count_kv": 4,
+}
+
+
+def test_all_common_quantisations_can_be_read() -> None:
+    common = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS"
+    assert set(common.split()) <= set(KINDS)
+    assert len(KINDS) >= 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Read in pieces and in the order of Hugging Face, every value is what the gguf package makes of the whole."""
+    monkeypatch.setattr(gguf_weights, "PIECE_VALUES", 5000)
+    original = weights(num_hidden_layers=1, **WIDE)
+    metadata = {**WIDE_METADATA, "llama.block_count": 1}
+    folder = convert(write_gguf(tmp_path / "a.gguf", metadata, kind, tensors=original), tmp_path / "cache")
+    quantisation = gguf.GGMLQuantizationType[kind]
+    with Checkpoint.open(folder) as checkpoint:
+        for name, values in original.items():
+            if values.ndim == 1:
+                continue
+            whole = stored_as(quantisation, interleaved(name, values))
+            expected = whole if kind == "F32" else gguf.quants.dequantize(whole, quantisation)
+            order = interleaved(name, np.arange(len(values)))  # row i of the file is row order[i] of the model
+            found = checkpoint.tensor(name).float().numpy()
+            assert np.array_equal(found[order], expected), name
+
+
+def block(kind: str, *fields: tuple[int, int] | float) -> np.ndarray:
+    """One block: (byte, count) pairs and float16 numbers, one after the other."""
+    data = b"".join(np.float16(f).tobytes() if isinstance(f, float) else bytes([f[0]]) * f[1] for f in fields)
+    assert len(data) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    return np.frombuffer(data, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "value"),
+    [
+        ("Q2_K", [(0x01, 16), (0xAA, 64), 1.0, 0.0], 2.0),  # scale 1, quants 2
+        ("Q2_K", [(0x31, 16), (0xAA, 64), 1.0, 0.5], 0.5),  # the same less 3 times 0.5
+        ("Q3_K", [(0xFF, 32), (0xAA, 64), (0x00, 12), 1.0], -64.0),  # scale -32, quants 2
+        ("Q3_K", [(0x00, 32), (0xAA, 64), (0x00, 12), 1.0], 64.0),  # quants 2 - 4
+        ("Q4_K", [1.0, 0.0, (0x01, 4), (0x00, 4), (0x01, 4), (0x55, 128)], 5.0),
+        ("Q4_K", [1.0, 0.5, (0x01, 4), (0x02, 4), (0x21, 4), (0x55, 128)], 4.0),
+        ("Q5_K", [1.0, 0.0, (0x01, 4), (0x00, 4), (0x01, 4), (0xFF, 32), (0x55, 128)], 21.0),
+        ("Q6_K", [(0x11, 128), (0x00, 64), (0x02, 16), 1.0], -62.0),  # scale 2, quants 1 - 32
+        ("IQ4_NL", [0.5, (0xFF, 16)], 56.5),  # 113, the last of its sixteen values
+        ("IQ4_XS", [1.0, (0x00, 2), (0x11, 4), (0x88, 128)], -31.0),  # scale 1 - 32, the value 1
+    ],
+)
+def test_blocks_made_by_hand(kind: str, made: list[tuple[int, int] | float], value: float) -> None:
+    data = block(kind, *made)[None]
+    entry = TensorEntry(
+        (1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]), gguf.GGMLQuantizationType[kind], 0, 0
+    )
+    header = GgufHeader(Path("a.gguf"), {}, {"a": entry}, b"")
+    values = gguf_weights._read(header, "a", data).view(np.float32)
+    assert np.all(values == value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures(tmp_path: Path, architecture: str) -> None:
+    changes = ARCHITECTURES[architecture]
+    original, config = weights(**changes), CONFIG | changes
+    named = "llama" if architecture == "mistral" else architecture
+    metadata = {f"{named}.block_count": config["num_hidden_layers"]}
+    if architecture == "mistral":
+        metadata["llama.attention.sliding_window"] = 32
+    path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors=original, architecture=named)
+    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
+        assert llama.from_dict(checkpoint.config) == llama.from_dict(config)
+        assert checkpoint.config["architectures"] == config["architectures"]
+        assert checkpoint.names() == sorted(original)
+        assert all(np.array_equal(checkpoint.tensor(name).numpy(), values) for name, values in original.items())
+
+
+def test_layers_without_rotary_embedding(tmp_path: Path) -> None:
+    original = weights(**ARCHITECTURES["smollm3"])
+    path = write_gguf(tmp_path / "a.gguf", {"smollm3.block_count": 5}, tensors=original, architecture="smollm3")
+    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
+        assert checkpoint.config["no_rope_layers"] == [1, 1, 1, 0, 1]
+
+
+def llama3_divisors(factor: float, context: int, theta: float = 50000.0, head_dim: int = 16) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3's rope scaling, frequency by frequency."""
+    found = []
+    for pair in range(head_dim // 2):
+        length = 2 * np.pi * theta ** (2 * pair / head_dim)  # tokens a turn
+        share = (context / length - 1) / 3
+        found.append(
+            1.0 if length < context / 4 else factor if length > context else 1 / ((1 - share) / factor + share)
+        )
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize(("factor", "context"), [(8.0, 8192), (32.0, 8192), (8.0, 64), (4.0, 3000)])
+def test_llama3_rope_scaling_is_found_again(tmp_path: Path, factor: float, context: int) -> None:
+    original = weights()
+    divisors = {"rope_freqs.weight": llama3_divisors(factor, context)}
+    path = write_gguf(tmp_path / "tiny.gguf", tensors=original | divisors)
+    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
+        found = checkpoint.config["rope_scaling"]
+        numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        said = {"rope_type": "llama3", **numbers, "original_max_position_embeddings": context}
+        assert {**found, "original_max_position_embeddings": context} == said
+        mine = llama3_divisors(factor, found["original_max_position_embeddings"])
+        assert np.allclose(mine, divisors["rope_freqs.weight"], rtol=1e-3)
+        assert llama.from_dict(checkpoint.config).rope_scaling is not None
+        assert checkpoint.names() == sorted(original)
+
+
+def test_rope_divisors_of_one_mean_nothing(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", tensors=weights() | {"rope_freqs.weight": np.ones(8, np.float32)})
+    with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
+        assert "rope_scaling" not in checkpoint.config
+
+
+@pytest.mark.parametrize(
+    ("metadata", "scaling"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_other_rope_scalings(tmp_path: Path, metadata: dict[str, object], scaling: dict[str, object]) -> None:
+    fields = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
+    with Checkpoint.open(convert(write_gguf(tmp_path / "a.gguf", fields), tmp_path)) as checkpoint:
+        assert checkpoint.config["rope_scaling"] == scaling

@@ -1,0 +1,172 @@
+"""GGUF files that are damaged, that lie, or hold what does not run here: one sentence each, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from files import MERGES, tokens, weights, write_gguf
+
+from outpace.core.errors import UserError
+from outpace.models import gguf_file
+from outpace.models.gguf_file import convert
+from outpace.models.gguf_header import open_gguf
+
+
+def folders(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.is_dir()] if cache.exists() else []
+
+
+def refused(path: Path, cache: Path, *words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        convert(path, cache)
+    assert path.name in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert folders(cache) == []
+    return str(caught.value)
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    torn = tmp_path / "torn.gguf"
+    for size in [*range(0, 200, 7), *range(200, len(whole) - 300, len(whole) // 60), len(whole) - 260]:
+        torn.write_bytes(whole[:size])
+        refused(torn, tmp_path / "cache")
+
+
+def test_lying_bytes_never_crash(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    random = np.random.default_rng(0)
+    with open_gguf(tmp_path / "whole.gguf") as header:
+        end = min(entry.start for entry in header.tensors.values())
+    path = tmp_path / "torn.gguf"
+    for trial in range(150):
+        damaged = bytearray(whole)
+        place = int(random.integers(4, 64 if trial % 3 == 0 else end))
+        for offset in range(int(random.integers(1, 9))):
+            damaged[place + offset] = int(random.choice([0, 1, 127, 255, int(random.integers(256))]))
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            shutil.rmtree(convert(path, tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("place", [8, 16, 24])
+def test_lying_counts(tmp_path: Path, place: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+    data[place : place + 8] = (2**62).to_bytes(8, "little")
+    path.write_bytes(data)
+    refused(path, tmp_path / "cache")
+
+
+def test_not_gguf(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("not a model")
+    refused(path, tmp_path / "cache", "not a GGUF file")
+    refused(tmp_path / "none.gguf", tmp_path / "cache", "cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("llama.rope.scaling.type", "longrope", "rope.scaling.type"),
+        ("llama.rope.scaling.factor", 4.0, "rope.scaling.factor"),
+        ("llama.rope.dimension_count", 8, "rope.dimension_count"),
+        ("llama.attention.value_length", 32, "value_length"),
+        ("llama.attention.sliding_window", "all", "sliding_window"),
+        ("split.count", 3, "llama-gguf-split"),
+        ("llama.expert_count", 8, "expert_count"),
+        ("llama.attention.head_count", 3, "num_attention_heads"),
+        ("llama.attention.head_count", [4, 4], "num_attention_heads"),
+        ("llama.block_count", None, "num_hidden_layers"),
+        ("llama.block_count", 3, "model.layers.2"),
+        ("llama.block_count", 1, "blk.1"),
+        ("llama.context_length", None, "context_length"),
+        ("llama.feed_forward_length", 128, "shape"),
+        ("llama.block_count", 2**31 - 1, "block_count"),
+        ("tokenizer.ggml.model", "bert", "tokenizer.ggml.model"),
+        ("tokenizer.ggml.pre", "falcon", "tokenizer.ggml.pre"),
+        ("tokenizer.ggml.tokens", None, "tokenizer.ggml.tokens"),
+        ("tokenizer.ggml.tokens", [*tokens(), "one more"], "token"),
+        ("tokenizer.ggml.tokens", [*tokens()[:-1], "hello"], "twice"),
+        ("tokenizer.ggml.merges", [*MERGES, "un known"], "tokenizer"),
+        ("tokenizer.ggml.merges", [*MERGES, "a"], "merges"),
+        ("tokenizer.ggml.token_type", [1, 2], "token_type"),
+        ("tokenizer.ggml.eos_token_id", 999, "eos_token_id"),
+    ],
+)
+def test_refused_metadata(tmp_path: Path, field: str, value: object, word: str) -> None:
+    refused(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache", word)
+
+
+def test_refused_contents(tmp_path: Path) -> None:
+    path, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
+    refused(write_gguf(path, architecture="gemma3"), cache, "'gemma3'", "qwen3", "`--runtime transformers`")
+    refused(write_gguf(path, architecture="qwen2"), cache, "q_proj.bias")
+    for wrong in (np.full(8, 0.5), np.arange(1.0, 9.0), np.full((8, 2), 2.0), np.array([1.0, np.nan])):
+        extra = weights() | {"rope_freqs.weight": wrong.astype(np.float32)}
+        refused(write_gguf(path, tensors=extra), cache, "rope_freqs")
+    for name in ("blk.0.attn_q_norm.weight", "blk.9.attn_q.weight", "other.weight", "blk.0.ffn_gate_exps.weight"):
+        extra = weights() | {name: np.ones(16, np.float32)}
+        refused(write_gguf(path, tensors=extra), cache, name)
+    infinite = weights()
+    infinite["model.norm.weight"][3] = np.inf
+    refused(write_gguf(path, tensors=infinite), cache, "finite")
+    missing = weights()
+    del missing["model.norm.weight"]
+    refused(write_gguf(path, tensors=missing), cache, "model.norm.weight")
+
+
+def test_unsupported_quantisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        if kind.name == "Q8_0":
+            raise NotImplementedError(kind.name)
+        return whole(data, kind)
+
+    whole = gguf.quants.dequantize
+    path = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
+    monkeypatch.setattr("gguf.quants.dequantize", refuse)
+    said = refused(path, tmp_path / "cache", "unsupported quantisation Q8_0", "token_embd.weight", "Q4_K")
+    assert "Q8_0" not in said.partition("allowed are")[2]
+    integers = weights()
+    path.unlink()
+    name = "blk.0.attn_q.weight"
+    with open_gguf(write_gguf(path, tensors=integers)) as header:
+        place = path.read_bytes().index(name.encode()) + len(name) + 4 + 2 * 8
+        assert header.tensors[name].kind == 0
+    data = bytearray(path.read_bytes())
+    data[place] = gguf.GGMLQuantizationType.I32
+    path.write_bytes(data)
+    refused(path, tmp_path / "cache", "unsupported quantisation I32")
+
+
+def move(path: Path, name: str, offset: int) -> None:
+    """Writes another offset into the file's table for one tensor of two dimensions."""
+    data = bytearray(path.read_bytes())
+    place = data.index(name.encode()) + len(name) + 4 + 2 * 8 + 4
+    data[place : place + 8] = offset.to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "word"), [(0, "lies over another"), (32, "lies over another"), (5, "multiple of 32"), (2**60, "beyond")]
+)
+def test_lying_offsets(tmp_path: Path, offset: int, word: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    move(path, "blk.1.ffn_up.weight", offset)
+    refused(path, tmp_path / "cache", word)
+
+
+def test_metadata_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.gguf_header.MOST_VALUES", 500)
+    refused(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache", "more than 500 values")
+
+
+def test_no_room_for_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(gguf_file.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    refused(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache", "0.0 GB are free", "OUTPACE_CACHE")

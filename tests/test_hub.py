@@ -1,0 +1,289 @@
+"""Models on the hub: which files are asked for, and what is said where they cannot be had. The hub is a stand-in, the
+cache folder is real."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import CONFIG, folder_of, weights, write_gguf
+
+from outpace.assemble import load_model
+from outpace.core.errors import UserError
+from outpace.models import find, hub
+from outpace.models.checkpoint import write_checkpoint
+from outpace.models.hub import HubName, choose
+
+errors = pytest.importorskip("huggingface_hub.errors")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = HubName("owner/name")
+SHARDED = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+TEXTS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+
+
+class Hub:
+    """A repository, and where the library would put what is asked for."""
+
+    def __init__(self, files: list[str], folder: Path) -> None:
+        self.files, self.folder = files, folder
+        self.asked: dict[str, Any] = {}
+        self.error: Exception | None = None
+
+    def list_repo_files(self, repository: str, revision: str | None = None) -> list[str]:
+        self.asked.update(repository=repository, revision=revision)
+        if self.error:
+            raise self.error
+        return self.files
+
+    def snapshot_download(self, repository: str, **options: Any) -> str:
+        self.asked.update(options)
+        bar = options["tqdm_class"](total=0, unit="B", unit_scale=True, desc="bytes")
+        files = options["tqdm_class"](total=2, desc="files")
+        bar.total, bar.mininterval = 100, 0
+        for _ in range(4):
+            bar.update(25)
+            files.update(1)
+        bar.close()
+        return str(self.folder)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hub]:
+    monkeypatch.chdir(tmp_path)
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def make(*files: str) -> Hub:
+        made = Hub(list(files), tmp_path / "snapshot")
+        made.folder.mkdir(exist_ok=True)
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: made)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("owner/name", HubName("owner/name")),
+        ("owner/name@v1.0", HubName("owner/name", "v1.0")),
+        ("owner/name@refs/pr/3", HubName("owner/name", "refs/pr/3")),
+        ("owner/name-GGUF:Q4_K_M", HubName("owner/name-GGUF", None, "Q4_K_M")),
+        ("owner/name@main:sub/a-q8_0.gguf", HubName("owner/name", "main", "sub/a-q8_0.gguf")),
+        ("name", None),
+        ("/owner/name", None),
+        ("owner/name/more", None),
+        ("owner/name@", None),
+        ("owner/name:", None),
+        ("owner/name:../../etc/passwd", None),
+    ],
+)
+def test_names(spec: str, name: HubName | None) -> None:
+    assert hub.parse(spec) == name
+    if name is not None:
+        assert str(name) == spec
+
+
+def test_files_that_are_needed() -> None:
+    more = ["README.md", "pytorch_model.bin", "original/params.json", "consolidated.safetensors", "tokenizer.model"]
+    assert set(choose(NAME, ["model.safetensors", *TEXTS, *more])) == {"model.safetensors", *TEXTS}
+    assert set(choose(NAME, [*SHARDED, *TEXTS, *more])) == {*SHARDED, *TEXTS}
+    both = choose(NAME, ["model.safetensors", *SHARDED, *TEXTS, "chat_template.jinja"])
+    assert set(both) == {"model.safetensors", *TEXTS, "chat_template.jinja"}
+    bare = ["model.safetensors", "config.json", "tokenizer.model", "pytorch_model.bin.index.json"]
+    assert set(choose(NAME, bare)) == set(bare[:3])
+    assert choose(NAME, ["a.gguf", "README.md", "mmproj-a.gguf"]) == ["a.gguf"]
+    assert "a.gguf" not in choose(NAME, ["model.safetensors", "config.json", "a.gguf"])
+
+
+GGUF = ["name-Q4_K_M.gguf", "name-Q4_K_S.gguf", "name.Q8_0.gguf", "f16/name-f16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("name-Q4_K_M.gguf", "name-Q4_K_M.gguf"),
+        ("q4_k_m", "name-Q4_K_M.gguf"),
+        ("Q8_0", "name.Q8_0.gguf"),
+        ("f16/name-f16.gguf", "f16/name-f16.gguf"),
+        ("name-f16.gguf", "f16/name-f16.gguf"),
+    ],
+)
+def test_gguf_files_by_name(wanted: str, found: str) -> None:
+    assert choose(HubName("owner/name", None, wanted), GGUF) == [found]
+
+
+@pytest.mark.parametrize(
+    ("file", "listed", "words"),
+    [
+        (None, GGUF, r"several GGUF files.*owner/name:f16/name-f16\.gguf.*name-Q4_K_S\.gguf"),
+        ("Q4_K", GGUF, "none of its files, there are .*Q8_0"),
+        ("name", GGUF, "4 of its files fit"),
+        ("Q4_0", ["model.safetensors", "config.json"], "no GGUF file, leave out ':Q4_0'"),
+        (
+            None,
+            ["config.json", "pytorch_model.bin"],
+            r"pickled weights only \(pytorch_model\.bin\).*nothing is executed",
+        ),
+        (None, ["config.json", "model.ckpt"], "pickled weights only"),
+        (None, ["README.md"], "neither config.json with safetensors nor a GGUF file"),
+        (None, ["model.safetensors"], "neither config.json"),
+    ],
+)
+def test_repositories_that_cannot_be_read(file: str | None, listed: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        choose(HubName("owner/name", None, file), listed)
+
+
+def test_download(stand_in: Callable[..., Hub]) -> None:
+    made, stages = stand_in("model.safetensors", *TEXTS, "a [1].json", "pytorch_model.bin"), []
+    path = find.resolve("owner/name@v2", progress=lambda stage, fraction: stages.append((stage, fraction)))
+    assert path == made.folder
+    assert (made.asked["repository"], made.asked["revision"]) == ("owner/name", "v2")
+    assert set(made.asked["allow_patterns"]) == {"model.safetensors", *TEXTS, "a [[]1].json"}
+    assert stages == [("downloading", fraction) for fraction in (0.25, 0.5, 0.75, 1.0, 1.0)]
+
+
+def test_nothing_is_shown_by_the_bars(stand_in: Callable[..., Hub], capfd: pytest.CaptureFixture[str]) -> None:
+    stand_in("model.safetensors", *TEXTS)
+    find.resolve("owner/name")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_gguf_file_of_the_hub(stand_in: Callable[..., Hub], tmp_path: Path) -> None:
+    made = stand_in("tiny-Q8_0.gguf", "tiny-F32.gguf")
+    write_gguf(made.folder / "tiny-F32.gguf")
+    folder = find.resolve("owner/name:F32", cache=tmp_path / "cache")
+    assert made.asked["allow_patterns"] == ["tiny-F32.gguf"]
+    assert folder.parent == tmp_path / "cache"
+
+
+def made_of(kind: str) -> Exception:
+    error = getattr(errors, kind, OSError)
+    return error.__new__(error)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("LocalEntryNotFoundError", "cannot be reached"),
+        ("RepositoryNotFoundError", "not on the hub.*hf auth login"),
+        ("GatedRepoError", "gated: accept its terms at https://huggingface.co/owner/name"),
+        ("RevisionNotFoundError", "no revision 'v9'"),
+        ("OfflineModeIsEnabled", "HF_HUB_OFFLINE"),
+        ("OSError", "cannot be downloaded"),
+    ],
+)
+@pytest.mark.parametrize("when", ["listing", "downloading"])
+def test_the_hub_refuses(
+    stand_in: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch, kind: str, words: str, when: str
+) -> None:
+    def refuse(name: str, **options: Any) -> str:
+        raise made_of(kind) if when == "downloading" else made_of("LocalEntryNotFoundError")
+
+    made = stand_in("model.safetensors", *TEXTS)
+    made.error = made_of(kind) if when == "listing" else None
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=words):
+        find.resolve("owner/name@v9")
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The repository's folder in a cache as the library lays it out, and no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub" / "models--owner--name"
+
+
+def put(repository: Path, files: Path) -> Path:
+    """Stores files as blobs with links to them in the snapshot, as the library does."""
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for file in files.iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return snapshot
+
+
+def model_files(tmp_path: Path) -> Path:
+    import torch
+
+    files = folder_of(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "files")
+    write_checkpoint(tmp_path / "model", CONFIG, {name: torch.from_numpy(value) for name, value in weights().items()})
+    for file in (tmp_path / "model").iterdir():
+        shutil.copy(file, files)
+    return files
+
+
+def test_out_of_the_cache(offline: Path, tmp_path: Path) -> None:
+    snapshot = put(offline, model_files(tmp_path))
+    assert find.resolve("owner/name") == snapshot
+    assert find.resolve(f"owner/name@{COMMIT}") == snapshot
+    loaded = load_model("owner/name", exact=False)
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("hello")) == "hello"
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        find.resolve("owner/name@other")
+
+
+def test_a_gguf_file_out_of_the_cache(offline: Path, tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    for kind in ("Q8_0", "F32"):
+        write_gguf(tmp_path / "gguf" / f"tiny-{kind}.gguf", kind=kind)
+    put(offline, tmp_path / "gguf")
+    assert (find.resolve("owner/name:q8_0") / "config.json").is_file()
+    with pytest.raises(UserError, match="several GGUF files"):
+        find.resolve("owner/name")
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+def test_a_part_in_the_cache(offline: Path, tmp_path: Path, missing: str) -> None:
+    files = model_files(tmp_path)
+    (files / missing).unlink()
+    put(offline, files)
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*copy in the cache is of no use.*neither config\.json"):
+        find.resolve("owner/name")
+
+
+def test_a_shard_missing_in_the_cache(offline: Path, tmp_path: Path) -> None:
+    files = model_files(tmp_path)
+    (files / "model.safetensors").rename(files / SHARDED[0])
+    (files / SHARDED[2]).write_text(json.dumps({"weight_map": {"a": SHARDED[0], "b": SHARDED[1]}}))
+    put(offline, files)
+    with pytest.raises(UserError, match=f"of no use.*{SHARDED[1]}"):
+        find.resolve("owner/name")
+
+
+def test_nothing_in_the_cache(offline: Path) -> None:
+    with pytest.raises(UserError, match="no folder or file here, HF_HUB_OFFLINE keeps the hub out"):
+        find.resolve("owner/name")
+
+
+def test_a_hub_that_is_not_there(offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.list_repo_files", refused_connection)
+    with pytest.raises(UserError, match="cannot be reached and no copy was downloaded before"):
+        find.resolve("owner/name")
+    snapshot = put(offline, model_files(tmp_path))
+    assert find.resolve("owner/name") == snapshot
+
+
+def refused_connection(*args: Any, **options: Any) -> list[str]:
+    class ConnectError(Exception):
+        """What the library's HTTP client raises; its package differs from version to version."""
+
+    raise ConnectError("[Errno 111] Connection refused")

@@ -1,0 +1,108 @@
+"""Known pairs of target and draft: found by name and by the config's fields, refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+
+from outpace.assemble import load_draft, load_model
+from outpace.core.errors import UserError
+from outpace.models import pairs
+from outpace.models.pairs import PAIRS, find_draft
+
+LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192}
+QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584}
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "draft"),
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", LLAMA3, "meta-llama/Llama-3.2-1B-Instruct"),
+        ("meta-llama/Llama-3.1-8B", LLAMA3 | {"hidden_size": 4096}, "meta-llama/Llama-3.2-1B"),
+        ("/models/Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf", LLAMA3, "meta-llama/Llama-3.2-1B-Instruct"),
+        ("my-tune", LLAMA3 | {"_name_or_path": "meta-llama/Llama-3.1-8B-Instruct"}, "meta-llama/Llama-3.2-1B-Instruct"),
+        ("somewhere/model", LLAMA3, "meta-llama/Llama-3.2-1B"),
+        (
+            "meta-llama/Llama-2-13b-chat-hf",
+            {"model_type": "llama", "vocab_size": 32000, "hidden_size": 5120},
+            "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        ),
+        ("Qwen/Qwen2.5-7B-Instruct", QWEN2, "Qwen/Qwen2.5-0.5B-Instruct"),
+        ("Qwen/Qwen2.5-3B", QWEN2 | {"vocab_size": 151936, "hidden_size": 2048}, "Qwen/Qwen2.5-0.5B"),
+        ("Qwen/Qwen2.5-Coder-32B-Instruct", QWEN2, "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+        ("Qwen/Qwen2-72B-Instruct", QWEN2, "Qwen/Qwen2-0.5B-Instruct"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", QWEN2, "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+        ("Qwen/Qwen3-32B", QWEN3, "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-30B-A3B", QWEN3 | {"model_type": "qwen3_moe", "hidden_size": 2048}, "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-8B-Base", QWEN3, "Qwen/Qwen3-0.6B-Base"),
+        (
+            "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+            {"model_type": "llama", "vocab_size": 49152, "hidden_size": 2048},
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ),
+        ("google/gemma-2-9b-it", {"model_type": "gemma2", "vocab_size": 256000}, "google/gemma-2-2b-it"),
+        ("google/gemma-3-27b-it", {"model_type": "gemma3_text", "vocab_size": 262208}, "google/gemma-3-270m-it"),
+        (
+            "EleutherAI/pythia-2.8b-deduped",
+            {"model_type": "gpt_neox", "vocab_size": 50304},
+            "EleutherAI/pythia-160m-deduped",
+        ),
+        ("facebook/opt-6.7b", {"model_type": "opt", "vocab_size": 50272, "hidden_size": 4096}, "facebook/opt-125m"),
+        (
+            "openai-community/gpt2-xl",
+            {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1600},
+            "distilbert/distilgpt2",
+        ),
+    ],
+)
+def test_a_known_target_gets_its_sibling(name: str, config: dict, draft: str) -> None:
+    assert find_draft(name, config) == draft
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mine", {"model_type": "llama", "vocab_size": 777}),
+        ("meta-llama/Llama-3.1-8B", {"model_type": "gpt2", "vocab_size": 128256}),  # the name alone is not enough
+        ("some/folder", {}),
+    ],
+)
+def test_an_unknown_target_is_told_what_is_known(name: str, config: dict) -> None:
+    with pytest.raises(UserError, match=f"no draft is known for {name}, there is one for Llama 3, .*Qwen3.*distill"):
+        find_draft(name, config)
+
+
+@pytest.mark.parametrize("width", ["hidden_size", "n_embd", "d_model"])
+def test_a_target_no_larger_than_its_draft_is_refused(width: str) -> None:
+    small = {"model_type": "llama", "vocab_size": 49152, width: 576}
+    with pytest.raises(UserError, match="SmolLM2-135M-Instruct is not larger than HuggingFaceTB/SmolLM2-135M-Instruct"):
+        find_draft("SmolLM2-135M-Instruct", small)
+
+
+def test_a_draft_that_comes_with_the_package_stands_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "SHIPPED", (("smollm2-135m-instruct", "smollm2"),))
+    small = {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576}
+    assert find_draft("SmolLM2-135M-Instruct.Q4_1", small) == str(pairs.SHIPPED_FOLDER / "smollm2")
+    assert find_draft("SmolLM2-1.7B", small | {"hidden_size": 2048}) == "HuggingFaceTB/SmolLM2-135M"
+
+
+def test_the_table_is_sound() -> None:
+    for pair in PAIRS:
+        for draft in (pair.draft, pair.tuned):
+            assert draft.count("/") == 1, draft
+        assert pair.model_types
+        assert pair.vocab_sizes
+        assert pair.width > 0
+
+
+def test_auto_loads_the_draft_for_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_model(tiny.folder(tmp_path, "gpt2"))
+    with pytest.raises(UserError, match=r"no draft is known for .*gpt2-0, there is one for"):
+        load_draft("auto", target)
+    sibling = str(tiny.folder(tmp_path, "gpt_neox"))
+    family = pairs.Pair("Tiny", "gpt2", ("gpt2",), (tiny.VOCAB,), 16, sibling, sibling)
+    monkeypatch.setattr(pairs, "PAIRS", (family,))
+    assert load_draft("auto", target).name == sibling
