@@ -29,6 +29,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"tempe
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
     "card": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
+    "card, process": {"method": "card", "drafter": "model+ngram", "worker": "process"},
     "speculative chain": {"method": "speculative", "drafter": "model", "width": 1, "draft_length": 3},
     "speculative tree": {"method": "speculative", "drafter": "model+ngram", "width": 4, "draft_length": 3},
 }
@@ -103,7 +104,7 @@ class Run:
         groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         for (method, sampling, _), row in self.rows.items():
             groups[method, sampling].append(row)
-        table = Table(title=f"{self.target.name}, float32, exact mode {self.target.model.exact}")
+        table = Table(title=f"{self.target.name}, exact mode {self.target.model.exact}")
         columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens a pass")
         for column in columns:
             table.add_column(column, justify="left" if column in columns[:2] else "right")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,14 +15,16 @@ from outpace.candidates.base import Worker
 from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.sampling import Sampling
+from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.engine import Engine, EngineOptions
+from outpace.models import runtimes
 from outpace.models.base import Model
+from outpace.models.pairs import find_draft
 
 Progress = Callable[[str, float], None]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WORKERS = ("thread", "inline")
+WORKERS = ("thread", "process", "inline")
 LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
 
 
@@ -31,51 +34,69 @@ def silent(stage: str, fraction: float) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its tokenizer, and where it came from."""
+    """A model with its tokenizer, where it came from, and the fields of its config.json.
+
+    `again` loads the same in another process, and can be pickled; None where the model was handed over as an object.
+    """
 
     model: Any
     tokenizer: Any
     name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    again: Callable[[], Loaded] | None = None
 
 
 def load_model(
-    spec: str | Path | None,
+    spec: Any,
     *,
     device: str = "cpu",
     dtype: str = "float32",
     exact: bool | None = None,
     progress: Progress = silent,
+    runtime: str = "auto",
+    trust_remote_code: bool = False,
+    device_map: str | Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> Loaded:
-    """The model that `spec` means: a folder, a .gguf file, a hub id, or None for the shipped one."""
-    from outpace.models.checkpoint import Checkpoint
-    from outpace.models.config import from_dict, tensor_shapes
-    from outpace.models.find import resolve, shipped_model
-    from outpace.models.llama import Llama
-    from outpace.models.tokenizer import Tokenizer
+    """The model that `spec` means: a folder, a .gguf file, a hub id, None for the shipped one, or a model of
+    transformers that is loaded already, with its `tokenizer`.
 
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    `runtime` "auto": our own where it knows the architecture and the weights' format, else transformers.
+    """
+    if spec is not None and not isinstance(spec, str | Path):
+        return Loaded(*runtimes.wrap_loaded(spec, tokenizer))
+    if tokenizer is not None:
+        raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
     _check_device(device)
-    path = resolve(None if spec is None else str(spec), progress=progress)
-    with Checkpoint.open(path) as checkpoint:
-        config = from_dict(checkpoint.config)
-        checkpoint.check_shapes(tensor_shapes(config))
-        model = Llama.from_tensors(
-            config, checkpoint.tensor, device=device, dtype=DTYPES[dtype], exact=exact, progress=progress
-        )
-    name = shipped_model().stem if spec is None else str(spec)
-    return Loaded(model, Tokenizer.from_folder(path), name)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "exact": exact}
+    how = runtimes.How(trust_remote_code=trust_remote_code, device_map=device_map, **options)
+    again = partial(load_model, spec, **options, runtime=runtime, trust_remote_code=trust_remote_code)
+    opened = runtimes.open_model(spec, runtime, how, progress)
+    return Loaded(*opened, again=partial(again, device_map=device_map))
 
 
-def load_draft(spec: str | Path, target: Loaded, *, progress: Progress = silent, **options: Any) -> Loaded:
-    """A draft for this target: another model with the same tokens, or some of the target's own layers."""
+def load_draft(spec: Any, target: Loaded, *, progress: Progress = silent, **options: Any) -> Loaded:
+    """A draft for this target: another model with the same tokens, some of the target's own layers, or "auto" for the
+    small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named."""
     if str(spec).startswith(LAYERS):
-        return Loaded(target.model.shallow(_layers(str(spec), target.model)), target.tokenizer, str(spec))
+        again = partial(_layers_again, str(spec), target.again) if target.again else None
+        return Loaded(_shallow(str(spec), target), target.tokenizer, str(spec), again=again)
+    if spec == "auto":
+        spec = find_draft(target.name, target.config)
+    if not isinstance(spec, str | Path):
+        options["tokenizer"] = options.get("tokenizer") or target.tokenizer
     draft = load_model(spec, progress=progress, **options)
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
-        raise UserError(f"the draft {spec} does not fit the target {target.name}: {differs}")
+        raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}")
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
+    return draft
+
+
+def _shallow(spec: str, target: Loaded) -> Model:
+    if not hasattr(target.model, "shallow"):
+        raise UserError(f"{spec} needs a target of the runtime llama, {target.name} runs by transformers")
+    draft: Model = target.model.shallow(_layers(spec, target.model))
     return draft
 
 
@@ -85,10 +106,23 @@ def find_rule(name: str, sampling: Sampling) -> Rule:
         name = "greedy" if sampling.is_greedy else "gumbel"
     module = registry.find("rules", name)
     if (name == "greedy") != sampling.is_greedy:
-        fitting = "rule greedy" if sampling.is_greedy else "rule gumbel or match"
+        fitting = "rule greedy" if sampling.is_greedy else "rule gumbel, match or rejection"
         raise UserError(f"rule {name} does not go with temperature {sampling.temperature:g}, use {fitting}")
     rule: Rule = module.build(module.Options())
     return rule
+
+
+def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
+    """UserError for a rule that needs drawn drafts with a method or drafters that cannot give them."""
+    if name == "auto":
+        return
+    module = registry.find("rules", name)
+    if module.build(module.Options()).siblings is not Siblings.DRAWN:
+        return
+    if decoder.NEEDS == "worker":
+        raise UserError(f"rule {name} judges drafts that were drawn in turn, use it with method speculative")
+    if drafter is not None and "+" in drafter:
+        raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens do not mix")
 
 
 def drafter_modules(name: str) -> dict[str, ModuleType]:
@@ -114,7 +148,7 @@ class Parts:
     method: str
     drafter: str | None = None
     worker: str = "thread"
-    draft_threads: int = 1  # cores that the drafter's thread may use
+    draft_threads: int = 1  # cores that the drafter may use beside the target
 
     def __post_init__(self) -> None:
         check_whole("draft_threads", self.draft_threads, 1, 1024)
@@ -136,10 +170,14 @@ def build_engine(
     name = parts.drafter or ("model" if draft else "ngram")
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     registry.check_known(modules, options)
+    if not all(getattr(loaded.model, "trees", True) for loaded in (target, draft) if loaded):
+        options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
     drafter = build_drafter(name, draft.model if draft else None, options)
     if decoder.NEEDS == "drafter":
         return Engine(target.model, drafter, options=settings)
-    return Engine(target.model, worker=_build_worker(parts, drafter), options=settings)
+    is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
+    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafter)
+    return Engine(target.model, worker=worker, options=settings)
 
 
 def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
@@ -147,6 +185,29 @@ def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
     from outpace.candidates.thread import ThreadWorker
 
     return ThreadWorker(drafter, parts.draft_threads) if parts.worker == "thread" else InlineWorker(drafter)
+
+
+def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
+    from outpace.candidates.process import ProcessWorker
+
+    if draft is not None and draft.again is None:
+        raise UserError(f"the draft {draft.name} is an object of this process: name a path, or use worker thread")
+    again, vocab_size = (draft.again, draft.model.vocab_size) if draft else (None, 0)
+    return ProcessWorker(partial(_drafter_again, name, again, vocab_size, dict(options)), parts.draft_threads)
+
+
+def _drafter_again(
+    name: str, again: Callable[[], Loaded] | None, vocab_size: int, options: Mapping[str, Any]
+) -> Drafter:
+    """In another process: the drafter, with the draft loaded anew and cut to the tokens that it had here."""
+    draft = again().model if again else None
+    if draft is not None:
+        draft.vocab_size = vocab_size
+    return build_drafter(name, draft, options)
+
+
+def _layers_again(spec: str, again: Callable[[], Loaded]) -> Loaded:
+    return load_draft(spec, again())
 
 
 def _layers(spec: str, model: Any) -> list[int]:

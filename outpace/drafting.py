@@ -107,4 +107,4 @@ class Drafting:
         if not self._warned:
             self._warned = True
             kind = type(failure).__name__
-            warnings.warn(f"the drafter failed ({kind}: {failure}); going on by plain decoding", stacklevel=2)
+            warnings.warn(f"the drafter failed ({kind}: {failure}); going on without it", stacklevel=2)

@@ -18,6 +18,7 @@ def load(
     exact: bool | None = None,
     runtime: str = "auto",
     trust_remote_code: bool = False,
+    device_map: Any = None,
     tokenizer: Any = None,
     progress: Progress = silent,
     **options: Any,
@@ -27,10 +28,10 @@ def load(
     A model is a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
     with its `tokenizer`. A draft may also be "auto", the small sibling that is known for the target, or some of the
     target's own layers, as in "layers:0,1,28,29". `runtime` "auto": our own for the architectures that it knows, else
-    transformers.
+    transformers, which takes `device_map` too.
     """
     common: dict[str, Any] = {"dtype": dtype, "exact": exact, "trust_remote_code": trust_remote_code}
     common |= {"runtime": runtime, "progress": progress}
-    loaded = load_model(target, device=device, tokenizer=tokenizer, **common)
+    loaded = load_model(target, device=device, tokenizer=tokenizer, device_map=device_map, **common)
     small = None if draft is None else load_draft(draft, loaded, device=draft_device or device, **common)
     return LLM(loaded, small, **options)

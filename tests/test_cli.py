@@ -127,7 +127,7 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
         (["--draft-threads", "0"], "draft_threads is 0"),
         (["--dtype", "foo"], "unknown dtype 'foo'"),
         (["--device", "warp"], "device 'warp' is not to be had"),
-        (["--exact", "--dtype", "bfloat16"], "exact mode is not to be had"),
+        (["--exact", "--dtype", "float16"], "exact mode is not to be had"),
         (["--draft", "layers:99"], "between 0 and 1"),
         (["--draft", "layers:x"], "names no layers"),
         (["--draft", "no/such/draft"], "does not exist"),

@@ -7,25 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from files import CONFIG, folder_of, weights, write_gguf
+from files import model_folder
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that outpace and transformers load alike."""
-    import torch
-
-    from outpace.models.checkpoint import write_checkpoint
-
-    where = tmp_path_factory.mktemp("model")
-    folder = folder_of(write_gguf(where / "tiny.gguf"), where / "tiny")
-    tensors = {name: torch.from_numpy(value) for name, value in weights().items()}
-    write_checkpoint(where / "weights", CONFIG | {"max_position_embeddings": 512}, tensors)
-    for file in (where / "weights").iterdir():
-        file.replace(folder / file.name)
-    return folder
+    return model_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=512)
 
 
 def test_there_are_examples() -> None:

@@ -7,27 +7,18 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from files import CONFIG, folder_of, weights, write_gguf
+from files import model_folder
 
 import outpace
 from outpace.assemble import find_rule, load_draft, load_model
 from outpace.core.sampling import Sampling
-from outpace.models.checkpoint import write_checkpoint
 
 DRAFTS = {"card": "model+ngram", "speculative": "model+ngram"}
 CHAT = [{"role": "user", "content": "hello world 12 hello world 12"}]
 
 
 def folder(where: Path, name: str, seed: int = 0, **changes: object) -> str:
-    """A model folder with a tokenizer; `changes` of its config."""
-    gguf = write_gguf(where / f"{name}.gguf")
-    tensors = {key: torch.from_numpy(value) for key, value in weights(seed, **changes).items()}
-    write_checkpoint(where / name, CONFIG | changes, tensors)
-    tokenizer = folder_of(gguf, where / f"{name}-tokenizer")
-    for file in tokenizer.iterdir():
-        file.rename(where / name / file.name)
-    return str(where / name)
+    return str(model_folder(where, name, seed, **changes))
 
 
 @pytest.fixture(scope="module")

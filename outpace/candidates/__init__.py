@@ -1,1 +1,1 @@
-"""CARD's shared cache, and where the drafter that fills it runs: on a simulated clock, or in a thread."""
+"""CARD's shared cache, and where the drafter that fills it runs: on a simulated clock, in a thread, or in a process."""

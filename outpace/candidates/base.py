@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outpace.candidates.cache import CandidateCache, Correction, Layer
-from outpace.candidates.loop import Close, Correct, DraftLoop, Message, Open
-from outpace.core.types import Drafter, Request
+from outpace.candidates.loop import Close, Correct, Message, Open
+from outpace.core.types import Request
 
 T = TypeVar("T")
 
@@ -16,13 +16,12 @@ T = TypeVar("T")
 class Worker(ABC):
     """Runs a drafter beside the target and never holds it up. Whoever starts a worker closes it.
 
-    `failure` is the exception that ended it, if one did. Only requests, corrections and layers cross between the two
-    sides; the caches stay on the target's.
+    `failure` is the exception that ended it, or keeps it from drafting just now, if one does. Only requests,
+    corrections and layers cross between the two sides; the caches stay on the target's.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self) -> None:
         self.failure: BaseException | None = None
-        self._loop = DraftLoop(drafter)
         self._caches: dict[int, CandidateCache] = {}
 
     def open(self, key: int, request: Request, cache: CandidateCache) -> None:
@@ -51,9 +50,9 @@ class Worker(ABC):
     def close(self) -> None:
         """Ends the worker."""
 
+    @abstractmethod
     def _post(self, message: Message) -> None:
-        if self.failure is None:
-            self._loop.mail.put(message)
+        """Hands a message to the drafter's side; returns at once."""
 
     def _publish(self, layers: Sequence[tuple[int, Layer]]) -> None:
         for key, layer in layers:

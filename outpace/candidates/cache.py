@@ -68,6 +68,12 @@ class CandidateCache:
     def __len__(self) -> int:
         return len(self._tree) - 1
 
+    @property
+    def next_id(self) -> int:
+        """Above the ids of all nodes that were ever inserted: where a drafter that starts anew begins to count."""
+        with self._lock:
+            return self._tree.next_id
+
     def insert(self, layer: Layer) -> int:
         """The drafter's thread: adds what still hangs on a live parent; the number of nodes added."""
         with self._lock:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Layer
+from outpace.candidates.loop import DraftLoop, Message
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ class InlineWorker(Worker):
     """
 
     def __init__(self, drafter: Drafter, clock: SimulatedClock | None = None) -> None:
-        super().__init__(drafter)
+        super().__init__()
+        self._loop = DraftLoop(drafter)
         self.clock = clock or SimulatedClock()
         self._running: tuple[float, list[tuple[int, Layer]]] | None = None  # its end, its layers
 
@@ -49,6 +51,10 @@ class InlineWorker(Worker):
 
     def close(self) -> None:
         self._running = None
+
+    def _post(self, message: Message) -> None:
+        if self.failure is None:
+            self._loop.mail.put(message)
 
     def _is_running(self) -> bool:
         """Whether the drafter has a forward under way; it starts one if it can."""

@@ -12,10 +12,11 @@ from outpace.core.types import Drafter, Observation, Request
 
 
 class Open(NamedTuple):
-    """A request starts."""
+    """A request starts. `next_id`: of its first node, above those of a drafter that had the request before."""
 
     key: int
     request: Request
+    next_id: int = 1
 
 
 class Correct(NamedTuple):
@@ -99,7 +100,7 @@ class DraftLoop:
                 return
             if isinstance(message, Open):
                 state = self._drafter.open(message.request)
-                self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1]))
+                self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1], next_id=message.next_id))
             elif isinstance(message, Close):
                 track = self._tracks.pop(message.key, None)
                 if track is not None:

@@ -11,7 +11,7 @@ import torch
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
-from outpace.candidates.loop import Message
+from outpace.candidates.loop import DraftLoop, Message
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -25,7 +25,8 @@ class ThreadWorker(Worker):
 
     def __init__(self, drafter: Drafter, threads: int = 1) -> None:
         """`threads`: how many cores one forward of the drafter may use (CPU)."""
-        super().__init__(drafter)
+        super().__init__()
+        self._loop = DraftLoop(drafter)
         self._threads = threads
         self._stopping = False
         self._wake = threading.Event()
@@ -51,8 +52,9 @@ class ThreadWorker(Worker):
         self._thread.join()
 
     def _post(self, message: Message) -> None:
-        super()._post(message)
-        self._wake.set()
+        if self.failure is None:
+            self._loop.mail.put(message)
+            self._wake.set()
 
     def _run(self) -> None:
         try:

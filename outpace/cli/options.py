@@ -25,7 +25,10 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option(help="A smaller model, or some of the target's own layers: layers:0,1,28,29", rich_help_panel=MODEL),
+    typer.Option(
+        help="A smaller model; auto: the known sibling; or some of the target's layers: layers:0,1,28,29",
+        rich_help_panel=MODEL,
+    ),
 ]
 Drafter = Annotated[
     str | None, typer.Option(help="What proposes, several joined by +: ngram, model+ngram.", rich_help_panel=METHOD)
@@ -53,6 +56,13 @@ class Loading:
             rich_help_panel=MODEL,
         ),
     ] = None
+    runtime: Annotated[
+        str, typer.Option(help="auto, llama (our own) or transformers (any causal LM).", rich_help_panel=MODEL)
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run Python files that come with a model.", rich_help_panel=MODEL),
+    ] = False
     threads: Annotated[int | None, typer.Option(help="CPU threads of the target's pass.", rich_help_panel=MODEL)] = None
     method: Annotated[
         str, typer.Option(help="card, speculative, autoregressive, ...; see outpace methods.", rich_help_panel=METHOD)
@@ -73,7 +83,7 @@ class Loading:
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Loads the models; `extra` are the method's and the drafter's own options. Names are checked first."""
-        from outpace.cli.display import LoadingBar
+        from outpace.cli.display import LoadingBar, say
 
         self._check()
         from outpace.loading import load
@@ -84,6 +94,9 @@ class Loading:
         if self.exact and not llm.target.model.exact:
             llm.close()
             raise UserError("exact mode is not to be had here, it needs float32 on a CPU; leave out --exact")
+        for loaded in (llm.target, llm.draft):
+            if loaded and not quiet and (notice := getattr(loaded.model, "notice", None)):
+                say(f"{loaded.name}: {notice}")
         return llm
 
     def _check(self) -> None:

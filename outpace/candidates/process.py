@@ -1,0 +1,281 @@
+"""The drafter in a process of its own: its Python, too, then runs beside the target's.
+
+A new interpreter and a socket pair, rather than `multiprocessing.Process`: that would run the user's main script again
+in the child, and load the models there a second time; and it leaves a process behind that tracks resources.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from outpace.candidates.base import Worker
+from outpace.candidates.cache import CandidateCache, Correction
+from outpace.candidates.child import Failed, Grown, Ping, Ready, Said, Start
+from outpace.candidates.loop import Close, Correct, Message, Open
+from outpace.core.errors import UserError, check_whole
+from outpace.core.types import Drafter, Request
+
+T = TypeVar("T")
+
+_START = (
+    "import os, sys; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; sys.path[:] = sys.argv[2:]; "
+    "from outpace.candidates.child import main; main()"
+)
+_POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
+_STARTING = 10  # a child that imports and loads may be silent for so many times the patience
+_PAUSES = (0.2, 1.0, 5.0)  # seconds before each new start; then the drafter is given up
+_PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
+_TRIP_SECONDS = 0.005  # and a way to and fro
+_GRACE_SECONDS = 1.0  # for a child that was asked to end
+
+
+class DraftProcessError(RuntimeError):
+    """The drafter's process ended by itself, or does not answer."""
+
+
+@dataclass
+class _Told:
+    """A request as its owner knows it, so that any child can take it up: `child` is the last that was told of it."""
+
+    request: Request
+    cache: CandidateCache
+    tokens: list[int] = field(default_factory=list)  # committed
+    child: _Child | None = None
+
+
+class ProcessWorker(Worker):
+    """Started once; the target goes on plainly until the child is ready, and while one that died is started again.
+
+    A request is handed to a new child at its next miss: then the cache holds nothing of the old one's. `failure` is
+    set while there is no child that drafts after one failed, and stays when it is not started again.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Drafter],
+        threads: int = 1,
+        *,
+        patience: float = 15.0,
+        pauses: Sequence[float] = _PAUSES,
+    ) -> None:
+        """`build` is called in the child and must be picklable: a module's function, or a partial of one. `threads`:
+        cores that a forward may use. A child that reads nothing for `patience` seconds is ended. UserError for a
+        `build` that cannot cross."""
+        super().__init__()
+        check_whole("draft_threads", threads, 1)
+        self._start = Start(_pickled(build), threads)
+        self._patience, self._pauses = patience, pauses
+        self._told: dict[int, _Told] = {}
+        self._child: _Child | None = None
+        self._ready: _Child | None = None  # the same, once it drafts
+        self._stopped = threading.Event()
+        self._turn_seconds = 0.01
+        self._heard = 0  # messages of the child so far
+        self._unanswered = -1  # what was heard when a wait was in vain
+        self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The drafting process, if there is one."""
+        return self._child.process.pid if self._child else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the drafter stands and takes requests."""
+        return self._ready is not None
+
+    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
+        return target_pass()
+
+    def wait(self, cache: CandidateCache, layers: int) -> None:
+        """Not for a child that is not ready, that does not know the request, or that let a wait pass in silence."""
+        heard, ready = self._heard, self._ready
+        known = any(told.cache is cache and told.child is ready for told in self._told.values())
+        if ready is None or not known or heard == self._unanswered:
+            return
+        cache.wait(layers, _PATIENCE * self._turn_seconds * (layers + 1) + _TRIP_SECONDS)
+        if self._heard == heard and cache.layers < layers:
+            self._unanswered = heard
+
+    def close(self) -> None:
+        """Ends the child and waits for its end."""
+        self._stopped.set()
+        if child := self._child:
+            child.process.terminate()
+        self._thread.join()
+
+    def _post(self, message: Message) -> None:
+        """To a child that knows the request; to one that does not, at a miss, with all that was committed."""
+        ready = self._ready
+        if isinstance(message, Open):
+            self._told[message.key] = _Told(message.request, self._caches[message.key], child=ready)
+        told = self._told.get(message.key)
+        if told is None:
+            return
+        if isinstance(message, Close):
+            del self._told[message.key]
+        elif isinstance(message, Correct):
+            told.tokens += message.correction.tokens
+        if ready is None:
+            return
+        if told.child is ready:
+            ready.post(message)
+        elif isinstance(message, Correct) and not message.correction.is_hit:
+            told.child = ready
+            ready.post(Open(message.key, told.request, told.cache.next_id))
+            ready.post(Correct(message.key, Correction([0], list(told.tokens), message.correction.root_id, False)))
+
+    def _run(self) -> None:
+        """One child after another. Of this thread, because a child ends with the thread that started it."""
+        try:
+            for pause in (*self._pauses, None):
+                end = self._live()
+                if end is None:
+                    return
+                self.failure = end.error
+                if pause is None or not end.again or not self._rest(pause):
+                    return
+        except BaseException as failure:
+            self.failure = failure
+
+    @property
+    def _is_over(self) -> bool:
+        """Closed, or the program ends without closing it: that is neither held up nor torn down."""
+        return self._stopped.is_set() or not threading.main_thread().is_alive()
+
+    def _rest(self, seconds: float) -> bool:
+        """Lets some time pass; False where the worker is to end."""
+        while seconds > 0 and not self._is_over:
+            self._stopped.wait(min(seconds, _POLL_SECONDS))
+            seconds -= _POLL_SECONDS
+        return not self._is_over
+
+    def _live(self) -> Failed | None:
+        """One child's life: why it ended, or None where it was to."""
+        try:
+            with _Child(self._start) as child:
+                self._child = child
+                return self._listen(child)
+        finally:
+            self._child = self._ready = None
+            for cache in list(self._caches.values()):
+                cache.give_up()
+
+    def _listen(self, child: _Child) -> Failed | None:
+        silent = 0.0  # counted in polls: the whole program may have been stopped meanwhile
+        while not self._is_over:
+            said = child.hear(_POLL_SECONDS)
+            if isinstance(said, Failed):
+                return None if self._is_over else said
+            if said is not None:
+                self._take(child, said)
+            silent = silent + _POLL_SECONDS if said is None and self._told else 0.0
+            if silent > self._patience * (1 if self._ready else _STARTING):
+                return Failed(DraftProcessError(f"its process read nothing for {silent:g} seconds"))
+            if silent:
+                child.post(Ping())
+        return None
+
+    def _take(self, child: _Child, said: Said) -> None:
+        self._heard += 1
+        if isinstance(said, Ready):
+            self.failure = None
+            self._ready = child
+        elif isinstance(said, Grown):
+            self._publish(said.layers)
+            self._turn_seconds += 0.1 * (said.seconds - self._turn_seconds)
+
+
+class _Child(AbstractContextManager["_Child"]):
+    """A process and the two ends of talk with it; a thread sends, because a stopped process takes nothing."""
+
+    def __init__(self, start: Start) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", _START, str(start.threads), *map(str, sys.path)]
+        with theirs:
+            try:  # in a session of its own: a Ctrl-C that comes before it can ignore it does not reach it
+                self.process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._pipe = Connection(ours.detach())
+        self._unsent: Exception | None = None
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="outpace-drafter-mail")
+        self._sender.start()
+        self.post(start)
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self._end()
+        self.post(None)
+        self._sender.join()
+        self._pipe.close()
+
+    def post(self, message: Message | Ping | Start | None) -> None:
+        """Sends a message as soon as the child takes it; returns at once."""
+        self._outbox.put(message)
+
+    def hear(self, seconds: float) -> Said | None:
+        """What the child says next, None where it says nothing for so long; its end is a Failed."""
+        try:
+            if not self._pipe.poll(seconds):
+                return None if self.process.poll() is None else self._cause()
+            said: Said = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return self._cause()
+        if isinstance(said, Failed):
+            said.error.__cause__ = DraftProcessError(f"\n\nin the drafter's process:\n{said.traceback}")
+        return said
+
+    def _cause(self) -> Failed:
+        """Why a child that says nothing more has ended."""
+        if self._unsent is not None:
+            return Failed(self._unsent, again=False)
+        code = self._end()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return Failed(DraftProcessError(f"its process {how}"))
+
+    def _end(self) -> int:
+        """The exit status of a process that ends, or is made to."""
+        try:
+            return self.process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # stopped processes, too
+            return self.process.wait()
+
+    def _send(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._pipe.send_bytes(pickle.dumps(message))
+        except OSError:
+            pass  # the child is gone: who listens to it finds out
+        except Exception as error:  # a request that cannot be pickled
+            self._unsent = error
+            self.process.kill()
+
+
+def _pickled(build: Callable[[], Drafter]) -> bytes:
+    if os.name != "posix":
+        raise UserError("worker process needs Linux or macOS, use worker thread here")
+    try:
+        return pickle.dumps(build)
+    except Exception as error:
+        raise UserError(
+            f"the drafter cannot be built in another process ({error}), name its model by a path or use worker thread"
+        ) from error

@@ -1,0 +1,176 @@
+"""What the tests of the drafter's process share: drafters to build there, an engine to drive, what must not be left."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from doubles import (
+    SMALL,
+    Empty,
+    QuickToy,
+    collect_warnings,
+    failing,
+    make_drafter,
+    make_request,
+    within,
+    write,
+)
+
+from outpace.candidates.base import Worker
+from outpace.candidates.process import ProcessWorker
+from outpace.core.errors import UserError
+from outpace.decoders import card
+from outpace.engine import Engine, EngineOptions
+from outpace.running import Running
+
+TARGET = QuickToy(16, 3, 0)
+REQUESTS = [
+    make_request([1, 2, 3, number], rule, 80, seed=number, **({} if rule == "greedy" else {"temperature": 1.0}))
+    for number, rule in enumerate(("greedy", "gumbel", "match", "gumbel", "greedy"))
+]
+TEXTS = [write(TARGET, request) for request in REQUESTS]
+SECONDS = 60.0  # far more than anything here takes
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def build(name: str = "model") -> Any:
+    """The drafter of most tests, built in the child."""
+    return make_drafter(name, TARGET)
+
+
+def build_failing() -> Any:
+    return failing(make_drafter("model", TARGET), "grow", 5)
+
+
+def build_slowly() -> Any:
+    time.sleep(SECONDS)
+    return Empty()
+
+
+def build_never() -> Any:
+    raise UserError("no such draft")
+
+
+def children() -> set[int]:
+    """Processes that this one started and that are still there."""
+    found = set()
+    for entry in Path("/proc").iterdir() if sys.platform == "linux" else ():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(state[1]) == os.getpid():
+                found.add(int(entry.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, or only what its parent has not yet been told of."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for something that comes from elsewhere."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.005)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """No process, thread or shared memory outlives what is done here."""
+    before = children(), set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+    yield
+    assert children() <= before[0]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("outpace-drafter")]
+    if SHARED_MEMORY.is_dir():
+        assert not {name for name in set(os.listdir(SHARED_MEMORY)) - before[1] if "torch" in name or "psm" in name}
+
+
+class Drive:
+    """An engine that answers `REQUESTS` in turn, three at once, for as long as a test needs it to."""
+
+    def __init__(self, worker: Worker, options: EngineOptions = SMALL) -> None:
+        self.engine = Engine(TARGET, worker=worker, options=options)
+        self.runs: list[tuple[int, Running]] = []
+        self._numbers = itertools.cycle(range(len(REQUESTS)))
+
+    def round(self) -> None:
+        """One step of the engine."""
+        while len(self.engine.running) + len(self.engine.waiting) < 3:
+            number = next(self._numbers)
+            self.runs.append((number, self.engine.submit(REQUESTS[number], card, card.Options())))
+        self.engine.step()
+        time.sleep(0.0005)  # one core is enough for both
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Answers until something has come about."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < end, f"never: {what}"
+            self.round()
+
+    def until_drafted(self) -> None:
+        """Answers until ten more candidates were accepted."""
+        goal = self.accepted() + 10
+        self.until(lambda: self.accepted() >= goal, "candidates of the drafter")
+
+    def accepted(self) -> int:
+        return sum(step.accepted for _, run in self.runs for step in run.steps)
+
+    def finish(self) -> None:
+        """The rest of what was begun; every text is plain decoding's."""
+        while self.engine.running or self.engine.waiting:
+            self.engine.step()
+        for number, run in self.runs:
+            assert run.error is None
+            assert run.tokens == TEXTS[number]
+
+
+def driven(worker: ProcessWorker, work: Callable[[Drive], None]) -> list[str]:
+    """Does `work` in an engine of its own and checks all texts; the warnings that it gave."""
+
+    def whole() -> None:
+        drive = Drive(worker)
+        with drive.engine:
+            work(drive)
+            drive.finish()
+
+    return collect_warnings(partial(within, 2 * SECONDS, whole))[1]
+
+
+def run_script(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A program of a user's, with no guard around its main part."""
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    head = f"import sys; sys.path[:0] = {folders!r}\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", head + code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+SCRIPT = """
+import time
+from functools import partial
+from doubles import decode
+from processes import REQUESTS, TARGET, TEXTS, build
+from outpace.candidates.process import ProcessWorker
+worker = ProcessWorker(build)
+while sys.argv[1] != "start" and not worker.is_ready or worker.pid is None:
+    time.sleep(0.01)
+print(worker.pid, flush=True)
+"""

@@ -1,0 +1,140 @@
+"""The drafter in a process: the same text, wherever its parts come from, and nothing of it left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from doubles import (
+    SMALL,
+    Empty,
+    decode,
+    make_request,
+    within,
+)
+from processes import (
+    REQUESTS,
+    SECONDS,
+    TARGET,
+    TEXTS,
+    Drive,
+    build,
+    build_slowly,
+    driven,
+    nothing_left,
+    until,
+)
+from test_library import folder
+
+import outpace
+from outpace.assemble import Loaded, Parts, build_engine
+from outpace.candidates.cache import CandidateCache
+from outpace.candidates.process import ProcessWorker
+from outpace.core.errors import UserError
+from outpace.decoders import card
+from outpace.engine import Engine
+from outpace.running import Running
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
+
+
+class Deaf(CandidateCache):
+    """A cache that must not be waited for."""
+
+    def wait(self, layers: int, seconds: float) -> None:
+        raise AssertionError("the target waited for a drafter that does not stand yet")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.mark.parametrize("name", ["both", "garbage"])
+def test_texts_are_plain_decodings(name: str) -> None:
+    worker = ProcessWorker(partial(build, name), threads=2)
+    until(lambda: worker.is_ready, "a drafter")
+    outcome = within(SECONDS, partial(decode, REQUESTS, "card", worker=worker, target=TARGET))
+    assert outcome.texts == TEXTS
+    assert outcome.failure is None
+    assert outcome.figures.accepted > 0
+
+
+def test_it_starts_beside_the_target_and_takes_up_what_runs() -> None:
+    worker = ProcessWorker(build)
+
+    def work(drive: Drive) -> None:
+        drive.round()
+        assert not worker.is_ready
+        drive.until_drafted()
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGINT)  # a Ctrl-C is the owner's
+        drive.until_drafted()
+
+    assert driven(worker, work) == []
+    assert worker.failure is None
+
+
+def test_the_target_does_not_wait_for_a_drafter_that_is_not_built() -> None:
+    worker = ProcessWorker(build_slowly)
+    cache = Deaf(3)
+    worker.open(0, REQUESTS[0], cache)
+    worker.wait(cache, 1)
+    until(lambda: worker.pid is not None, "a process")
+    worker.wait(cache, 1)
+    within(SECONDS / 2, worker.close)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.3])
+def test_it_may_be_closed_while_it_starts(delay: float) -> None:
+    worker = ProcessWorker(build_slowly)
+    time.sleep(delay)
+    within(SECONDS / 2, worker.close)
+    assert worker.failure is None
+
+
+def test_a_recipe_that_cannot_cross_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot be built in another process .* use worker thread"):
+        ProcessWorker(lambda: Empty())
+    held = Loaded(TARGET, None, "my model")
+    for_process = Parts("card", worker="process")
+    with pytest.raises(UserError, match="the draft my model is an object of this process: name a path, or use worker"):
+        build_engine(held, held, for_process, SMALL, {})
+
+
+@pytest.mark.parametrize("draft", ["layers:0,1", "the target's folder"])
+def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
+    """The draft is the target once more, so all that it drafts is hit."""
+    model = folder(tmp_path, "target")
+    with outpace.load(model, draft if draft.startswith("layers") else model, worker="process") as llm:
+        worker = llm.engine.worker
+        assert isinstance(worker, ProcessWorker)
+        until(lambda: worker.is_ready or bool(worker.failure), "a drafter")
+        plain = llm.stream("hello", max_tokens=60, plain=True).result
+        result = llm.stream("hello", max_tokens=60).result
+        assert worker.failure is None
+    assert result.tokens == plain.tokens
+    assert result.figures.accepted > 0
+
+
+def test_an_engine_of_ngrams_needs_no_model_there() -> None:
+    parts = Parts("card", "ngram", "process")
+    with build_engine(Loaded(TARGET, None, "toy"), None, parts, SMALL, {"longest": 2}) as engine:
+        worker = engine.worker
+        assert isinstance(worker, ProcessWorker)
+        until(lambda: worker.is_ready, "a drafter")
+        run = engine.submit(make_request([1, 2, 3] * 5, "greedy", 60), card, card.Options())
+        within(SECONDS, partial(finish, engine, run))
+        assert run.candidates.counts["primary"] + run.candidates.counts["nothing to offer"] > 0
+        assert worker.failure is None
+
+
+def finish(engine: Engine, run: Running) -> None:
+    while run.finish_reason is None:
+        engine.step()

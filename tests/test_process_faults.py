@@ -1,0 +1,239 @@
+"""The drafter's process killed, stopped, failing, or left by its owner: whole texts, and nothing left behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from doubles import (
+    SMALL,
+    DrafterDiedError,
+    collect_warnings,
+    make_request,
+    within,
+    write,
+)
+from processes import (
+    REQUESTS,
+    SCRIPT,
+    SECONDS,
+    TARGET,
+    TEXTS,
+    Drive,
+    build,
+    build_failing,
+    build_never,
+    driven,
+    is_gone,
+    nothing_left,
+    run_script,
+    until,
+)
+
+from outpace.candidates.cache import CandidateCache
+from outpace.candidates.child import portable
+from outpace.candidates.process import DraftProcessError, ProcessWorker
+from outpace.core.errors import UserError
+from outpace.decoders import card
+from outpace.engine import Engine
+from outpace.rules.greedy import Greedy
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+class OddError(Exception):
+    """Cannot be rebuilt from its arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def test_a_killed_process_is_started_again_and_then_given_up() -> None:
+    worker = ProcessWorker(build, pauses=(0.01, 0.01))
+    chance = random.Random(5)
+    pids = []
+
+    def kill(drive: Drive) -> None:
+        assert worker.pid is not None
+        pids.append(worker.pid)
+        rounds = itertools.count(chance.randrange(20))
+        drive.until(lambda: next(rounds) >= 20, "some rounds")
+        os.kill(worker.pid, signal.SIGKILL)
+
+    def work(drive: Drive) -> None:
+        for _ in range(3):
+            drive.until_drafted()
+            kill(drive)
+        drive.until(lambda: worker.pid is None, "its end")
+        for _ in range(50):
+            drive.round()
+
+    said = driven(worker, work)
+    assert said == [
+        "the drafter failed (DraftProcessError: its process was ended by SIGKILL); going on without it"
+    ]
+    assert isinstance(worker.failure, DraftProcessError)
+    assert len(set(pids)) == 3
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again() -> None:
+    worker = ProcessWorker(build, pauses=(0.01,))
+    until(lambda: worker.pid is not None, "a process")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    assert len(driven(worker, Drive.until_drafted)) == 1
+    assert worker.failure is None
+
+
+def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None:
+    """Rules that key their randomness by node ids are exact only so."""
+    met: dict[int, tuple[int, int]] = {}
+    worker = ProcessWorker(build, pauses=(0.01,))
+    request = make_request([1, 2, 3], "greedy", 100_000)
+
+    def work() -> None:
+        with Engine(TARGET, worker=worker, options=SMALL) as engine:
+            run = engine.submit(request, card, card.Options())
+            for kill in (True, False):
+                goal, end = len(met) + 100, time.monotonic() + SECONDS
+                while len(met) < goal:
+                    assert time.monotonic() < end, "never: candidates of the drafter"
+                    engine.step()
+                    time.sleep(0.0005)
+                    tree = run.candidates.query(1000)
+                    for node in range(1, len(tree)):
+                        seen = tree.ids[tree.parents[node]], tree.tokens[node]
+                        assert met.setdefault(tree.ids[node], seen) == seen
+                if kill and worker.pid:
+                    os.kill(worker.pid, signal.SIGKILL)
+            assert run.tokens == write(TARGET, replace(request, max_tokens=len(run.tokens)))
+
+    said = collect_warnings(partial(within, 2 * SECONDS, work))[1]
+    assert len(said) == 1
+
+
+def test_a_stopped_process_is_waited_for() -> None:
+    worker = ProcessWorker(build)
+
+    def work(drive: Drive) -> None:
+        drive.until_drafted()
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        written = len(drive.runs) + 12
+        drive.until(lambda: len(drive.runs) >= written, "texts without a drafter")
+        os.kill(pid, signal.SIGCONT)
+        drive.until_drafted()
+        assert worker.pid == pid
+
+    assert driven(worker, work) == []
+
+
+def test_a_process_that_stays_stopped_is_replaced() -> None:
+    worker = ProcessWorker(build, patience=1.0, pauses=(0.01,) * 5)
+
+    def work(drive: Drive) -> None:
+        drive.until_drafted()
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        drive.until(lambda: worker.pid not in (pid, None) and worker.is_ready, "another process")
+        drive.until_drafted()
+
+    said = driven(worker, work)
+    assert len(said) == 1
+    assert "DraftProcessError: its process read nothing for" in said[0]
+
+
+def test_messages_to_a_stopped_process_hold_nobody_up() -> None:
+    """A socket holds some hundred kilobytes; the prompts here are more."""
+    worker = ProcessWorker(build)
+    until(lambda: worker.is_ready, "a drafter")
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    long = make_request([1] * 100_000, "greedy", 10)
+
+    def work() -> None:
+        for key in range(20):
+            worker.open(key, long, CandidateCache(1))
+        worker.close()
+
+    within(SECONDS, work)
+
+
+def test_an_exception_there_arrives_with_its_traceback() -> None:
+    worker = ProcessWorker(build_failing, pauses=(0.01,))
+    said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure) and worker.pid is None, "its end"))
+    assert said == ["the drafter failed (DrafterDiedError: grow number 5); going on without it"]
+    assert isinstance(worker.failure, DrafterDiedError)
+    assert "in before\n    raise DrafterDiedError" in str(worker.failure.__cause__)
+
+
+def test_a_drafter_that_cannot_be_built_is_not_tried_again() -> None:
+    worker = ProcessWorker(build_never, pauses=(SECONDS, SECONDS))
+    said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure), "its end"))
+    assert said == ["the drafter failed (UserError: no such draft); going on without it"]
+    assert isinstance(worker.failure, UserError)
+
+
+def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
+    class Local(Greedy):
+        pass
+
+    worker = ProcessWorker(build)
+    until(lambda: worker.is_ready, "a drafter")
+    request = replace(REQUESTS[0], rule=Local())
+
+    def work(drive: Drive) -> None:
+        run = drive.engine.submit(request, card, card.Options())
+        drive.until(lambda: run.finish_reason is not None and worker.pid is None, "its end")
+        assert run.tokens == TEXTS[0]
+
+    said = driven(worker, work)
+    assert len(said) == 1
+    assert "Local" in said[0]
+
+
+def test_an_error_that_cannot_be_rebuilt_is_told_in_words() -> None:
+    assert isinstance(portable(DrafterDiedError("x")), DrafterDiedError)
+    told = portable(OddError("one", "two"))
+    assert type(told) is RuntimeError
+    assert str(told) == "OddError: one two"
+
+
+@linux
+@pytest.mark.parametrize("when", ["start", "stopped"])
+def test_a_child_goes_with_its_killed_owner(when: str) -> None:
+    with run_script(SCRIPT + "time.sleep(600)", when) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        if when == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        program.kill()
+        until(lambda: is_gone(pid), "the child's end")
+
+
+@linux
+def test_a_program_that_ends_without_closing_it_ends_whole() -> None:
+    program = run_script(SCRIPT + "print(decode(REQUESTS, 'card', worker=worker, target=TARGET).texts == TEXTS)", "on")
+    out, err = program.communicate(timeout=SECONDS)
+    pid, equal = out.split()  # once: nothing of the program ran again in the child
+    assert equal == "True"
+    assert program.returncode == 0, err
+    assert not err
+    assert is_gone(int(pid))
