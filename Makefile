@@ -3,18 +3,21 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 RUN = .venv/bin/python
 
-.PHONY: demo test check mutations same-text bench clean
+.PHONY: demo test check check-native mutations same-text bench clean
 
-demo: .venv/installed
+demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
 
-test: .venv/installed-dev
+test: .venv/installed-dev .venv/installed-kernels
 	$(RUN) -m pytest
 
 check: .venv/installed-dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+check-native:  # the kernels' own tests, plain and under sanitizers
+	kernels/check.sh
 
 mutations: .venv/installed-dev  # breaks the product in named ways; each must be caught
 	$(RUN) tests/mutations.py
@@ -44,4 +47,13 @@ clean:
 
 .venv/installed-bench: .venv/installed
 	$(PIP) --editable ".[bench]"
+	@touch $@
+
+# The native kernels are built where a C++ compiler is; without one everything runs on torch.
+.venv/installed-kernels: .venv/installed $(wildcard kernels/src/* kernels/CMakeLists.txt kernels/pyproject.toml)
+	@if command -v c++ >/dev/null; then \
+		echo "building the native kernels" && \
+		$(PIP) scikit-build-core nanobind cmake ninja && \
+		PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) --no-deps --no-build-isolation ./kernels; \
+	else echo "no C++ compiler: without the native kernels"; fi
 	@touch $@

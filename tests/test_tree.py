@@ -180,6 +180,8 @@ def test_mixed_siblings_and_pruned_draws_are_refused(kind: Siblings) -> None:
     with pytest.raises(ValueError, match="picked"):
         tree.add(0, 5, -1.0, siblings=kind)
     tree.add(2, 5, -1.0, siblings=kind)
+    assert best_nodes(tree, 2) == [0, 1], "a chain may be cut: that asks for its length alone"
+    tree.add(2, 6, -1.0, siblings=kind)
     with pytest.raises(ValueError, match="picked"):
         best_nodes(tree, 2)
 

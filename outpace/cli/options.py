@@ -57,7 +57,10 @@ class Loading:
         ),
     ] = None
     runtime: Annotated[
-        str, typer.Option(help="auto, llama (our own) or transformers (any causal LM).", rich_help_panel=MODEL)
+        str,
+        typer.Option(
+            help="auto, llama (our own), native (int8 on a CPU) or transformers (any causal LM).", rich_help_panel=MODEL
+        ),
     ] = "auto"
     trust_remote_code: Annotated[
         bool,

@@ -119,12 +119,15 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
 
 
 class Model(Protocol):
-    """A language model that scores token trees. `token_bytes`: what a session's slot takes, the engine's KV budget."""
+    """A language model that scores token trees."""
 
     vocab_size: int
     max_positions: int
-    token_bytes: int
     device: Any
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that one slot of a session takes."""
 
     def open(self, capacity: int, room: int) -> Any:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""

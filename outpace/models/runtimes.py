@@ -1,4 +1,4 @@
-"""What computes a model: our own runtime for the Llama family, or transformers for everything else that it loads."""
+"""What computes a model: our own runtimes for the Llama family, or transformers for everything else that it loads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,29 +76,39 @@ def _auto(spec: str | Path | None, how: How, progress: Progress) -> Opened:
 
 
 def _llama(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+    from outpace.models.llama import Llama
+
+    if how.trust_remote_code or how.device_map is not None:
+        raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
+    options: dict[str, Any] = {"device": how.device, "dtype": DTYPES[how.dtype], "exact": how.exact}
+    return _read(spec, progress, partial(Llama.from_tensors, **options))
+
+
+def _native(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+    """int8 on a CPU by the package outpace-kernels; a `dtype` of half precision halves the keys and values."""
+    from outpace.models.native import NativeLlama, Options, load_kernels
+
+    load_kernels()
+    if how.device != "cpu" or how.trust_remote_code or how.device_map is not None:
+        raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
+    options = Options(torch.get_num_threads(), "float32" if how.dtype == "float32" else "float16")
+    return _read(spec, progress, partial(NativeLlama.from_tensors, options=options))
+
+
+def _read(spec: str | Path | None, progress: Progress, build: Callable[..., Any]) -> Opened:
+    """A model of the Llama family from its files."""
     from outpace.models.checkpoint import Checkpoint
     from outpace.models.config import from_dict, tensor_shapes
     from outpace.models.draft_vocab import read_draft_vocab
     from outpace.models.find import resolve
-    from outpace.models.llama import Llama
     from outpace.models.tokenizer import Tokenizer
 
-    if how.trust_remote_code or how.device_map is not None:
-        raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
     path = resolve(None if spec is None else str(spec), progress=progress)
-    dtype = DTYPES[how.dtype]
     with Checkpoint.open(path) as checkpoint:
         config = from_dict(checkpoint.config)
         checkpoint.check_shapes(tensor_shapes(config))
-        model = Llama.from_tensors(
-            config,
-            checkpoint.tensor,
-            device=how.device,
-            dtype=dtype,
-            exact=how.exact,
-            progress=progress,
-            head_ids=read_draft_vocab(path, checkpoint.config),
-        )
+        head_ids = read_draft_vocab(path, checkpoint.config)
+        model = build(config, checkpoint.tensor, head_ids=head_ids, progress=progress)
     return Opened(model, Tokenizer.from_folder(path), _name(spec), checkpoint.config)
 
 
@@ -135,4 +146,4 @@ def _need_transformers(what: str) -> None:
         raise UserError(f"{what} needs {INSTALL}")
 
 
-RUNTIMES = {"auto": _auto, "llama": _llama, "transformers": _transformers}
+RUNTIMES = {"auto": _auto, "llama": _llama, "native": _native, "transformers": _transformers}

@@ -1,0 +1,8 @@
+"""The forward of a Llama-family model on a CPU: int8 weights, token trees, the same bits for every batch.
+
+Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is the arithmetic in numpy.
+"""
+
+from outpace_kernels._native import GROUP, LANES, MAX_DEPTH, Heads, Layer, Matrix, Model, Store, instruction_sets
+
+__all__ = ["GROUP", "LANES", "MAX_DEPTH", "Heads", "Layer", "Matrix", "Model", "Store", "instruction_sets"]

@@ -1,0 +1,136 @@
+// Attention over keys in position order. To be read after a lanes_*.h and rowwise.h.
+//
+// score[p] = q . k[p], a chain of fused multiply-adds over the entries of the head; weight[p] = e^(score[p] - largest)
+// out = (sum over positions p of weight[p] v[p]) / (sum of weights), a chain over p for every entry.
+//
+// Scores are computed by slot, 16 at once, also for slots that a row does not see; then what it sees is moved together
+// in position order. So the result does not depend on where in the storage an ancestor lies.
+#pragma once
+
+#include "exponential.h"
+#include "kernels.h"
+#include "rowwise.h"
+
+namespace outpace {
+namespace {
+
+/// One query of a tile: its head's entries, its row's reach, its scores, and where its result goes.
+struct Query {
+    const float* entries;  // [depth]
+    Reach reach;
+    float* scores;  // by slot, then by position
+    float inverse;  // 1 / sum of weights
+};
+
+/// Scores of Q queries with the keys of `blocks` times 32 slots.
+template <class T, int Q>
+inline void score_keys(const T* keys, int depth, int blocks, Query* queries) {
+    for (int block = 0; block < blocks; ++block, keys += 2 * kLanes * depth) {
+        Floats low[Q], high[Q];
+        for (int q = 0; q < Q; ++q) low[q] = high[q] = Floats::all(0.0f);
+        for (int i = 0; i < depth; ++i) {
+            const Floats k_low = Floats::load(keys + i * kLanes), k_high = Floats::load(keys + (depth + i) * kLanes);
+            for (int q = 0; q < Q; ++q) {
+                const Floats entry = Floats::all(queries[q].entries[i]);
+                low[q] = fma(entry, k_low, low[q]);
+                high[q] = fma(entry, k_high, high[q]);
+            }
+        }
+        for (int q = 0; q < Q; ++q) {
+            low[q].store(queries[q].scores + block * 2 * kLanes);
+            high[q].store(queries[q].scores + block * 2 * kLanes + kLanes);
+        }
+    }
+}
+
+/// V vectors of entries, beginning with entry `first`, of Q queries' results. `common`: all see slots below it.
+template <class T, int Q, int V>
+inline void mix_values(const T* values, int width, int first, int common, const Query* queries, float* out) {
+    Floats total[Q][V];
+    for (int q = 0; q < Q; ++q)
+        for (int v = 0; v < V; ++v) total[q][v] = Floats::all(0.0f);
+    const T* base = values + first;
+    for (int slot = 0; slot < common; ++slot) {
+        Floats value[V];
+        for (int v = 0; v < V; ++v) value[v] = Floats::load(base + static_cast<int64_t>(slot) * width + v * kLanes);
+        for (int q = 0; q < Q; ++q) {
+            const Floats weight = Floats::all(queries[q].scores[slot]);
+            for (int v = 0; v < V; ++v) total[q][v] = fma(weight, value[v], total[q][v]);
+        }
+    }
+    for (int q = 0; q < Q; ++q) {
+        const Query& query = queries[q];
+        for (int position = common; position < query.reach.count(); ++position) {
+            const T* value = base + static_cast<int64_t>(query.reach.slot(position)) * width;
+            const Floats weight = Floats::all(query.scores[position]);
+            for (int v = 0; v < V; ++v) total[q][v] = fma(weight, Floats::load(value + v * kLanes), total[q][v]);
+        }
+        for (int v = 0; v < V; ++v)
+            (total[q][v] * Floats::all(query.inverse)).store(out + q * kDepthMax + first + v * kLanes);
+    }
+}
+
+template <class T, int Q>
+void attend_queries(const Heads& heads, const T* keys, const T* values, Query* queries, float* out) {
+    int last = 0, common = queries[0].reach.run;
+    for (int q = 0; q < Q; ++q) {
+        const Reach& reach = queries[q].reach;
+        if (reach.last_slot() > last) last = reach.last_slot();
+        if (reach.run < common) common = reach.run;
+    }
+    score_keys<T, Q>(keys, heads.depth, last / (2 * kLanes) + 1, queries);
+    for (int q = 0; q < Q; ++q) {
+        Query& query = queries[q];
+        for (int i = 0; i < query.reach.num_more; ++i)  // `more` rises, so no score is overwritten before it is read
+            query.scores[query.reach.run + i] = query.scores[query.reach.more[i]];
+        query.inverse = exponentials(query.scores, query.reach.count());
+    }
+    int first = 0;
+    for (; first + kMixVectors * kLanes <= heads.width(); first += kMixVectors * kLanes)
+        mix_values<T, Q, kMixVectors>(values, heads.width(), first, common, queries, out);
+    for (; first < heads.width(); first += kLanes)
+        mix_values<T, Q, 1>(values, heads.width(), first, common, queries, out);
+}
+
+template <class T>
+void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
+    const Heads& heads = task.heads;
+    const KeyValues& store = task.spans[tile.span];
+    const int64_t first_slot = static_cast<int64_t>(tile.key_head) * store.slots;
+    const T* keys = static_cast<const T*>(store.keys) + first_slot * heads.depth;
+    const T* values = static_cast<const T*>(store.values) + first_slot * heads.width();
+    Query queries[kQueries];
+    for (int q = 0; q < tile.count; ++q) {
+        const int row = (tile.first + q) / heads.group();
+        const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
+        const float* mixed = task.mixed + static_cast<int64_t>(row) * heads.outputs();
+        queries[q] = {mixed + head * heads.depth, task.reaches[row], scores + static_cast<int64_t>(q) * store.slots, 0};
+    }
+    alignas(64) float out[kQueries * kDepthMax] = {};
+    static_assert(kQueries <= 4);
+    switch (tile.count) {
+        case 1: attend_queries<T, 1>(heads, keys, values, queries, out); break;
+        case 2: attend_queries<T, 2>(heads, keys, values, queries, out); break;
+        case 3: attend_queries<T, kQueries >= 3 ? 3 : 1>(heads, keys, values, queries, out); break;
+        default: attend_queries<T, kQueries >= 4 ? 4 : 1>(heads, keys, values, queries, out);
+    }
+    for (int q = 0; q < tile.count; ++q) {
+        const int row = (tile.first + q) / heads.group();
+        const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
+        for (int i = 0; i < heads.head_groups(); ++i) {
+            const int group = head * heads.head_groups() + i;
+            quantize_group(out + q * kDepthMax + i * kGroup, task.out.row_values(row) + group * kGroup,
+                           task.out.row_scales(row) + group, task.out.row_offsets(row) + group);
+        }
+    }
+}
+
+void attend(const Attend& task, int tile, float* scores) {
+    if (task.heads.is_half)
+        attend_tile<Half>(task, task.tiles[tile], scores);
+    else
+        attend_tile<float>(task, task.tiles[tile], scores);
+}
+
+}  // namespace
+}  // namespace outpace

@@ -1,0 +1,188 @@
+// The Python module: buffers in, buffers out. It knows numpy's arrays by their layout alone.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "model.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace outpace {
+namespace {
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Vector = Array<const float, 1>;
+using Grid = Array<const float, 2>;
+using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
+
+std::vector<float> to_vector(const Vector& values) { return {values.data(), values.data() + values.size()}; }
+
+std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias) {
+    const auto outputs = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
+    if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
+    if (!bias.empty() && bias.size() != weights.shape(0))
+        throw std::invalid_argument("bias must have an entry for every output");
+    const nb::gil_scoped_release release;
+    return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs);
+}
+
+/// The weights of some outputs as they are used, [outputs, inputs].
+void read_rows(const Matrix& matrix, const Array<const int32_t, 1>& outputs, const Array<float, 2>& out) {
+    if (out.shape(0) != outputs.shape(0) || out.shape(1) != static_cast<std::size_t>(matrix.inputs()))
+        throw std::invalid_argument("out has the wrong shape");
+    std::vector<float> row(static_cast<std::size_t>(matrix.groups()) * kGroup);
+    for (std::size_t i = 0; i < outputs.shape(0); ++i) {
+        const int output = outputs.data()[i];
+        if (output < 0 || output >= matrix.outputs()) throw std::invalid_argument("an output is out of range");
+        matrix.row(output, row.data());
+        std::copy_n(row.data(), matrix.inputs(), out.data() + i * out.shape(1));
+    }
+}
+
+/// Norms of the hidden state are padded with zeros to whole groups.
+std::vector<float> padded(std::vector<float> values) {
+    values.resize(round_up(static_cast<int>(values.size()), kGroup), 0.0f);
+    return values;
+}
+
+std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& mlp_norm, std::shared_ptr<Matrix> qkv,
+                                  std::shared_ptr<Matrix> output, std::shared_ptr<Matrix> gate_up,
+                                  std::shared_ptr<Matrix> down, const std::vector<float>& query_norm,
+                                  const std::vector<float>& key_norm, bool turns) {
+    auto layer = std::make_shared<Layer>();
+    layer->attention_norm = padded(to_vector(attention_norm));
+    layer->mlp_norm = padded(to_vector(mlp_norm));
+    layer->query_norm = query_norm;
+    layer->key_norm = key_norm;
+    layer->turns = turns;
+    layer->qkv = std::move(qkv);
+    layer->output = std::move(output);
+    layer->gate_up = std::move(gate_up);
+    layer->down = std::move(down);
+    return layer;
+}
+
+Heads make_heads(int queries, int keys, int depth, bool is_half, float epsilon) {
+    if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
+    return {queries, keys, depth, is_half, 1.0f / __builtin_sqrtf(static_cast<float>(depth)), epsilon};
+}
+
+void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
+                const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
+                const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads) {
+    const Kernels* kernels = find_kernels(instruction_set);
+    if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+    new (place) Model({hidden, middle, epsilon, heads}, {layers.begin(), layers.end()}, std::move(embedding),
+                      to_vector(norm), std::move(head), kernels, threads);
+}
+
+void forward(Model& model, const std::vector<SpanTuple>& spans, const Array<const int32_t, 1>& tokens,
+             const Array<const float, 3>& turns, const Array<const int32_t, 1>& wanted,
+             const Array<float, 2>& scores) {
+    Forest forest;
+    for (const auto& [store, committed, pending, count, sees] : spans) {
+        if (static_cast<int>(sees.shape(0)) != count || static_cast<int>(sees.shape(1)) != pending + count)
+            throw std::invalid_argument("sees has the wrong shape");
+        forest.spans.push_back({store, committed, pending, count, sees.data()});
+    }
+    if (turns.shape(0) != tokens.shape(0) || turns.size() != tokens.shape(0) * model.shape().heads.depth)
+        throw std::invalid_argument("turns has the wrong shape");
+    if (scores.shape(0) != wanted.shape(0) || static_cast<int>(scores.shape(1)) != model.outputs())
+        throw std::invalid_argument("scores has the wrong shape");
+    forest.tokens = tokens.data();
+    forest.turns = turns.data();
+    forest.rows = static_cast<int>(tokens.shape(0));
+    forest.wanted = wanted.data();
+    forest.num_wanted = static_cast<int>(wanted.shape(0));
+    const nb::gil_scoped_release release;
+    model.forward(forest, scores.data());
+}
+
+void check_slots(const Store& store, const std::vector<int>& source, int start) {
+    for (int slot : source)
+        if (slot < 0 || slot >= store.slots()) throw std::invalid_argument("a slot is out of range");
+    if (start < 0 || start + static_cast<int>(source.size()) > store.slots())
+        throw std::invalid_argument("a slot is out of range");
+}
+
+void check_count(const Store& store, int count) {
+    if (count < 0 || count > store.slots()) throw std::invalid_argument("count is out of range");
+}
+
+void copy(Store& store, const Store& other, int count) {
+    check_count(store, count);
+    check_count(other, count);
+    if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
+        store.heads().depth != other.heads().depth || store.heads().is_half != other.heads().is_half)
+        throw std::invalid_argument("the other store is of another model");
+    store.copy(other, count);
+}
+
+void read(const Store& store, int layer, int count, const Array<float, 4>& out) {
+    check_count(store, count);
+    const Heads& heads = store.heads();
+    if (layer < 0 || layer >= store.layers()) throw std::invalid_argument("layer is out of range");
+    if (out.size() != static_cast<std::size_t>(2) * heads.keys * count * heads.depth)
+        throw std::invalid_argument("out has the wrong shape");
+    store.read(layer, count, out.data());
+}
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+    return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.attr("GROUP") = kGroup;
+    m.attr("LANES") = kLanes;
+    m.attr("MAX_DEPTH") = kDepthMax;
+    m.def("instruction_sets", &instruction_sets);
+
+    nb::class_<Matrix>(m, "Matrix")
+        .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{})
+        .def_prop_ro("outputs", &Matrix::outputs)
+        .def_prop_ro("inputs", &Matrix::inputs)
+        .def_prop_ro("bytes", &Matrix::bytes)
+        .def("read", &read_rows, "outputs"_a, "out"_a);
+
+    nb::class_<Layer>(m, "Layer")
+        .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a, "down"_a,
+             "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "turns"_a = true)
+        .def_prop_ro("bytes", [](const Layer& layer) {
+            return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes();
+        });
+
+    nb::class_<Heads>(m, "Heads")
+        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "is_half"_a, "epsilon"_a)
+        .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
+
+    nb::class_<Store>(m, "Store")
+        .def(nb::init<const Heads&, int, int>(), "heads"_a, "layers"_a, "slots"_a)
+        .def("move", [](Store& store, const std::vector<int>& source, int start) {
+            check_slots(store, source, start);
+            store.move(source, start);
+        }, "source"_a, "start"_a)
+        .def("copy", &copy, "other"_a, "count"_a)
+        .def("read", &read, "layer"_a, "count"_a, "out"_a);
+
+    nb::class_<Model>(m, "Model")
+        .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
+             "norm"_a, "head"_a, "instruction_set"_a, "threads"_a)
+        .def_prop_ro("outputs", &Model::outputs)
+        .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); })
+        .def("forward", &forward, "spans"_a, "tokens"_a, "turns"_a, "wanted"_a, "scores"_a);
+}
+
+}  // namespace outpace

@@ -1,0 +1,45 @@
+// e^x and what is made of it, of IEEE operations alone: the same bits everywhere. To be read after a lanes_*.h.
+#pragma once
+
+#include "layout.h"
+
+namespace outpace {
+namespace {
+
+/// e^x to 2 units in the last place; x is held between -86.5 and 88, where results are normal numbers.
+/// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r.
+inline Floats exponential(Floats x) {
+    x = min(max(x, Floats::all(-86.5f)), Floats::all(88.0f));
+    const Ints n = round(x * Floats::all(1.44269504f));
+    const Floats count = n.to_floats();
+    Floats r = fma(count, Floats::all(-0.693359375f), x);  // ln 2 in two parts, the first of few bits
+    r = fma(count, Floats::all(2.12194440e-4f), r);
+    Floats p = Floats::all(1.0f / 720);
+    p = fma(p, r, Floats::all(1.0f / 120));
+    p = fma(p, r, Floats::all(1.0f / 24));
+    p = fma(p, r, Floats::all(1.0f / 6));
+    p = fma(p, r, Floats::all(0.5f));
+    p = fma(p, r, Floats::all(1.0f));
+    p = fma(p, r, Floats::all(1.0f));
+    return times_power(p, n);
+}
+
+/// x / (1 + e^-x)
+inline Floats silu(Floats x) { return x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
+
+/// Numbers to e^(x - largest), in place; `x` has room for a multiple of 16. Returns 1 / their sum.
+inline float exponentials(float* x, int count) {
+    const int padded = round_up(count, kLanes);
+    for (int i = count; i < padded; ++i) x[i] = -__builtin_inff();
+    Floats most = Floats::load(x);
+    for (int i = kLanes; i < padded; i += kLanes) most = max(most, Floats::load(x + i));
+    const Floats shift = Floats::all(-largest(most));
+    for (int i = 0; i < padded; i += kLanes) exponential(Floats::load(x + i) + shift).store(x + i);
+    for (int i = count; i < padded; ++i) x[i] = 0.0f;
+    Floats total = Floats::all(0.0f);
+    for (int i = 0; i < padded; i += kLanes) total = total + Floats::load(x + i);
+    return 1.0f / sum(total);
+}
+
+}  // namespace
+}  // namespace outpace

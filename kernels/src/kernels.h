@@ -1,0 +1,121 @@
+// The work that a forward is cut into, and the table of functions that one instruction set gives for it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "layout.h"
+
+namespace outpace {
+
+/// x (rows of `stride` floats, zero beyond `size`) to x / rms(x) * weight in int8. One unit: one row.
+struct Normalize {
+    const float* x;
+    const float* weight;  // [stride], zero beyond `size`
+    int size;
+    int stride;
+    float epsilon;
+    const int* rows;  // which rows of x, or null for all in order
+    Activations out;
+};
+
+/// out[row] = W x + bias, or out[row] += W x + bias. One unit: one panel, for all rows.
+struct Product {
+    Panels weights;
+    Activations in;
+    int rows;
+    float* out;  // [rows, stride]
+    int64_t stride;
+    bool add;
+};
+
+/// silu(gate) * up in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
+struct GatedProduct {
+    Panels weights;
+    Activations in;
+    int rows;
+    Activations out;
+};
+
+/// Where one session's keys and values of one layer lie.
+/// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16.
+struct KeyValues {
+    void* keys;
+    void* values;
+    int slots;  // a multiple of 32
+};
+
+/// What a row sees, in position order: slots 0 .. run - 1, then the slots `more`.
+struct Reach {
+    int run;
+    int num_more;
+    const int* more;
+
+    int count() const { return run + num_more; }
+    int slot(int position) const { return position < run ? position : more[position - run]; }
+    int last_slot() const { return slot(count() - 1); }
+};
+
+/// Which sizes the attention of all layers has.
+struct Heads {
+    int queries;    // heads
+    int keys;       // heads of keys and values
+    int depth;      // of a head
+    bool is_half;   // keys and values are stored as Half
+    float scale;    // 1 / sqrt(depth)
+    float epsilon;  // of the norms of queries and keys
+
+    int group() const { return queries / keys; }
+    int width() const { return round_up(depth, kLanes); }
+    int outputs() const { return (queries + 2 * keys) * depth; }
+    int head_groups() const { return round_up(depth, kGroup) / kGroup; }
+};
+
+/// Norms (where there are any), turns and scales queries; norms, turns and stores keys; stores values. Unit: one row.
+struct Rotate {
+    Heads heads;
+    float* mixed;             // [rows, queries then keys then values]; the queries are worked on in place
+    const float* turns;       // [rows, depth / 2, 2]: cosine and sine; null where the layer knows no positions
+    const float* query_norm;  // [depth] or null
+    const float* key_norm;
+    const int* slots;      // of each row, in its session
+    const int* row_spans;  // of each row, its session's number
+    const KeyValues* spans;
+};
+
+/// Some queries that share their keys: numbers first .. first + count - 1 in the order (row, head of the group).
+struct QueryTile {
+    int span;
+    int key_head;
+    int first;
+    int count;
+};
+
+/// softmax(queries keys) values, in int8. One unit: one tile.
+struct Attend {
+    Heads heads;
+    const float* mixed;  // [rows, outputs], as Rotate leaves it
+    const Reach* reaches;
+    const KeyValues* spans;
+    const QueryTile* tiles;
+    Activations out;  // every head padded to whole groups
+};
+
+/// One instruction set. Every table gives the same bits as the portable one.
+struct Kernels {
+    const char* name;
+    int tile_queries;  // most queries that Attend likes in a tile
+    void (*normalize)(const Normalize&, int row);
+    void (*product)(const Product&, int panel);
+    void (*gated_product)(const GatedProduct&, int group);
+    void (*rotate)(const Rotate&, int row);
+    void (*attend)(const Attend&, int tile, float* scores);  // scores: room for tile_queries times slots
+};
+
+/// The tables that this machine can run, the fastest first; the last is the portable one.
+std::vector<const Kernels*> available_kernels();
+
+/// The table of that name; the fastest where the name is empty; null where this machine has none of that name.
+const Kernels* find_kernels(const std::string& name);
+
+}  // namespace outpace

@@ -1,0 +1,97 @@
+// Sixteen lanes in one AVX-512 register; VNNI multiplies bytes.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+
+#include "half.h"
+#include "layout.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kTileRows = 6;     // 12 sums in int32 and 12 in float32 leave 8 of 32 registers
+constexpr int kTileVectors = 2;
+constexpr int kQueries = 4;
+constexpr int kMixVectors = 4;
+
+struct Floats {
+    __m512 v;
+
+    static Floats all(float x) { return {_mm512_set1_ps(x)}; }
+    static Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+    static Floats load(const Half* p) {
+        return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+    }
+    void store(float* p) const { _mm512_storeu_ps(p, v); }
+};
+
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+
+inline __m256 upper_half(__m512 a) { return _mm512_extractf32x8_ps(a, 1); }
+
+inline float sum(Floats a) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), upper_half(a.v));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+inline float largest(Floats a) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a.v), upper_half(a.v));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+struct Ints {
+    __m512i v;
+
+    static Ints all(int32_t x) { return {_mm512_set1_epi32(x)}; }
+    Floats to_floats() const { return {_mm512_cvtepi32_ps(v)}; }
+    void store_bytes(int8_t* p) const {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+    }
+};
+
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+inline Ints round(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline Floats times_power(Floats a, Ints n) {
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(n.v, 23)))};
+}
+
+struct Weights {
+    __m512i v;
+
+    static Weights load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+};
+
+struct Quad {
+    __m512i v;
+
+    static Quad load(const int8_t* p) {
+        int32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return {_mm512_set1_epi32(four)};
+    }
+};
+
+inline Ints begin(int32_t offset) { return Ints::all(offset); }
+
+/// vpdpbusd: unsigned weights (w + 128) times signed activations, four products summed in int32 without saturation.
+inline Ints dot(Ints sums, Weights w, Quad a) { return {_mm512_dpbusd_epi32(sums.v, w.v, a.v)}; }
+
+inline Floats load_bfloat16(const uint8_t* p) {
+    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16))};
+}
+
+}  // namespace
+}  // namespace outpace

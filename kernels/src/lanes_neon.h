@@ -1,0 +1,127 @@
+// Sixteen lanes in four Arm registers; the dot product extension multiplies bytes.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "half.h"
+#include "layout.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kTileRows = 4;
+constexpr int kTileVectors = 1;
+constexpr int kQueries = 2;
+constexpr int kMixVectors = 2;
+
+struct Floats {
+    float32x4_t v[4];
+
+    static Floats all(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}}; }
+    static Floats load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }
+    static Floats load(const Half* p) {
+        Floats r;
+        for (int i = 0; i < 4; ++i) r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p[4 * i].bits)));
+        return r;
+    }
+    void store(float* p) const {
+        for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, v[i]);
+    }
+};
+
+template <class F>
+inline Floats each(F f) {
+    return {{f(0), f(1), f(2), f(3)}};
+}
+inline Floats operator+(Floats a, Floats b) { return each([&](int i) { return vaddq_f32(a.v[i], b.v[i]); }); }
+inline Floats operator*(Floats a, Floats b) { return each([&](int i) { return vmulq_f32(a.v[i], b.v[i]); }); }
+inline Floats operator/(Floats a, Floats b) { return each([&](int i) { return vdivq_f32(a.v[i], b.v[i]); }); }
+inline Floats fma(Floats a, Floats b, Floats c) { return each([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); }); }
+inline Floats max(Floats a, Floats b) {
+    return each([&](int i) { return vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+}
+inline Floats min(Floats a, Floats b) {
+    return each([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+}
+inline Floats abs(Floats a) { return each([&](int i) { return vabsq_f32(a.v[i]); }); }
+
+inline float sum(Floats a) {
+    const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+inline float largest(Floats a) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+
+struct Ints {
+    int32x4_t v[4];
+
+    static Ints all(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}}; }
+    Floats to_floats() const {
+        return each([&](int i) { return vcvtq_f32_s32(v[i]); });
+    }
+    void store_bytes(int8_t* p) const {
+        const int16x8_t lo = vcombine_s16(vmovn_s32(v[0]), vmovn_s32(v[1]));
+        const int16x8_t hi = vcombine_s16(vmovn_s32(v[2]), vmovn_s32(v[3]));
+        vst1q_s8(p, vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
+    }
+};
+
+inline Ints operator+(Ints a, Ints b) {
+    for (int i = 0; i < 4; ++i) a.v[i] = vaddq_s32(a.v[i], b.v[i]);
+    return a;
+}
+inline int32_t sum(Ints a) {
+    return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
+inline Ints round(Floats a) {
+    return {{vcvtnq_s32_f32(a.v[0]), vcvtnq_s32_f32(a.v[1]), vcvtnq_s32_f32(a.v[2]), vcvtnq_s32_f32(a.v[3])}};
+}
+inline Floats times_power(Floats a, Ints n) {
+    return each([&](int i) {
+        return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a.v[i]), vshlq_n_s32(n.v[i], 23)));
+    });
+}
+
+inline Floats load_bfloat16(const uint8_t* p) {
+    return each([&](int i) {
+        const uint16x4_t high = vreinterpret_u16_u8(vld1_u8(p + 8 * i));
+        return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(high), 16));
+    });
+}
+
+/// Signed weights again: w + 128 with its top bit flipped is w.
+struct Weights {
+    int8x16_t v[4];
+
+    static Weights load(const uint8_t* p) {
+        Weights r;
+        for (int i = 0; i < 4; ++i) r.v[i] = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(0x80)));
+        return r;
+    }
+};
+
+struct Quad {
+    int8x16_t v;
+
+    static Quad load(const int8_t* p) {
+        int32_t four;
+        std::memcpy(&four, p, 4);
+        return {vreinterpretq_s8_s32(vdupq_n_s32(four))};
+    }
+};
+
+inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed: nothing to take back
+
+/// sdot: four signed products summed in int32.
+inline Ints dot(Ints sums, const Weights& w, Quad a) {
+    for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], w.v[i], a.v);
+    return sums;
+}
+
+}  // namespace
+}  // namespace outpace

@@ -1,0 +1,153 @@
+// Sixteen lanes in plain C++: what every other instruction set must equal, bit by bit.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "half.h"
+#include "layout.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kTileRows = 4;     // rows of a product that are worked on together
+constexpr int kTileVectors = 2;  // times 16 outputs
+constexpr int kQueries = 2;      // queries of attention that are worked on together
+constexpr int kMixVectors = 2;   // times 16 entries of a value
+
+struct Floats {
+    float v[kLanes];
+
+    static Floats all(float x) {
+        Floats r;
+        for (float& lane : r.v) lane = x;
+        return r;
+    }
+    static Floats load(const float* p) {
+        Floats r;
+        std::memcpy(r.v, p, sizeof r.v);
+        return r;
+    }
+    static Floats load(const Half* p) {
+        Floats r;
+        for (int i = 0; i < kLanes; ++i) r.v[i] = half_to_float(p[i]);
+        return r;
+    }
+    void store(float* p) const { std::memcpy(p, v, sizeof v); }
+};
+
+template <class F>
+inline Floats each(F f) {
+    Floats r;
+    for (int i = 0; i < kLanes; ++i) r.v[i] = f(i);
+    return r;
+}
+inline Floats operator+(Floats a, Floats b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Floats operator*(Floats a, Floats b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Floats operator/(Floats a, Floats b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+inline Floats fma(Floats a, Floats b, Floats c) { return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); }); }
+inline Floats max(Floats a, Floats b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Floats min(Floats a, Floats b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline Floats abs(Floats a) { return each([&](int i) { return std::fabs(a.v[i]); }); }
+
+/// Lanes i and i + 8 are added, then i and i + 4, i + 2, i + 1: the one order of a sum over lanes.
+inline float sum(Floats a) {
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int i = 0; i < half; ++i) a.v[i] = a.v[i] + a.v[i + half];
+    return a.v[0];
+}
+inline float largest(Floats a) {
+    float r = a.v[0];
+    for (float lane : a.v) r = lane > r ? lane : r;
+    return r;
+}
+
+struct Ints {
+    int32_t v[kLanes];
+
+    static Ints all(int32_t x) {
+        Ints r;
+        for (int32_t& lane : r.v) lane = x;
+        return r;
+    }
+    Floats to_floats() const {
+        return each([&](int i) { return static_cast<float>(v[i]); });
+    }
+    void store_bytes(int8_t* p) const {
+        for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v[i]);
+    }
+};
+
+inline Ints operator+(Ints a, Ints b) {
+    for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
+    return a;
+}
+inline int32_t sum(Ints a) {
+    int32_t total = 0;
+    for (int32_t lane : a.v) total += lane;
+    return total;
+}
+/// To the nearest whole number, ties to the even one.
+inline Ints round(Floats a) {
+    Ints r;
+    for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<int32_t>(std::lrintf(a.v[i]));
+    return r;
+}
+/// a * 2^n, for results that are normal numbers.
+inline Floats times_power(Floats a, Ints n) {
+    return each([&](int i) {
+        uint32_t bits;
+        std::memcpy(&bits, &a.v[i], 4);
+        bits += static_cast<uint32_t>(n.v[i]) << 23;
+        float r;
+        std::memcpy(&r, &bits, 4);
+        return r;
+    });
+}
+
+/// 16 outputs x 4 inputs of weights, each stored as w + 128.
+struct Weights {
+    uint8_t v[64];
+
+    static Weights load(const uint8_t* p) {
+        Weights r;
+        std::memcpy(r.v, p, sizeof r.v);
+        return r;
+    }
+};
+
+/// Four activations.
+struct Quad {
+    int8_t v[4];
+
+    static Quad load(const int8_t* p) {
+        Quad r;
+        std::memcpy(r.v, p, sizeof r.v);
+        return r;
+    }
+};
+
+/// Where a product's int32 sums begin: -128 * (sum of activations), for the weights stand there as w + 128.
+inline Ints begin(int32_t offset) { return Ints::all(offset); }
+
+/// sums + (w + 128) * a over four inputs, for 16 outputs.
+inline Ints dot(Ints sums, const Weights& w, Quad a) {
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < 4; ++j) sums.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * a.v[j];
+    return sums;
+}
+
+/// Sixteen bfloat16 numbers.
+inline Floats load_bfloat16(const uint8_t* p) {
+    return each([&](int i) {
+        uint16_t high;
+        std::memcpy(&high, p + 2 * i, 2);
+        const uint32_t bits = static_cast<uint32_t>(high) << 16;
+        float r;
+        std::memcpy(&r, &bits, 4);
+        return r;
+    });
+}
+
+}  // namespace
+}  // namespace outpace

@@ -1,0 +1,102 @@
+#include "model.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "pass.h"
+
+namespace outpace {
+namespace {
+
+void require(bool holds, const std::string& what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+void require_size(const std::vector<float>& values, std::size_t size, const std::string& name) {
+    require(values.size() == size, name + " has " + std::to_string(values.size()) + " entries, expected " +
+                                       std::to_string(size));
+}
+
+void require_shape(const std::shared_ptr<const Matrix>& matrix, int outputs, int inputs, const std::string& name) {
+    require(matrix != nullptr, name + " is missing");
+    require(matrix->outputs() == outputs && matrix->inputs() == inputs,
+            name + " is [" + std::to_string(matrix->outputs()) + ", " + std::to_string(matrix->inputs()) +
+                "], expected [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]");
+}
+
+std::vector<float> padded(std::vector<float> values) {
+    values.resize(round_up(static_cast<int>(values.size()), kGroup), 0.0f);
+    return values;
+}
+
+}  // namespace
+
+Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layers,
+             std::shared_ptr<const Matrix> embedding, std::vector<float> norm, std::shared_ptr<const Matrix> head,
+             const Kernels* kernels, int threads)
+    : shape_(shape),
+      layers_(std::move(layers)),
+      embedding_(std::move(embedding)),
+      head_(std::move(head)),
+      norm_(std::move(norm)),
+      kernels_(kernels),
+      scratch_(std::make_shared<Scratch>()),
+      team_(threads) {
+    check();
+    norm_ = padded(norm_);
+}
+
+void Model::check() const {
+    const Heads& heads = shape_.heads;
+    require(heads.depth >= 2 && heads.depth <= kDepthMax && heads.depth % 2 == 0, "depth is out of range");
+    require(heads.keys >= 1 && heads.queries % heads.keys == 0, "queries is no multiple of keys");
+    require(shape_.middle % kGroup == 0, "middle is no multiple of the group");
+    require(embedding_ && embedding_->inputs() == shape_.hidden, "embedding does not fit");
+    require(head_ && head_->inputs() == shape_.hidden, "head does not fit");
+    require_size(norm_, shape_.hidden, "norm");
+    for (const auto& layer : layers_) {
+        require_size(layer->attention_norm, round_up(shape_.hidden, kGroup), "attention_norm");
+        require_size(layer->mlp_norm, round_up(shape_.hidden, kGroup), "mlp_norm");
+        if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth, "query_norm");
+        if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
+        require_shape(layer->qkv, heads.outputs(), shape_.hidden, "qkv");
+        require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");
+        require_shape(layer->gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
+        require_shape(layer->down, shape_.hidden, shape_.middle, "down");
+    }
+}
+
+void Model::check(const Forest& forest) const {
+    int rows = 0;
+    for (const Span& span : forest.spans) {
+        require(span.store->layers() == num_layers() && span.store->heads().depth == shape_.heads.depth &&
+                    span.store->heads().keys == shape_.heads.keys &&
+                    span.store->heads().is_half == shape_.heads.is_half,
+                "a store is of another model");
+        require(span.committed >= 0 && span.pending >= 0 && span.tokens >= 0 &&
+                    span.committed + span.pending + span.tokens <= span.store->slots(),
+                "a span does not fit its store");
+        for (int node = 0; node < span.tokens; ++node)
+            require(span.sees[static_cast<int64_t>(node) * (span.pending + span.tokens) + span.pending + node],
+                    "a node does not see itself");
+        rows += span.tokens;
+    }
+    require(rows == forest.rows, "the spans do not add up to the rows");
+    for (int row = 0; row < rows; ++row) {
+        const int token = forest.tokens[row];
+        require(token >= 0 && token < embedding_->outputs(), "token " + std::to_string(token) + " is out of range");
+    }
+    for (int i = 0; i < forest.num_wanted; ++i)
+        require(forest.wanted[i] >= 0 && forest.wanted[i] < rows, "a wanted row is out of range");
+    require(forest.num_wanted <= rows, "more rows are wanted than there are");
+}
+
+void Model::forward(const Forest& forest, float* scores) {
+    check(forest);
+    if (forest.rows == 0) return;
+    std::lock_guard<std::mutex> alone(running_);
+    Pass pass(*this, forest, scores);
+    team_.run(pass.phases(), [&](Team::Member& member) { pass.run(member); });
+}
+
+}  // namespace outpace

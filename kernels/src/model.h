@@ -1,0 +1,86 @@
+// A Llama-family model: one call is a forward of a whole forest of token trees.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels.h"
+#include "matrix.h"
+#include "store.h"
+#include "team.h"
+
+namespace outpace {
+
+/// One layer's weights. The norms of queries and keys may be empty.
+struct Layer {
+    std::vector<float> attention_norm;  // [hidden]
+    std::vector<float> mlp_norm;
+    std::vector<float> query_norm;  // [depth]
+    std::vector<float> key_norm;
+    bool turns = true;  // queries and keys know their positions
+    std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden
+    std::shared_ptr<const Matrix> output;   // hidden from heads, each padded to whole groups of inputs
+    std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
+    std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
+};
+
+/// Sizes and constants.
+struct Shape {
+    int hidden;
+    int middle;  // outputs of gate, a multiple of kGroup
+    float epsilon;
+    Heads heads;
+};
+
+/// One session's part of a forest: `tokens` new nodes behind `pending` earlier ones behind `committed` slots.
+/// sees [tokens, pending + tokens]: node sees pending node (its ancestors and itself).
+struct Span {
+    Store* store;
+    int committed;
+    int pending;
+    int tokens;
+    const bool* sees;
+};
+
+struct Forest {
+    std::vector<Span> spans;
+    const int* tokens;   // [rows]
+    const float* turns;  // [rows, depth / 2, 2]: cosine and sine of each pair's angle at the row's position
+    int rows;
+    const int* wanted;  // rows whose scores are asked for
+    int num_wanted;
+};
+
+class Model {
+  public:
+    Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layers, std::shared_ptr<const Matrix> embedding,
+          std::vector<float> norm, std::shared_ptr<const Matrix> head, const Kernels* kernels, int threads);
+
+    const Shape& shape() const { return shape_; }
+    int num_layers() const { return static_cast<int>(layers_.size()); }
+    int outputs() const { return head_->outputs(); }
+    const Kernels& kernels() const { return *kernels_; }
+    int threads() const { return team_.size(); }
+
+    /// scores [num_wanted, outputs]. Throws std::invalid_argument for what does not fit. One call at a time runs.
+    void forward(const Forest& forest, float* scores);
+
+  private:
+    struct Scratch;
+    class Pass;
+
+    void check() const;
+    void check(const Forest& forest) const;
+
+    Shape shape_;
+    std::vector<std::shared_ptr<const Layer>> layers_;
+    std::shared_ptr<const Matrix> embedding_, head_;
+    std::vector<float> norm_;
+    const Kernels* kernels_;
+    std::shared_ptr<Scratch> scratch_;
+    Team team_;
+    std::mutex running_;
+};
+
+}  // namespace outpace

@@ -1,0 +1,162 @@
+#include "pass.h"
+
+#include <algorithm>
+
+namespace outpace {
+namespace {
+
+/// Units to take at a time: few enough that no member waits long for another, enough that memory is read in runs.
+int chunk_of(int units, int members) { return std::max(1, units / (members * 8)); }
+
+}  // namespace
+
+Activations ActivationBuffer::view(int rows, int groups) {
+    const std::size_t count = static_cast<std::size_t>(rows) * groups;
+    values.reserve(count * kGroup);
+    scales.reserve(count);
+    offsets.reserve(count);
+    return {values.data(), scales.data(), offsets.data(), groups};
+}
+
+Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
+    : model_(model),
+      forest_(forest),
+      scratch_(*model.scratch_),
+      kernels_(*model.kernels_),
+      team_(model.team_),
+      scores_(scores),
+      stride_(round_up(model.shape_.hidden, kGroup)),
+      most_slots_(0) {
+    const Shape& shape = model.shape_;
+    const int rows = forest.rows;
+    scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
+    scratch_.mixed.reserve(static_cast<std::size_t>(rows) * shape.heads.outputs());
+    normed_ = scratch_.normed.view(rows, stride_ / kGroup);
+    attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
+    gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
+    find_reaches();
+    cut_tiles();
+    for (const Span& span : forest.spans) most_slots_ = std::max(most_slots_, span.store->slots());
+    scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * most_slots_);
+    scratch_.stores.clear();
+    for (int number = 0; number < model.num_layers(); ++number)
+        for (const Span& span : forest.spans) scratch_.stores.push_back(span.store->layer(number));
+}
+
+/// What each row sees: the committed slots and its ancestors. Ancestors that follow without a gap lengthen the run.
+void Model::Pass::find_reaches() {
+    scratch_.slots.clear();
+    scratch_.row_spans.clear();
+    scratch_.more.clear();
+    scratch_.reaches.clear();
+    for (std::size_t number = 0; number < forest_.spans.size(); ++number) {
+        const Span& span = forest_.spans[number];
+        const int columns = span.pending + span.tokens;
+        for (int node = 0; node < span.tokens; ++node) {
+            const bool* sees = span.sees + static_cast<int64_t>(node) * columns;
+            int gapless = 0;
+            while (gapless < columns && sees[gapless]) ++gapless;
+            const std::size_t before = scratch_.more.size();
+            for (int other = gapless; other < columns; ++other)
+                if (sees[other]) scratch_.more.push_back(span.committed + other);
+            const int num_more = static_cast<int>(scratch_.more.size() - before);
+            scratch_.reaches.push_back({span.committed + gapless, num_more, nullptr});
+            scratch_.slots.push_back(span.committed + span.pending + node);
+            scratch_.row_spans.push_back(static_cast<int>(number));
+        }
+    }
+    const int* more = scratch_.more.data();
+    for (Reach& reach : scratch_.reaches) {
+        reach.more = more;
+        more += reach.num_more;
+    }
+}
+
+/// Queries that share keys stand together in a tile; with few of them the tiles are small, so that all members work.
+void Model::Pass::cut_tiles() {
+    const Heads& heads = model_.shape_.heads;
+    const int queries = forest_.rows * heads.queries;
+    const int size = std::clamp(queries / (team_.size() * 3), 1, kernels_.tile_queries);
+    scratch_.tiles.clear();
+    int first_row = 0;
+    for (std::size_t number = 0; number < forest_.spans.size(); ++number) {
+        const int first = first_row * heads.group();
+        first_row += forest_.spans[number].tokens;
+        for (int head = 0; head < heads.keys; ++head)
+            for (int query = first; query < first_row * heads.group(); query += size) {
+                const int count = std::min(size, first_row * heads.group() - query);
+                scratch_.tiles.push_back({static_cast<int>(number), head, query, count});
+            }
+    }
+}
+
+void Model::Pass::run(Team::Member& member) {
+    team_.share(member, forest_.rows, 1, [&](int row) { embed(row); });
+    for (int number = 0; number < model_.num_layers(); ++number) layer(number, member);
+    if (forest_.num_wanted == 0) return;
+    normalize(model_.norm_.data(), forest_.wanted, forest_.num_wanted, member);
+    multiply(*model_.head_, normed_, forest_.num_wanted, scores_, model_.outputs(), false, member);
+}
+
+void Model::Pass::embed(int row) {
+    model_.embedding_->row(forest_.tokens[row], scratch_.x.data() + static_cast<int64_t>(row) * stride_);
+}
+
+void Model::Pass::layer(int number, Team::Member& member) {
+    const Shape& shape = model_.shape_;
+    const Layer& layer = *model_.layers_[number];
+    const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
+    float* x = scratch_.x.data();
+    float* mixed = scratch_.mixed.data();
+    const int rows = forest_.rows;
+
+    normalize(layer.attention_norm.data(), nullptr, rows, member);
+    multiply(*layer.qkv, normed_, rows, mixed, shape.heads.outputs(), false, member);
+    rotate(layer, spans, member);
+    attend(spans, member);
+    multiply(*layer.output, attended_, rows, x, stride_, true, member);
+
+    normalize(layer.mlp_norm.data(), nullptr, rows, member);
+    const GatedProduct gated{layer.gate_up->panels(), normed_, rows, gated_};
+    const int groups = shape.middle / kGroup;
+    const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
+    team_.share(member, groups, chunk_of(groups, team_.size()), gate);
+    multiply(*layer.down, gated_, rows, x, stride_, true, member);
+}
+
+void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
+    const Rotate task{model_.shape_.heads,
+                      scratch_.mixed.data(),
+                      layer.turns ? forest_.turns : nullptr,
+                      layer.query_norm.empty() ? nullptr : layer.query_norm.data(),
+                      layer.key_norm.empty() ? nullptr : layer.key_norm.data(),
+                      scratch_.slots.data(),
+                      scratch_.row_spans.data(),
+                      spans};
+    team_.share(member, forest_.rows, 1, [&](int row) { kernels_.rotate(task, row); });
+}
+
+void Model::Pass::attend(const KeyValues* spans, Team::Member& member) {
+    const Attend task{model_.shape_.heads,   scratch_.mixed.data(), scratch_.reaches.data(), spans,
+                      scratch_.tiles.data(), attended_};
+    const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
+    float* scores = scratch_.scores.data() + member.number * room;
+    const int tiles = static_cast<int>(scratch_.tiles.size());
+    team_.share(member, tiles, 1, [&](int tile) { kernels_.attend(task, tile, scores); });
+}
+
+void Model::Pass::normalize(const float* norm, const int* rows, int count, Team::Member& member) {
+    const Shape& shape = model_.shape_;
+    const Normalize task{scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, rows, normed_};
+    team_.share(member, count, 1, [&](int row) { kernels_.normalize(task, row); });
+}
+
+void Model::Pass::multiply(const Matrix& weights, const Activations& in, int rows, float* out, int64_t stride,
+                           bool add, Team::Member& member) {
+    const Product task{weights.panels(), in, rows, out, stride, add};
+    const int panels = task.weights.count();
+    const auto one = [&](int panel) { kernels_.product(task, panel); };
+    team_.share(member, panels, chunk_of(panels, team_.size()), one);
+}
+
+}  // namespace outpace

@@ -1,0 +1,60 @@
+// One forward: the buffers, and the phases that the team's members go through together.
+#pragma once
+
+#include "model.h"
+
+namespace outpace {
+
+/// Room for activations of up to so many rows.
+struct ActivationBuffer {
+    Block<int8_t> values;
+    Block<float> scales;
+    Block<int32_t> offsets;
+
+    Activations view(int rows, int groups);
+};
+
+/// Buffers that outlive a pass, so that none is allocated in it once they are large enough.
+struct Model::Scratch {
+    Block<float> x, mixed, scores;
+    ActivationBuffer normed, attended, gated;
+    std::vector<int> slots, row_spans, more;
+    std::vector<Reach> reaches;
+    std::vector<QueryTile> tiles;
+    std::vector<KeyValues> stores;  // layer after layer, in each one a span
+};
+
+class Model::Pass {
+  public:
+    Pass(Model& model, const Forest& forest, float* scores);
+
+    /// How many phases `run` has at most.
+    int phases() const { return 8 * model_.num_layers() + 3; }
+
+    /// What every member of the team runs.
+    void run(Team::Member& member);
+
+  private:
+    void find_reaches();
+    void cut_tiles();
+    void embed(int row);
+    void layer(int number, Team::Member& member);
+    void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
+    void attend(const KeyValues* spans, Team::Member& member);
+    void normalize(const float* norm, const int* rows, int count, Team::Member& member);
+    void multiply(const Matrix& weights, const Activations& in, int rows, float* out, int64_t stride, bool add,
+                  Team::Member& member);
+
+    Model& model_;
+    const Forest& forest_;
+    Scratch& scratch_;
+    const Kernels& kernels_;
+    Team& team_;
+    float* scores_;
+    int stride_;      // of x
+    int most_slots_;  // of any session's store
+    int tile_queries_ = 1;
+    Activations normed_, attended_, gated_;
+};
+
+}  // namespace outpace

@@ -1,0 +1,151 @@
+// int8 matrix products for few rows. To be read after a lanes_*.h.
+//
+// out[r][o] = sum over groups g of  float(sum over i in g of w[o][i] a[r][i]) * (scale_w[o][g] * scale_a[r][g])
+//
+// The inner sum is exact in int32. The outer one is a chain of fused multiply-adds in the order of g, one for each
+// (r, o): which rows travel together, and how they are cut into tiles, changes nothing.
+#pragma once
+
+#include "exponential.h"
+#include "kernels.h"
+#include "rowwise.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kSteps = kGroup / 4;
+
+/// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
+/// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
+/// one is done: two tiles take turns, of more the last does it, one alone is left to the machine's own prefetching.
+struct Tile {
+    int first;
+    int rows;
+    int64_t ahead;
+    uint32_t fetched_steps;
+};
+
+/// R rows times V vectors of 16 outputs, beginning with vector `first` of a panel, into out [R, kPanel].
+template <int R, int V>
+inline void multiply_vectors(const uint8_t* block, int first, const Activations& in, const Tile& tile, float* out) {
+    constexpr int kChains = R * V <= 2 ? 2 : 1;  // a single chain of dots would wait for itself
+    Floats total[R][V];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
+    for (int group = 0; group < in.groups; ++group, block += kBlock) {
+        const uint8_t* weights = block + kBlockScales + first * 4 * kLanes;
+        if (tile.fetched_steps & 1) __builtin_prefetch(block + tile.ahead, 0, 2);  // the scales
+        Ints sums[kChains][R][V];
+        const int8_t* values[R];
+        for (int r = 0; r < R; ++r) {
+            values[r] = in.row_values(tile.first + r) + group * kGroup;
+            for (int chain = 0; chain < kChains; ++chain) {
+                const Ints start = chain ? Ints::all(0) : begin(in.row_offsets(tile.first + r)[group]);
+                for (int v = 0; v < V; ++v) sums[chain][r][v] = start;
+            }
+        }
+#pragma GCC unroll 16
+        for (int step = 0; step < kSteps; ++step, weights += kStep) {
+            Weights w[V];
+            for (int v = 0; v < V; ++v) {
+                w[v] = Weights::load(weights + v * 4 * kLanes);
+                if (tile.fetched_steps >> step & 1) __builtin_prefetch(weights + v * 4 * kLanes + tile.ahead, 0, 2);
+            }
+            for (int r = 0; r < R; ++r) {
+                const Quad a = Quad::load(values[r] + 4 * step);
+                for (int v = 0; v < V; ++v)
+                    sums[step % kChains][r][v] = dot(sums[step % kChains][r][v], w[v], a);
+            }
+        }
+        Floats scales[V];
+        for (int v = 0; v < V; ++v) scales[v] = load_bfloat16(block + (first + v) * 2 * kLanes);
+        for (int r = 0; r < R; ++r) {
+            const Floats scale = Floats::all(in.row_scales(tile.first + r)[group]);
+            for (int v = 0; v < V; ++v) {
+                const Ints sum = kChains == 1 ? sums[0][r][v] : sums[0][r][v] + sums[kChains - 1][r][v];
+                total[r][v] = fma(sum.to_floats(), scales[v] * scale, total[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) total[r][v].store(out + r * kPanel + (first + v) * kLanes);
+}
+
+/// R rows times one panel.
+template <int R>
+inline void multiply_rows(const uint8_t* panel, const Activations& in, const Tile& tile, float* out) {
+    for (int first = 0; first < kPanel / kLanes; first += kTileVectors)
+        multiply_vectors<R, kTileVectors>(panel, first, in, tile, out);
+}
+
+/// A tile's rows times one panel, plus bias: out [rows, kPanel].
+inline void multiply(const Panels& weights, int panel, const Activations& in, const Tile& tile, float* out) {
+    static_assert(kTileRows <= 6);
+    const uint8_t* blocks = weights.panel(panel);
+    switch (tile.rows) {
+        case 1: multiply_rows<1>(blocks, in, tile, out); break;
+        case 2: multiply_rows<2>(blocks, in, tile, out); break;
+        case 3: multiply_rows<3>(blocks, in, tile, out); break;
+        case 4: multiply_rows<4>(blocks, in, tile, out); break;
+        case 5: multiply_rows<kTileRows >= 5 ? 5 : 1>(blocks, in, tile, out); break;
+        default: multiply_rows<kTileRows >= 6 ? 6 : 1>(blocks, in, tile, out);
+    }
+    if (!weights.bias) return;
+    const float* bias = weights.bias + panel * kPanel;
+    for (int r = 0; r < tile.rows; ++r)
+        for (int i = 0; i < kPanel; ++i) out[r * kPanel + i] = out[r * kPanel + i] + bias[i];
+}
+
+/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: bytes from here to what is needed next.
+template <class F>
+inline void for_tiles(int rows, int64_t ahead, F f) {
+    const int tiles = (rows + kTileRows - 1) / kTileRows;
+    for (int number = 0; number < tiles; ++number) {
+        const int first = rows * number / tiles;
+        const bool is_last = number == tiles - 1;
+        const uint32_t steps = tiles == 1 ? 0 : tiles == 2 ? (is_last ? 0xaaaa : 0x5555) : is_last ? 0xffff : 0;
+        f(Tile{first, rows * (number + 1) / tiles - first, ahead, steps});
+    }
+}
+
+void product(const Product& task, int panel) {
+    const Panels& weights = task.weights;
+    const int first_output = panel * kPanel;
+    const int outputs = weights.outputs - first_output < kPanel ? weights.outputs - first_output : kPanel;
+    for_tiles(task.rows, weights.groups * int64_t{kBlock}, [&](const Tile& tile) {
+        alignas(64) float products[kTileRows * kPanel];
+        multiply(weights, panel, task.in, tile, products);
+        for (int r = 0; r < tile.rows; ++r) {
+            float* out = task.out + (tile.first + r) * task.stride + first_output;
+            const float* from = products + r * kPanel;
+            if (task.add)
+                for (int i = 0; i < outputs; ++i) out[i] = out[i] + from[i];
+            else
+                for (int i = 0; i < outputs; ++i) out[i] = from[i];
+        }
+    });
+}
+
+void gated_product(const GatedProduct& task, int group) {
+    constexpr int kPanels = kGroup / kLanes;  // each panel gives 16 outputs
+    for_tiles(task.rows, kPanels * task.weights.groups * int64_t{kBlock}, [&](const Tile& tile) {
+        alignas(64) float gated[kTileRows * kGroup];
+        for (int part = 0; part < kPanels; ++part) {
+            alignas(64) float products[kTileRows * kPanel];
+            multiply(task.weights, group * kPanels + part, task.in, tile, products);
+            for (int r = 0; r < tile.rows; ++r) {
+                const float* gate = products + r * kPanel;
+                const Floats out = silu(Floats::load(gate)) * Floats::load(gate + kLanes);
+                out.store(gated + r * kGroup + part * kLanes);
+            }
+        }
+        for (int r = 0; r < tile.rows; ++r) {
+            const int row = tile.first + r;
+            quantize_group(gated + r * kGroup, task.out.row_values(row) + group * kGroup,
+                           task.out.row_scales(row) + group, task.out.row_offsets(row) + group);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace outpace

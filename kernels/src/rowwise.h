@@ -1,0 +1,109 @@
+// Row by row: norms, rounding to int8, rotation. To be read after a lanes_*.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace outpace {
+namespace {
+
+/// kGroup floats to int8: scale = largest |x| / 127, q = round(x * (127 / largest)).
+inline void quantize_group(const float* x, int8_t* values, float* scale, int32_t* offset) {
+    Floats most = abs(Floats::load(x));
+    for (int i = kLanes; i < kGroup; i += kLanes) most = max(most, abs(Floats::load(x + i)));
+    const float top = largest(most);
+    const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
+    const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
+    Ints total = Ints::all(0);
+    for (int i = 0; i < kGroup; i += kLanes) {
+        const Ints q = round(Floats::load(x + i) * factor);
+        q.store_bytes(values + i);
+        total = total + q;
+    }
+    *scale = is_zero ? 0.0f : top / 127.0f;
+    *offset = -128 * sum(total);
+}
+
+/// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.
+inline float sum_of_squares(const float* x, int count) {
+    Floats total = Floats::all(0.0f);
+    for (int i = 0; i < count; i += kLanes) {
+        const Floats part = Floats::load(x + i);
+        total = fma(part, part, total);
+    }
+    return sum(total);
+}
+
+inline float inverse_rms(float squares, int size, float epsilon) {
+    return 1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + epsilon);
+}
+
+void normalize(const Normalize& task, int row) {
+    const int64_t source = task.rows ? task.rows[row] : row;
+    const float* x = task.x + source * task.stride;
+    const Floats inverse = Floats::all(inverse_rms(sum_of_squares(x, task.stride), task.size, task.epsilon));
+    alignas(64) float normed[kGroup];
+    for (int group = 0; group < task.out.groups; ++group) {
+        for (int i = 0; i < kGroup; i += kLanes) {
+            const int at = group * kGroup + i;
+            (Floats::load(x + at) * inverse * Floats::load(task.weight + at)).store(normed + i);
+        }
+        quantize_group(normed, task.out.row_values(row) + group * kGroup, task.out.row_scales(row) + group,
+                       task.out.row_offsets(row) + group);
+    }
+}
+
+/// One head: x / rms(x) * norm where there is a norm, then the pairs (i, i + depth / 2) turned, then scaled.
+inline void turn_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
+    const int half = task.heads.depth / 2;
+    if (norm) {
+        alignas(64) float padded[kDepthMax] = {};
+        for (int i = 0; i < 2 * half; ++i) padded[i] = x[i];
+        const float squares = sum_of_squares(padded, task.heads.width());
+        const float inverse = inverse_rms(squares, 2 * half, task.heads.epsilon);
+        for (int i = 0; i < 2 * half; ++i) x[i] = x[i] * inverse * norm[i];
+    }
+    const float* turns = task.turns ? task.turns + static_cast<int64_t>(row) * 2 * half : nullptr;
+    for (int i = 0; i < half; ++i) {
+        const float cosine = turns ? turns[2 * i] : 1.0f, sine = turns ? turns[2 * i + 1] : 0.0f;
+        const float first = x[i], second = x[i + half];
+        x[i] = __builtin_fmaf(first, cosine, -(second * sine)) * scale;
+        x[i + half] = __builtin_fmaf(first, sine, second * cosine) * scale;
+    }
+}
+
+inline void put(float value, float* place) { *place = value; }
+inline void put(float value, Half* place) { *place = float_to_half(value); }
+
+/// One head's key and value to their slot: keys lie 16 slots side by side, so that Attend scores 16 at once.
+template <class T>
+inline void store_head(const Heads& heads, const KeyValues& store, int head, int slot, const float* key,
+                       const float* value) {
+    const int64_t first_slot = static_cast<int64_t>(head) * store.slots;
+    T* keys = static_cast<T*>(store.keys) + (first_slot + slot / kLanes * kLanes) * heads.depth + slot % kLanes;
+    T* values = static_cast<T*>(store.values) + (first_slot + slot) * heads.width();
+    for (int i = 0; i < heads.depth; ++i) put(key[i], keys + i * kLanes);
+    for (int i = 0; i < heads.depth; ++i) put(value[i], values + i);
+    for (int i = heads.depth; i < heads.width(); ++i) put(0.0f, values + i);
+}
+
+void rotate(const Rotate& task, int row) {
+    const Heads& heads = task.heads;
+    float* queries = task.mixed + static_cast<int64_t>(row) * heads.outputs();
+    float* keys = queries + heads.queries * heads.depth;
+    const float* values = keys + heads.keys * heads.depth;
+    const KeyValues& store = task.spans[task.row_spans[row]];
+    for (int head = 0; head < heads.queries; ++head)
+        turn_head(task, row, task.query_norm, heads.scale, queries + head * heads.depth);
+    for (int head = 0; head < heads.keys; ++head) {
+        float* key = keys + head * heads.depth;
+        const float* value = values + head * heads.depth;
+        turn_head(task, row, task.key_norm, 1.0f, key);
+        if (heads.is_half)
+            store_head<Half>(heads, store, head, task.slots[row], key, value);
+        else
+            store_head<float>(heads, store, head, task.slots[row], key, value);
+    }
+}
+
+}  // namespace
+}  // namespace outpace

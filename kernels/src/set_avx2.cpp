@@ -1,0 +1,11 @@
+#include "lanes_avx2.h"
+// The order matters: what follows is compiled for the lanes above.
+#include "attention.h"
+#include "product.h"
+
+namespace outpace {
+
+extern const Kernels avx2_kernels;
+const Kernels avx2_kernels = {"avx2", kQueries, normalize, product, gated_product, rotate, attend};
+
+}  // namespace outpace

@@ -1,0 +1,11 @@
+#include "lanes_avx512.h"
+// The order matters: what follows is compiled for the lanes above.
+#include "attention.h"
+#include "product.h"
+
+namespace outpace {
+
+extern const Kernels avx512_kernels;
+const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, product, gated_product, rotate, attend};
+
+}  // namespace outpace

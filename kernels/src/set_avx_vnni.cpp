@@ -1,0 +1,11 @@
+#include "lanes_avx2.h"
+// The order matters: what follows is compiled for the lanes above.
+#include "attention.h"
+#include "product.h"
+
+namespace outpace {
+
+extern const Kernels avx_vnni_kernels;
+const Kernels avx_vnni_kernels = {"avx_vnni", kQueries, normalize, product, gated_product, rotate, attend};
+
+}  // namespace outpace

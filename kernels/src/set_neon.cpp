@@ -1,0 +1,11 @@
+#include "lanes_neon.h"
+// The order matters: what follows is compiled for the lanes above.
+#include "attention.h"
+#include "product.h"
+
+namespace outpace {
+
+extern const Kernels neon_kernels;
+const Kernels neon_kernels = {"neon_dotprod", kQueries, normalize, product, gated_product, rotate, attend};
+
+}  // namespace outpace

@@ -1,0 +1,11 @@
+#include "lanes_portable.h"
+// The order matters: what follows is compiled for the lanes above.
+#include "attention.h"
+#include "product.h"
+
+namespace outpace {
+
+extern const Kernels portable_kernels;
+const Kernels portable_kernels = {"portable", kQueries, normalize, product, gated_product, rotate, attend};
+
+}  // namespace outpace
