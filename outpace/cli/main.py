@@ -13,6 +13,7 @@ import typer
 from outpace.cli import display
 from outpace.cli.chat import chat
 from outpace.cli.demo import demo
+from outpace.cli.distill import distill
 from outpace.cli.doctor import doctor
 from outpace.cli.extra import ExtraFlags
 from outpace.cli.generate import INTERRUPTED, generate
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command(cls=ExtraFlags)(generate)
 app.command(cls=ExtraFlags)(chat)
 app.command(cls=ExtraFlags)(demo)
+app.command()(distill)
 app.command()(methods)
 app.command()(doctor)
 

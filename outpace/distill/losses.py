@@ -1,0 +1,73 @@
+"""What a draft is trained on: the target's token, and the target's distribution as far as it was kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError, check_range, unknown
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "total_variation")
+_TINY = 1e-8
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss is `token_weight` times the cross-entropy on the target's token plus `distribution_weight` times the
+    `divergence` from the target's distribution: its k likeliest tokens, and one bucket for the rest."""
+
+    token_weight: float = 0.2
+    distribution_weight: float = 0.8
+    divergence: str = "forward_kl"
+
+    def __post_init__(self) -> None:
+        check_range("token_weight", self.token_weight, 0.0, 100.0)
+        check_range("distribution_weight", self.distribution_weight, 0.0, 100.0)
+        if not self.token_weight + self.distribution_weight:
+            raise UserError("token_weight and distribution_weight are both 0, one of them must be above it")
+        if self.divergence not in DIVERGENCES:
+            raise unknown("divergence", self.divergence, DIVERGENCES)
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What the target said at the scored places, in the draft's numbering of tokens; -1: the draft cannot write it."""
+
+    tokens: Tensor  # int64 [scored]: what it wrote
+    top: Tensor  # int64 [scored, k]: its likeliest, in falling order
+    top_p: Tensor  # float32 [scored, k], at temperature 1
+
+
+def loss(logits: Tensor, goals: Goals, options: LossOptions) -> Tensor:
+    """The mean loss a place. logits float32 [scored, ids]. Tokens that the draft cannot write are not learnable: they
+    have no cross-entropy, and p is renormalised over the others."""
+    log_q = torch.log_softmax(logits, dim=-1)
+    total = logits.new_zeros(())
+    if options.token_weight:
+        known = goals.tokens >= 0
+        taken = log_q.gather(1, goals.tokens.clamp_min(0)[:, None]).squeeze(1)
+        total = total - options.token_weight * (taken * known).sum() / len(known)
+    if options.distribution_weight:
+        total = total + options.distribution_weight * _divergence(log_q, goals, options.divergence).mean()
+    return total
+
+
+def _divergence(log_q: Tensor, goals: Goals, kind: str) -> Tensor:
+    """Between p and q over the kept tokens and the bucket of the rest: [scored]"""
+    known = goals.top >= 0
+    rest = (1.0 - goals.top_p.sum(1)).clamp_min(0.0)  # unknown tokens: taken as such that the draft can write
+    p = goals.top_p * known
+    mass = (p.sum(1) + rest).clamp_min(_TINY)[:, None]
+    p = torch.cat([p, rest[:, None]], 1) / mass  # [scored, k + 1]
+    log_kept = log_q.gather(1, goals.top.clamp_min(0)).masked_fill(~known, -torch.inf)  # [scored, k]
+    q_kept = log_kept.exp()
+    q_rest = (1.0 - q_kept.sum(1, keepdim=True)).clamp_min(_TINY)
+    if kind == "total_variation":
+        return 0.5 * (p - torch.cat([q_kept, q_rest], 1)).abs().sum(1)
+    log_q_all = torch.cat([log_kept.masked_fill(~known, 0.0), q_rest.log()], 1)
+    log_p = p.clamp_min(_TINY).log()
+    if kind == "forward_kl":
+        return (p * (log_p - log_q_all)).sum(1)
+    return (torch.cat([q_kept, q_rest], 1) * (log_q_all - log_p)).sum(1)

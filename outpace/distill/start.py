@@ -1,0 +1,130 @@
+"""What a draft starts from: the target's embeddings and some of its layers, a projection of them, or fresh weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
+from outpace.distill.weights import plain_config
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.config import LlamaConfig, from_dict, tensor_shapes
+
+INITS = ("layers", "fresh")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`layers`: a count, or which of the target's layers, as in "0,14,29". `hidden` None: the target's width."""
+
+    layers: str = "3"
+    hidden: int | None = None
+    init: str = "layers"
+    vocab: int = 0  # tokens that the draft can write; 0: all of them
+
+    def __post_init__(self) -> None:
+        if self.init not in INITS:
+            raise unknown("init", self.init, INITS)
+        check_whole("vocab", self.vocab, 0)
+        if self.hidden is not None:
+            check_whole("hidden", self.hidden, 8)
+
+
+def pick_layers(shape: Shape, total: int) -> list[int]:
+    """Numbers of the target's layers: as they were named, or so many, spread evenly from the first to the last."""
+    try:
+        numbers = [int(part) for part in shape.layers.split(",")]
+    except ValueError:
+        raise UserError(f"layers is {shape.layers!r}, it must be a count, or numbers as in 0,{total - 1}") from None
+    if "," not in shape.layers:
+        count = numbers[0]
+        check_whole("layers", count, 1, total)
+        return [round(place * (total - 1) / max(count - 1, 1)) for place in range(count)]
+    if numbers != sorted(set(numbers)) or not 0 <= numbers[0] <= numbers[-1] < total:
+        raise UserError(f"layers is {shape.layers!r}, it must name layers from 0 to {total - 1} in rising order")
+    return numbers
+
+
+def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None) -> dict[str, Any]:
+    """The draft's config.json, from the target's."""
+    sizes = from_dict(config)
+    layers = pick_layers(shape, sizes.num_layers)
+    made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
+    made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read
+    made.pop("quantization_config", None)
+    if shape.hidden is not None:
+        if shape.hidden > sizes.hidden_size:
+            raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
+        made["hidden_size"] = shape.hidden
+    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None}
+    if ids is not None:
+        made["outpace"]["draft_vocab_size"] = len(ids)
+    return made
+
+
+def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
+    """An untrained draft. Where it has the target's width, embeddings and output layer are the target's and frozen."""
+    with Checkpoint.open(target) as checkpoint:
+        sizes = plain_config(checkpoint)
+        config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
+        layers = pick_layers(shape, sizes.num_layers)
+        tensors = {name: checkpoint.tensor(_source(name, layers)).float() for name in tensor_shapes(config)}
+    if config.hidden_size != sizes.hidden_size:
+        tensors = _narrowed(tensors, config.hidden_size)
+    if shape.init == "fresh":
+        tensors |= _fresh(config, tensors, seed)
+    names = {EMBEDDING, HEAD} if config.hidden_size == sizes.hidden_size else set()
+    tensors = {name: value.to(device) for name, value in tensors.items()}
+    return Student(config, tensors, frozenset(names & set(tensors)), None if ids is None else ids.to(device))
+
+
+def _source(name: str, layers: Sequence[int]) -> str:
+    """The target's name for a tensor of the draft."""
+    parts = name.split(".")
+    if parts[1] == "layers":
+        parts[2] = str(layers[int(parts[2])])
+    return ".".join(parts)
+
+
+def _narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """All tensors seen from the `width` main directions of the embeddings."""
+    embedding = tensors[EMBEDDING]
+    _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # rising
+    basis = vectors[:, -width:]  # [hidden, width]
+    hidden = len(basis)
+    made = {}
+    for name, value in tensors.items():
+        if value.dim() == 1 and "norm" in name:
+            made[name] = (basis**2).T @ value  # each direction's mean gain
+        elif name.endswith(("o_proj.weight", "down_proj.weight")) or name.endswith(("o_proj.bias", "down_proj.bias")):
+            made[name] = basis.T @ value
+        elif value.dim() == 2 and value.shape[1] == hidden:
+            made[name] = value @ basis
+        else:
+            made[name] = value
+    return made
+
+
+def _fresh(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """New weights for everything but embeddings and output layer."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, value in tensors.items():
+        if name in (EMBEDDING, HEAD):
+            continue
+        if value.dim() == 2:
+            spread = (
+                0.02 / (2 * config.num_layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            )
+            made[name] = torch.randn(value.shape, generator=generator) * spread
+        else:
+            made[name] = torch.zeros_like(value) if name.endswith("bias") else torch.ones_like(value)
+    if NORM in tensors:
+        made[NORM] = tensors[NORM]
+    return made

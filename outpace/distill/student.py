@@ -1,0 +1,97 @@
+"""A small Llama that can be trained: plain torch over Hugging Face weight names, packed sequences, float32 weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.distill.weights import normed, rotated, turns
+from outpace.models.config import LlamaConfig
+
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences side by side in rows of one length. A token sees what stands before it in its own sequence."""
+
+    tokens: Tensor  # int64 [rows, length]
+    positions: Tensor  # int64 [rows, length], from 0 in every sequence
+    sequences: Tensor  # int64 [rows, length], which of the row's sequences a token belongs to
+    places: Tensor  # int64 [scored]: flat places whose next token has a loss
+
+
+class Student:
+    """The weights of a draft in training; `ids` are the tokens that it can write, None: all of them."""
+
+    def __init__(
+        self, config: LlamaConfig, tensors: Mapping[str, Tensor], frozen: frozenset[str], ids: Tensor | None
+    ) -> None:
+        """`tensors` float32 by Hugging Face names; those in `frozen` are not trained."""
+        self.config, self.ids, self.frozen = config, ids, frozen
+        self.tensors = {
+            name: value.detach().clone().requires_grad_(name not in frozen) for name, value in tensors.items()
+        }
+        self._rows: Tensor | None = None  # the output layer's rows, where they are not trained
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[EMBEDDING].device
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """The tensors that training changes, by name."""
+        return {name: value for name, value in self.tensors.items() if value.requires_grad}
+
+    def hidden(self, batch: Packed) -> Tensor:
+        """The last layer's output, normed, at the places that have a loss: [scored, hidden]."""
+        rows, length = batch.tokens.shape
+        cos, sin = turns(self.config, batch.positions.flatten())
+        turn = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
+        same = batch.sequences[:, :, None] == batch.sequences[:, None]
+        sees = (same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril())[:, None]
+        mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)  # [rows, 1, length, length]
+        x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
+        for layer in range(self.config.num_layers):
+            x = self._layer(f"model.layers.{layer}.", x, turn, mask)
+        return normed(x.flatten(0, 1)[batch.places], self.tensors[NORM], self.config.rms_norm_eps)
+
+    def logits(self, batch: Packed) -> Tensor:
+        """Scores of the tokens that the draft can write: float32 [scored, ids]."""
+        return F.linear(self.hidden(batch), self.head_rows()).float()
+
+    def head_rows(self) -> Tensor:
+        """The output layer's rows, of `ids` alone: [ids, hidden]."""
+        if self._rows is not None:
+            return self._rows
+        weight = self.tensors[EMBEDDING if self.config.tie_embeddings else HEAD]
+        rows = weight if self.ids is None else weight[self.ids]
+        if not weight.requires_grad:
+            self._rows = rows
+        return rows
+
+    def _layer(self, prefix: str, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """One layer: [rows, length, hidden] to the same."""
+        config, eps = self.config, self.config.rms_norm_eps
+        h = normed(x, self.tensors[prefix + "input_layernorm.weight"], eps)
+        parts = (
+            self._linear(f"{prefix}self_attn.{name}_proj", h).unflatten(2, (-1, config.head_dim)) for name in "qkv"
+        )
+        query, key, value = parts  # [rows, length, heads, d]
+        query, key = (rotated(part.float(), *turn).to(value.dtype).transpose(1, 2) for part in (query, key))
+        groups = config.num_heads // config.num_kv_heads
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
+        scale = 1.0 / math.sqrt(config.head_dim)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask.to(query.dtype), scale=scale)
+        x = x + self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
+        h = normed(x, self.tensors[prefix + "post_attention_layernorm.weight"], eps)
+        gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
+        return x + self._linear(prefix + "mlp.down_proj", F.silu(gate) * up)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))

@@ -1,0 +1,38 @@
+"""A tiny target and prompts for the tests of `outpace distill`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import files
+import torch
+from safetensors.torch import save_file
+
+WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
+
+
+def target_folder(folder: Path, **changes: Any) -> Path:
+    """A random Llama with the tiny tokenizer of `files`, as a model folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    gguf = files.write_gguf(folder.parent / f"{folder.name}.gguf")
+    made = folder / "model"
+    folder.mkdir(exist_ok=True)
+    files.folder_of(gguf, made)
+    config = files.CONFIG | changes
+    tensors = {name: torch.from_numpy(value) for name, value in files.weights(3).items()}
+    scaled = {name: value * (0.15 if value.dim() > 1 else 1.0) for name, value in tensors.items()}
+    save_file(
+        {name: value.abs() if "norm" in name else value for name, value in scaled.items()}, made / "model.safetensors"
+    )
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def prompts_file(file: Path, count: int) -> Path:
+    """So many short prompts of the usual form."""
+    texts = [" ".join(WORDS[(n // 10**place + place) % 10] for place in range(3)) + f" {n}" for n in range(count)]
+    lines = [json.dumps({"id": f"p{n}", "task": "toy", "turns": [text]}) for n, text in enumerate(texts)]
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return file

@@ -1,0 +1,93 @@
+"""`outpace distill` as a command: from zero to a judged draft, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distill_files import prompts_file, target_folder
+
+from outpace.cli.distill import seconds
+from outpace.cli.main import main
+from outpace.core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"))
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["distill", *map(str, arguments)])
+    return int(left.value.code or 0)
+
+
+def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 300)
+    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--rows", 32, "--judged", 3]
+    training = ["--layers", "0,1", "--vocab", 100, "--length", 64, "--batch-rows", 2, "--epochs", 1]
+    assert run(*common, *training, "--out", tmp_path / "out", "--tokens", 600, "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["task"] for row in found["rows"]} == {"held out"}
+    assert (tmp_path / "out" / "draft" / "README.md").read_text().startswith("---")
+
+    assert run(*common, "--out", tmp_path / "again", "--evaluate", tmp_path / "out" / "draft", "--tasks", asked) == 0
+    shown = capsys.readouterr().out
+    assert "asked" in shown
+    assert "chain 4" in shown
+    assert not (tmp_path / "again" / "text").exists(), "only judged"
+
+
+def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = prompts_file(tmp_path / "asked.jsonl", 60)
+    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--rows", 32, "--tokens", 200]
+    training = ["--layers", "0,1", "--length", 64, "--batch-rows", 2, "--epochs", 1]
+    assert run(*common, *training, "--out", tmp_path / "out", "--stage", "text") == 0
+    assert run(*common, *training, "--out", tmp_path / "out", "--stage", "train") == 0
+    large, small = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (target, tmp_path / "out/draft")
+    )
+    prompt = torch.tensor([[1, 50, 60, 70]])
+    plain, assisted = (
+        large.generate(prompt, max_new_tokens=10, do_sample=False, assistant_model=draft) for draft in (None, small)
+    )
+    assert plain.tolist() == assisted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90", 90.0), ("90s", 90.0), ("30m", 1800.0), ("1.5h", 5400.0), ("1d", 86400.0)]
+)
+def test_a_budget_is_a_time(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1h", "2 weeks", "1h30m", "nan"])
+def test_a_budget_that_is_none(text: str) -> None:
+    with pytest.raises(UserError, match="it must be a time such as"):
+        seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say how much to distil"),
+        (["--tokens", "0"], "tokens is 0"),
+        (["--tokens", "9", "--stage", "tests"], "unknown stage 'tests'"),
+        (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
+        (["--tokens", "9", "--init", "random"], "unknown init 'random'"),
+        (["--tokens", "9", "--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl cannot be read"),
+        (["--tokens", "9", "--answer-tokens", "128"], "the target's context has 128"),
+        (["--stage", "train"], "holds no text yet"),
+    ],
+)
+def test_bad_input_is_said(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run("--target", target, "--out", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,265 @@
+"""`outpace distill`, stage text: what the target is asked, what it writes, and what is kept of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distill_files import prompts_file, target_folder
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+from outpace.distill import prompts
+from outpace.distill.batches import frequent_tokens, read_samples
+from outpace.distill.shards import MANIFEST, Shard, TextFolder, read_shard, read_shards
+from outpace.distill.text import TEMPERATURES, TextPlan, write_text
+from outpace.distill.weights import load_weights
+from outpace.distill.writer import Answer, Job, Writer, WriterOptions
+from outpace.models.base import Part
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.config import from_dict
+from outpace.models.llama import Llama
+from outpace.models.tokenizer import Tokenizer
+
+SMALL = WriterOptions(rows=7, cohort=3, max_tokens=12, top=4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def llama(target: Path) -> Llama:
+    with Checkpoint.open(target) as checkpoint:
+        return Llama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor)
+
+
+def jobs(count: int, temperature: float = 0.0) -> list[Job]:
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 20, count).tolist()
+    return [Job(n, tuple(random.integers(3, 260, length).tolist()), temperature) for n, length in enumerate(lengths)]
+
+
+def log_p(llama: Llama, answer: Answer) -> torch.Tensor:
+    """The target's log-probabilities before every token of an answer: [tokens, vocab]"""
+    tokens = [*answer.job.prompt, *answer.tokens.tolist()][:-1]
+    wanted = range(len(answer.job.prompt) - 1, len(tokens))
+    part = Part(llama.open(128, 128), tokens, range(PREFIX, len(tokens) - 1), wanted)
+    return llama.score([part]).log_softmax(-1)
+
+
+def write(target: Path, folder: Path, asked: Path, tokens: int, **options: int) -> TextFolder:
+    settings = WriterOptions(**{"rows": 6, "cohort": 2, "max_tokens": 10, "top": 4, **options})
+    plan = TextPlan([str(asked)], settings, tokens=tokens, dtype=torch.float32)
+    return write_text(target, "tiny", folder, plan, lambda figures: None)
+
+
+def test_greedy_answers_are_the_targets(target: Path, llama: Llama) -> None:
+    answers = list(Writer(load_weights(target, dtype=torch.float32), frozenset([2]), SMALL).answers(iter(jobs(11))))
+    assert sorted(answer.job.number for answer in answers) == list(range(11))
+    for answer in answers:
+        rows = log_p(llama, answer)
+        assert rows.argmax(1).tolist() == answer.tokens.tolist()
+        kept = rows.gather(1, torch.from_numpy(answer.top_ids).long())
+        assert torch.allclose(kept, torch.from_numpy(answer.top_log_p).float(), atol=4e-3), "float16 rounds to 2^-11"
+        assert torch.equal(kept, rows.topk(4).values)
+        assert len(answer.tokens) == SMALL.max_tokens or answer.tokens[-1] == 2
+
+
+def test_a_sampled_answer_depends_on_its_job_alone(target: Path) -> None:
+    weights = load_weights(target, dtype=torch.float32)
+    asked = jobs(9, temperature=0.8)
+
+    def written(rows: int, order: int) -> dict[int, list[int]]:
+        writer = Writer(weights, frozenset([2]), WriterOptions(rows=rows, cohort=2, max_tokens=12, top=4))
+        return {answer.job.number: answer.tokens.tolist() for answer in writer.answers(iter(asked[::order]))}
+
+    first = written(9, 1)
+    assert first == written(4, -1)
+    assert any(len(set(tokens)) > 1 for tokens in first.values())
+
+
+def test_sampled_tokens_follow_the_distribution(target: Path, llama: Llama) -> None:
+    """At temperature 1 the tokens at one place, over many jobs, have the target's distribution."""
+    weights = load_weights(target, dtype=torch.float32)
+    options = WriterOptions(rows=500, cohort=500, max_tokens=1, top=4)
+    asked = [Job(number, (5, 9, 40), 1.0) for number in range(4000)]
+    answers = list(Writer(weights, frozenset(), options).answers(iter(asked)))
+    counts = np.bincount([int(answer.tokens[0]) for answer in answers], minlength=272) / len(answers)
+    expected = log_p(llama, answers[0])[0].exp().numpy()
+    noise = np.sqrt(expected / len(answers)).sum()  # what the distance would be in the mean, about
+    assert 0.5 * np.abs(counts - expected).sum() < noise
+
+
+def test_bfloat16_stays_near(target: Path, llama: Llama) -> None:
+    answers = list(Writer(load_weights(target, dtype=torch.bfloat16), frozenset([2]), SMALL).answers(iter(jobs(8))))
+    near = [
+        log_p(llama, a).gather(1, torch.from_numpy(a.top_ids).long()) - torch.from_numpy(a.top_log_p) for a in answers
+    ]
+    assert float(torch.cat(near).abs().mean()) < 0.1
+
+
+def test_a_model_of_another_kind_is_refused(target: Path, tmp_path: Path) -> None:
+    other = target_folder(tmp_path / "other", sliding_window=16, use_sliding_window=True, model_type="mistral")
+    with pytest.raises(UserError):
+        load_weights(other)
+
+
+def test_shards_hold_what_was_written(tmp_path: Path) -> None:
+    answers = [
+        Answer(job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16))
+        for n, job in enumerate(jobs(3))
+    ]
+    TextFolder(tmp_path, {"target": "tiny", "top": 4}).add(answers)
+    (shard,) = read_shards(tmp_path)
+    for n, answer in enumerate(answers):
+        text = shard.tokens[shard.starts[n] : shard.starts[n + 1]].tolist()
+        assert text == [*answer.job.prompt, *answer.tokens.tolist()]
+    assert shard.jobs.tolist() == [0, 1, 2]
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    assert manifest["tokens"] == 12
+    assert [entry["answers"] for entry in manifest["shards"]] == [3]
+
+
+def test_a_run_goes_on_with_the_prompts_that_are_left(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 40)
+    first = write(target, tmp_path / "text", asked, 60)
+    before = {file: (tmp_path / "text" / file).stat().st_mtime_ns for file in first.shards}
+    second = write(target, tmp_path / "text", asked, 300)
+    assert second.tokens >= 300
+    assert len(second.shards) == len(first.shards) + 1
+    assert all((tmp_path / "text" / file).stat().st_mtime_ns == time for file, time in before.items())
+    numbers = [number for shard in read_shards(tmp_path / "text") for number in shard.jobs.tolist()]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 4)
+    write(target, tmp_path / "text", asked, 110, max_tokens=10)
+    shards = list(read_shards(tmp_path / "text"))
+    found: dict[bytes, list[float]] = {}
+    for shard in shards:
+        for n, length in enumerate(shard.prompts.tolist()):
+            text = shard.tokens[shard.starts[n] : shard.starts[n] + length].tobytes()
+            found.setdefault(text, []).append(float(shard.temperatures[n]))
+    for temperatures in found.values():
+        assert np.allclose(sorted(temperatures)[: len(TEMPERATURES)], TEMPERATURES)
+
+
+def test_a_torn_shard_is_dropped_and_said(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 40)
+    store = write(target, tmp_path / "text", asked, 60)
+    (name,) = store.shards
+    file = tmp_path / "text" / name
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UserError, match="is not a whole shard"):
+        read_shard(file)
+    said: list[dict[str, float]] = []
+    plan = TextPlan([str(asked)], SMALL, tokens=60, dtype=torch.float32)
+    after = write_text(target, "tiny", tmp_path / "text", plan, said.append)
+    assert said[0] == {"dropped": 1}
+    assert after.tokens >= 60
+
+
+def test_an_interrupted_run_keeps_what_is_finished(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 40)
+
+    def interrupt(figures: dict[str, float]) -> None:
+        if figures["tokens"] > 50:
+            raise KeyboardInterrupt
+
+    plan = TextPlan([str(asked)], SMALL, tokens=5000, dtype=torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(target, "tiny", tmp_path / "text", plan, interrupt)
+    assert sum(len(shard.top_ids) for shard in read_shards(tmp_path / "text")) > 50
+
+
+def test_a_full_disk_leaves_the_finished_shards(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 40)
+    first = write(target, tmp_path / "text", asked, 60)
+
+    def full(shard: Shard, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("outpace.distill.shards._save", full)
+    with pytest.raises(UserError, match=r"No space left on device.*1 finished shards beside it stay good"):
+        write(target, tmp_path / "text", asked, 200)
+    monkeypatch.undo()
+    assert TextFolder(tmp_path / "text", {}).tokens == first.tokens
+    assert not list((tmp_path / "text").glob(".*"))
+
+
+def test_another_targets_text_is_refused(target: Path, tmp_path: Path) -> None:
+    write(target, tmp_path, prompts_file(tmp_path / "asked.jsonl", 9), 20)
+    with pytest.raises(UserError, match="holds text with target 'tiny', not 'other'"):
+        TextFolder(tmp_path, {"target": "other", "top": 4})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b'{"turns": ["Hello"]}\n{"turns": ["Hel', "line 2 is not JSON.*the file seems torn"),
+        (b'{"turns": ["Hello"]}\n\n{"turns": ["Hi"]}\n', "line 2 is empty"),
+        (b'{"turns": ["Hello"]}\n{"prompt": "Hi"}\n', "line 2 must be a JSON object"),
+        (b'{"turns": []}\n', "line 1 must be"),
+        (b'{"turns": [" "]}\n', "line 1 must be"),
+        (b'["Hello"]\n', "line 1 must be"),
+        (b'{"turns": ["\xff"]}\n', "line 1 is not JSON"),
+        (b"[" * 100000 + b"\n", "line 1 is not JSON"),
+    ],
+)
+def test_a_bad_prompt_file_is_named_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        prompts.collect([str(file)])
+
+
+def test_a_missing_prompt_file_and_a_hub_set_without_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        prompts.collect([str(tmp_path / "none.jsonl")])
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(UserError, match="hub:someone/some needs `pip install datasets`"):
+        prompts.collect(["hub:someone/some"])
+
+
+def test_the_built_in_prompts() -> None:
+    texts = prompts.collect([prompts.BUILT_IN])
+    assert len(texts) > 3000
+    assert texts == prompts.collect([prompts.BUILT_IN])
+    assert all(len(text.strip()) > 4 for text in texts)
+    assert not [text for text in texts if "{" in text.replace("{1:", "").replace("{'a'", "")]
+    share = sum(map(prompts.is_held_out, texts)) / len(texts)
+    assert 0.01 < share < 0.03
+
+
+def test_held_out_answers_are_kept_apart(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 150)
+    write(target, tmp_path / "text", asked, 1200)
+    train, held_out = read_samples(tmp_path / "text", 64)
+    tokenizer = Tokenizer.from_folder(target)
+    apart = {text for text in prompts.collect([str(asked)]) if prompts.is_held_out(text)}
+    encoded = {tuple(tokenizer.chat([{"role": "user", "content": text}])) for text in apart}
+    assert {tuple(sample.tokens[: sample.prompt].tolist()) for sample in held_out} <= encoded
+    assert not {tuple(sample.tokens[: sample.prompt].tolist()) for sample in train} & encoded
+    assert held_out
+
+
+def test_frequent_tokens(target: Path, tmp_path: Path) -> None:
+    write(target, tmp_path / "text", prompts_file(tmp_path / "asked.jsonl", 30), 200)
+    train, _ = read_samples(tmp_path / "text", 64)
+    ids = frequent_tokens(train, 272, 40, always=[2])
+    assert ids.tolist() == sorted(set(ids.tolist()))
+    assert len(ids) == 40
+    assert 2 in ids.tolist()
+    written = np.concatenate([sample.tokens[sample.prompt :] for sample in train])
+    assert np.isin(written, ids.numpy()).mean() > 0.5

@@ -1,0 +1,272 @@
+"""`outpace distill`, the later stages: the draft that is trained, how it is resumed, written, loaded and judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from distill_files import prompts_file, target_folder
+
+from outpace.core.errors import UserError
+from outpace.distill.batches import Packer, read_samples
+from outpace.distill.export import VOCAB_FILE, read_ids
+from outpace.distill.judge import Row, Speed, predicted_speedups
+from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
+from outpace.distill.report import read_curve
+from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
+from outpace.distill.start import Shape, new_student, pick_layers
+from outpace.distill.train import Progress, Trainer, TrainOptions, learning_rate
+from outpace.distill.writer import WriterOptions
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.config import from_dict
+
+TOKENS = 6000
+
+
+def silent(stage: str, figures: dict[str, float]) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"))
+
+
+def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
+    base = DistillOptions(
+        target=str(target),
+        out=out,
+        prompts=[str(prompts_file(out.parent / "asked.jsonl", 800))],
+        tokens=TOKENS,
+        shape=Shape(layers="0,1", vocab=120),
+        writer=WriterOptions(rows=24, cohort=8, max_tokens=10, top=4),
+        train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
+    )
+    return replace(base, **changes)
+
+
+@pytest.fixture(scope="module")
+def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder after text and training."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    options = settings(target, out)
+    distill(replace(options, stage="text"), silent)
+    distill(replace(options, stage="train"), silent)
+    return out
+
+
+def test_a_run_from_zero_learns(made: Path) -> None:
+    (point,) = read_curve(made / "training" / "curve.jsonl")
+    assert point["tokens"] >= 3000
+    untrained = 1 / 120
+    assert point["top1"] > 5 * untrained
+    assert point["chain"] > 1.0
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(target: Path, made: Path, tmp_path: Path) -> None:
+    """Bit by bit, on one thread: weights, moments and the learning curve's last point."""
+
+    def trainer(folder: Path) -> Trainer:
+        student = new_student(target, Shape(layers="0,1"), None, 0)
+        options = TrainOptions(rows=2, length=64, warmup=3, tokens=2500, save_every=1e9)
+        return Trainer(student, made / "text", folder, options)
+
+    whole = trainer(tmp_path / "whole")
+    whole.run(lambda figures: None)
+
+    def interrupt_at(step: int) -> Callable[[dict[str, float]], None]:
+        def report(figures: dict[str, float]) -> None:
+            if figures["step"] == step:
+                raise KeyboardInterrupt
+
+        return report
+
+    for stop in (7, 21):
+        part = trainer(tmp_path / "parts")
+        assert part.resume() == (stop > 7)
+        saving = replace(part.options, save_every=0.0) if stop == 7 else part.options
+        part.options = saving
+        with pytest.raises(KeyboardInterrupt):
+            part.run(interrupt_at(stop))
+    last = trainer(tmp_path / "parts")
+    assert last.resume()
+    assert 0 < last.progress.step < 21
+    last.run(lambda figures: None)
+    assert last.progress.step == whole.progress.step
+    for name, value in whole.student.tensors.items():
+        assert torch.equal(value, last.student.tensors[name]), name
+    ends = [read_curve(tmp_path / name / "curve.jsonl")[-1] for name in ("whole", "parts")]
+    assert ends[0]["top1"] == ends[1]["top1"]
+
+
+def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_path: Path) -> None:
+    other = new_student(target, Shape("2", hidden=32), None, 0)
+    trainer = Trainer(other, made / "text", made / "training", TrainOptions())
+    expected = r"another shape: model\.embed_tokens\.weight is not there in it and \[272, 32\] in this draft"
+    with pytest.raises(UserError, match=expected):
+        trainer.resume()
+    (tmp_path / "training.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="is not a whole checkpoint"):
+        Trainer(new_student(target, Shape("2"), None, 0), made / "text", tmp_path, TrainOptions(length=64)).resume()
+
+
+def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
+    """The folder holds a plain Llama: its scores, by the reference, are those that were trained."""
+    ids = read_ids(made / "draft" / VOCAB_FILE)
+    with Checkpoint.open(made / "draft") as draft:
+        config = from_dict(draft.config)
+        assert draft.config["outpace"] == {"target_layers": [0, 1], "draft_vocab_size": 120}
+        tokens = [5, 80, 9, 200, 33]
+        expected = reference.logits(config, draft.tensor, tokens)[:, ids]
+        student = new_student(target, Shape("0,1", vocab=120), ids, 0)
+        with torch.no_grad():
+            for name, value in student.tensors.items():
+                value.copy_(draft.tensor(name))
+    packer = Packer(1, 16, 272, ids, torch.device("cpu"))
+    samples, _ = read_samples(made / "text", 64)
+    batch = packer.batch([replace(samples[0], tokens=torch.tensor(tokens).int().numpy(), prompt=1)], [[0]])
+    found = student.logits(batch.packed)
+    assert torch.allclose(found.double(), expected[: len(tokens) - 1], atol=2e-4)
+
+
+def test_packed_samples_do_not_see_one_another(target: Path, made: Path) -> None:
+    samples, _ = read_samples(made / "text", 64)
+    student = new_student(target, Shape("2"), None, 0)
+    packer = Packer(2, 128, 272, None, torch.device("cpu"))
+    (rows, *_) = packer.epoch(samples, 0, 0)
+    assert len(rows[0]) > 1
+    together = student.logits(packer.batch(samples, rows).packed)
+    alone = [student.logits(packer.batch(samples, [[number]]).packed) for row in rows for number in row]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+
+
+def test_an_epoch_holds_every_sample_once(made: Path) -> None:
+    samples, _ = read_samples(made / "text", 64)
+    packer = Packer(3, 64, 272, None, torch.device("cpu"))
+    first, again, other = (packer.epoch(samples, seed, epoch) for seed, epoch in ((0, 1), (0, 1), (0, 2)))
+    assert sorted(n for batch in first for row in batch for n in row) == list(range(len(samples)))
+    assert first == again != other
+    assert all(sum(len(samples[n].tokens) for n in row) <= 64 for batch in first for row in batch)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_losses_by_hand(divergence: str) -> None:
+    """One place, four tokens, two kept of which one is unknown to the draft; in plain Python."""
+    logits = [0.3, -1.2, 0.8, 0.1]
+    z = sum(math.exp(value) for value in logits)
+    q = [math.exp(value) / z for value in logits]
+    p_known, p_unknown = 0.5, 0.3
+    rest = 1 - p_known - p_unknown
+    p = [p_known / (p_known + rest), rest / (p_known + rest)]
+    both = [q[2], 1 - q[2]]
+    expected = {
+        "forward_kl": sum(a * math.log(a / b) for a, b in zip(p, both, strict=True)),
+        "reverse_kl": sum(b * math.log(b / a) for a, b in zip(p, both, strict=True)),
+        "total_variation": 0.5 * sum(abs(a - b) for a, b in zip(p, both, strict=True)),
+    }[divergence]
+    goals = Goals(torch.tensor([1]), torch.tensor([[2, -1]]), torch.tensor([[p_known, p_unknown]]))
+    found = loss(torch.tensor([logits]), goals, LossOptions(0.25, 2.0, divergence))
+    assert float(found) == pytest.approx(-0.25 * math.log(q[1]) + 2.0 * expected, abs=1e-5)
+    unknown = replace(goals, tokens=torch.tensor([-1]))
+    assert float(loss(torch.tensor([logits]), unknown, LossOptions(0.25, 2.0, divergence))) == pytest.approx(
+        2.0 * expected, abs=1e-5
+    )
+
+
+def test_the_learning_rate_rises_holds_and_falls() -> None:
+    options = TrainOptions(learning_rate=1.0, warmup=4, cooldown=0.25)
+    rates = [learning_rate(options, Progress(step=step, seen=step * 10, total=1000)) for step in range(101)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[75] == pytest.approx(1.0)
+    assert rates[88] == pytest.approx(0.5, abs=0.05)
+    assert rates[100] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [("1", [0]), ("2", [0, 29]), ("3", [0, 14, 29]), ("0,1,28", [0, 1, 28]), ("7,", None)]
+)
+def test_which_layers(layers: str, expected: list[int] | None) -> None:
+    if expected is None:
+        with pytest.raises(UserError, match="it must be a count, or numbers"):
+            pick_layers(Shape(layers), 30)
+    else:
+        assert pick_layers(Shape(layers), 30) == expected
+
+
+@pytest.mark.parametrize("layers", ["0", "31", "5,4", "0,30", "two", "-1"])
+def test_layers_that_are_not_there(layers: str) -> None:
+    with pytest.raises(UserError, match="layers is"):
+        pick_layers(Shape(layers), 30)
+
+
+def test_a_narrow_start_keeps_what_the_main_directions_hold(target: Path) -> None:
+    narrow = new_student(target, Shape("2", hidden=48), None, 0)
+    assert narrow.config.hidden_size == 48
+    assert "model.embed_tokens.weight" in narrow.trained
+    wide = new_student(target, Shape("2"), None, 0)
+    assert "model.embed_tokens.weight" not in wide.trained
+    products = [s.tensors["model.embed_tokens.weight"][:50] for s in (narrow, wide)]
+    kept = (products[0] @ products[0].T).norm() / (products[1] @ products[1].T).norm()
+    assert kept > 48 / 64
+
+
+def test_a_fresh_start_is_keyed_by_the_seed(target: Path) -> None:
+    first, again, other = (new_student(target, Shape("2", init="fresh"), None, seed) for seed in (0, 0, 1))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(first.tensors[name], again.tensors[name])
+    assert not torch.equal(first.tensors[name], other.tensors[name])
+
+
+def test_too_short_a_time(target: Path, made: Path, tmp_path: Path) -> None:
+    student = new_student(target, Shape("2"), None, 0)
+    trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=1e-6, length=64))
+    with pytest.raises(UserError, match="is too short: 1 steps took"):
+        trainer.run(lambda figures: None)
+
+
+def test_nothing_to_train_on(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no text yet"):
+        train_stage(settings(target, tmp_path / "out"), target, silent)
+
+
+def test_another_vocabulary_than_the_checkpoints(target: Path, made: Path) -> None:
+    options = settings(target, made, shape=Shape("0,1", vocab=90))
+    with pytest.raises(UserError, match="holds a draft of 120 tokens, not 90"):
+        train_stage(options, target, silent)
+
+
+def test_predicted_speedups_by_hand() -> None:
+    speed = Speed(0.1, {1: 1.0, **{rows: 1.0 + 0.1 * rows for rows in range(2, 10)}})
+    rows = [Row("t", 0.0, 2.0, 2.5, (0.8, 0.5), 100), Row("t", 0.8, 1.0, 1.0, (0.1,), 100)]
+    found = predicted_speedups(rows, speed)
+    assert found[1] == pytest.approx(1.8 / (0.1 + 1.2))
+    assert found[2] == pytest.approx((1.8 + 0.4) / (0.2 + 1.3))
+    assert found[3] == pytest.approx(2.2 / (0.3 + 1.4))
+
+
+def test_transformers_loads_the_draft(made: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(made / "draft", dtype=torch.float32).eval()
+    with Checkpoint.open(made / "draft") as draft:
+        expected = reference.logits(from_dict(draft.config), draft.tensor, [5, 80, 9, 200])
+    with torch.no_grad():
+        found = model(torch.tensor([[5, 80, 9, 200]])).logits[0]
+    assert torch.allclose(found.double(), expected, atol=2e-4)
+
+
+def test_judgement_and_its_files(target: Path, made: Path) -> None:
+    found = distill(settings(target, made, stage="judge", tasks=[str(made.parent / "asked.jsonl")]), silent)
+    assert found is not None
+    assert {row.temperature for row in found.rows} == {0.0, 0.8}
+    assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
+    assert json.loads((made / "judgement.json").read_text())["cost"] > 0
+    assert "chain 4" in (made / "draft" / "README.md").read_text()
+    assert write_plot(settings(target, made), found).stat().st_size > 10_000
