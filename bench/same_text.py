@@ -104,7 +104,7 @@ class Run:
         groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         for (method, sampling, _), row in self.rows.items():
             groups[method, sampling].append(row)
-        table = Table(title=f"{self.target.name}, exact mode {self.target.model.exact}")
+        table = Table(title=f"{self.target.name}, runtime {self.args.runtime}, exact mode {self.target.model.exact}")
         columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens a pass")
         for column in columns:
             table.add_column(column, justify="left" if column in columns[:2] else "right")
@@ -136,10 +136,11 @@ def main() -> None:
     parser.add_argument("--together", type=int, default=1, help="prompts that a method answers at once")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
     parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
+    parser.add_argument("--runtime", default="auto", help="llama (float32) or native (int8)")
     parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    target = load_model(None)
+    target = load_model(None, runtime=args.runtime)
     run = Run(target, load_draft(args.draft, target), args)
     with Progress(console=Console(stderr=True)) as progress:
         run.go(progress)
