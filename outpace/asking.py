@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError, check_whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, Report
 
@@ -81,6 +81,8 @@ class Asking:
         if not isinstance(self.logit_bias, Mapping):
             raise UserError(f"logit_bias is {self.logit_bias!r}, it must map token ids to numbers")
         bias = tuple(sorted((_token(token), value) for token, value in self.logit_bias.items()))
+        if len(dict(bias)) < len(bias):
+            raise UserError("logit_bias names a token twice, as a number and as text")
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return Adjustments(*penalties, bias, words, self.min_tokens)
 
@@ -122,7 +124,8 @@ def _token(token: Any) -> int:
     """A token id; JSON writes them as strings."""
     try:
         number = int(token)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1
-    check_range("a token of logit_bias", number, 0)
+    if number < 0 or str(number) != str(token):  # 1.5 is no token, nor is True
+        raise UserError(f"a token of logit_bias is {token!r}, it must be a whole number, at least 0")
     return number

@@ -121,6 +121,7 @@ class Engine(AbstractContextManager["Engine"]):
         for run in ended:
             if run.coroutine:
                 run.coroutine.close()
+            run.coroutine = run.ask = None  # with the last tree, and the q rows in it
             self.drafting.close(run)
             self.memory.close(run)
         return ended

@@ -6,7 +6,7 @@ An LLM and its streams may be used from several threads: whoever waits for text 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,9 +77,10 @@ class Stream:
         self._llm.engine.abort(self._run)  # nobody reads on
 
     def close(self) -> None:
-        """Ends the answer where it is."""
-        self._pieces.close()
+        """Ends the answer where it is, also for a thread that is reading it."""
         self._llm.drop(self._run)
+        with suppress(ValueError):  # raised while another thread reads: that comes to the end by itself
+            self._pieces.close()
 
     @property
     def result(self) -> Result:
@@ -106,7 +107,7 @@ class Stream:
         )
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:
-        run, pieces = self._run, self._answer.pieces
+        run, pieces, end = self._run, self._answer.pieces, self._llm.drop
         try:
             if echo:
                 pieces.appendleft(Piece(echo, (), False))
@@ -121,8 +122,11 @@ class Stream:
             self._answer.finish()
             while pieces:
                 yield self._piece(pieces.popleft())
+        except GeneratorExit:  # it may be garbage, collected in any thread, under any lock: no place to take a turn
+            end = self._llm.engine.abort
+            raise
         finally:
-            self._llm.drop(run)
+            end(run)
 
     def _piece(self, piece: Piece) -> Piece:
         self._texts.append(piece.text)

@@ -84,12 +84,13 @@ class Memory:
 
     def close(self, run: Running) -> None:
         """Takes a request's session back, to be kept if what it holds is known."""
-        self._open.remove(run.session)
+        session = run.session
+        del run.session  # a request that is over may be held for long, its keys and values may not
+        self._open.remove(session)
         if not self._most_kept or run.is_broken:
             return
-        run.session.keep(run.keep[: len(run.committed) - run.session.length])  # not what a stop or the limit cut off
-        kept = _Kept(run.committed[: run.session.length], run.session)
-        self._kept = [*self._kept, kept][-self._most_kept :]
+        session.keep(run.keep[: len(run.committed) - session.length])  # not what a stop or the limit cut off
+        self._kept = [*self._kept, _Kept(run.committed[: session.length], session)][-self._most_kept :]
 
     def _best_start(self, run: Running, running: Iterable[Running]) -> tuple[_Kept | None, Session | None, int]:
         """The text with the longest common beginning: kept or running, its session, the number of tokens in common."""
@@ -101,6 +102,9 @@ class Memory:
                 if length > best[2]:
                     best = (kept, kept.session, length)
             for other in running:
+                if other.keep:  # accepted in the last round, and as good as committed: it can be copied
+                    other.session.keep(other.keep)
+                    other.keep = ()
                 length = min(_common(prompt, other.committed), other.session.length)
                 if length > best[2]:
                     best = (None, other.session, length)

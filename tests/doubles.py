@@ -29,6 +29,7 @@ from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
 from outpace.engine import Engine, EngineOptions
 from outpace.models.toy import Toy, ToySession
+from outpace.running import Running
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")
@@ -205,6 +206,8 @@ def decode(
 def _drive(
     parts: Engine, requests: Sequence[Request], decoder: Any, options: Mapping[str, Any], check_storage: bool
 ) -> Outcome:
+    if check_storage:
+        check_when_closed(parts)
     runs = [parts.submit(request, decoder, decoder.Options(**options)) for request in requests]
     limit = 10 + sum(len(request.prompt) + request.max_tokens for request in requests)
     for _ in range(limit):
@@ -215,8 +218,6 @@ def _drive(
         if run.error is not None:
             raise run.error
         assert run.finish_reason is not None, f"no end after {limit} steps"
-        if check_storage:
-            check_session(run.session, [*run.request.prompt, *run.tokens])
     counts: Counter[str] = Counter()
     for run in runs:
         counts.update(run.candidates.counts if decoder.NEEDS == "worker" else {})
@@ -230,6 +231,18 @@ def check_session(session: ToySession, text: Sequence[int]) -> None:
     """What is kept must be what a fresh prefill of the text would keep."""
     kept = session.tokens[: session.length]
     assert np.array_equal(kept, np.asarray(text[: session.length])), f"kept {kept.tolist()} of the text {list(text)}"
+
+
+def check_when_closed(parts: Engine) -> None:
+    """Every request's storage is compared with its text when the engine takes it back."""
+    close = parts.memory.close
+
+    def checked(run: Running) -> None:
+        session = run.session
+        close(run)
+        check_session(session, run.committed)
+
+    parts.memory.close = checked  # type: ignore[method-assign]
 
 
 def write(target: Toy, request: Request) -> list[int]:

@@ -46,12 +46,13 @@ METHODS = (("speculative", 1), ("speculative", 4), ("card", 4), ("card", 2))
 
 @dataclass(frozen=True)
 class Mutation:
-    """`make` gets the original and gives what stands in its place in every one of `owners`."""
+    """`make` gets the original and gives what stands in its place in every one of `owners`. `find` says what shows."""
 
     name: str
     owners: Sequence[Any]
     attribute: str
     make: Callable[[Original], Original]
+    find: Callable[[], str | None] | None = None  # None: find_difference
 
     @contextmanager
     def applied(self) -> Iterator[Counter[str]]:
@@ -170,7 +171,7 @@ def judge(mutation: Mutation) -> tuple[bool, str]:
     """Whether the checks notice the mistake, and by what."""
     with mutation.applied() as calls:
         try:
-            difference = find_difference()
+            difference = (mutation.find or find_difference)()
         except BROKEN as error:
             return False, f"the mutation is broken: {type(error).__name__}: {error}"
         except Exception as error:

@@ -15,6 +15,8 @@ if __name__ == "__main__":
 
 import numpy as np
 from mutation_checks import Mutation, Original, find_difference, judge
+from option_checks import find_in_memory, find_in_options, find_in_rejection
+from option_mutations import OPTION_MUTATIONS, key_without
 from rich.console import Console
 from rich.table import Table
 
@@ -74,15 +76,6 @@ def swap_requests(reduce_rows: Original) -> Original:
     return mutated
 
 
-def key_without(part: int) -> Callable[[Original], Original]:
-    """Noise whose key lacks one of seed, choice, position."""
-
-    def make(keyed: Original) -> Original:
-        return lambda *parts: keyed(*(0 if number == part else value for number, value in enumerate(parts)))
-
-    return make
-
-
 def key_by_call_order(keyed: Original) -> Original:
     calls = iter(range(1 << 62))
     return lambda seed, choice, position: keyed(seed, choice, next(calls))
@@ -135,8 +128,8 @@ def see_siblings(extend: Original) -> Original:
     return mutated
 
 
-def positions_off_by_one(depths: Original) -> Original:
-    return lambda parents: [depth + (depth > 0) for depth in depths(parents)]
+def positions_off_by_one(tree_rows: Original) -> Original:
+    return lambda *tree: [row._replace(path=(*row.path, *row.path[-1:])) for row in tree_rows(*tree)]
 
 
 def accept_any_child(follow: Original) -> Original:
@@ -171,10 +164,10 @@ def ignore_end(reason: str) -> Callable[[Original], Original]:
 
     def make(commit: Original) -> Original:
         def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
-            before, tokens = len(run.tokens), [tree.tokens[node] for node in verdict.path[1:]]
+            before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
             result = commit(run, tree, verdict)
             if run.finish_reason == reason:
-                run.tokens[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+                run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
             return result
 
         return mutated
@@ -234,7 +227,7 @@ MUTATIONS = [
     Mutation("forget to keep the accepted path", [models.Session], "keep", keep_root_only),
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
-    Mutation("positions off by one in rows", [engine], "depths", positions_off_by_one),
+    Mutation("positions off by one in rows", [engine], "tree_rows", positions_off_by_one),
     Mutation("accept a child without looking at its token", RULES, "follow", accept_any_child),
     Mutation("accept a late child whose token differs", RULES, "follow", accept_any_late_child),
     Mutation("recovery token taken from the root's row", RULES, "follow", recover_from_root),
@@ -246,13 +239,15 @@ MUTATIONS = [
     Mutation("gumbel: p unfiltered in reduce", [gumbel], "processed", unfiltered),
     Mutation("match: p unfiltered in reduce", [match], "processed", unfiltered),
     Mutation("gumbel: p without temperature in reduce", [gumbel], "processed", without_temperature),
+    *OPTION_MUTATIONS,
 ]
 
 
 def main() -> int:
     """Prints the table; 1 if any mistake survives, or if the library fails without one."""
     console = Console(width=150)
-    unmutated = find_difference()
+    finders = (find_difference, find_in_options, find_in_rejection, find_in_memory)
+    unmutated = next((found for find in finders if (found := find()) is not None), None)
     if unmutated is not None:
         console.print(f"the unmutated library fails: {unmutated}")
         return 1

@@ -84,9 +84,7 @@ def test_a_killed_process_is_started_again_and_then_given_up() -> None:
             drive.round()
 
     said = driven(worker, work)
-    assert said == [
-        "the drafter failed (DraftProcessError: its process was ended by SIGKILL); going on without it"
-    ]
+    assert said == ["the drafter failed (DraftProcessError: its process was ended by SIGKILL); going on without it"]
     assert isinstance(worker.failure, DraftProcessError)
     assert len(set(pids)) == 3
 

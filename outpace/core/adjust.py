@@ -32,7 +32,7 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     place = 0
-    for _, group in groupby(rows, key=lambda row: id(row.committed)):
+    for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
         shared = list(group)
         settings = shared[0].request.adjustments
         if settings is not None:

@@ -1,0 +1,148 @@
+"""The fast checks that mistakes in options, rejection, stop strings and reuse must fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import test_rejection as enumeration
+import ways
+from doubles import QuickToy, make_drafter, make_request, write
+from test_options import OPTIONS, TARGET, wishes_of
+from torch import Tensor
+from twins import answer_all, nearly, write_slowly
+
+from outpace.core import noise
+from outpace.core.types import Report, Request
+from outpace.decoders import autoregressive, speculative
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine import Engine, EngineOptions
+from outpace.models.base import Part
+
+WISHES = [wishes_of(option)[place][0] for place in (1, 3) for option in OPTIONS]  # greedy ones, then sampled ones
+# Written before any mistake is put in, by the slow twins.
+EXPECTED = [write_slowly(TARGET, wish) for wish in WISHES]
+STEM = tuple((7 * place * place + place) % 16 for place in range(90))
+TURNS = [make_request((*STEM, number, 3), max_tokens=6) for number in (1, 2, 2)]
+TEXTS = [write(TARGET, request) for request in TURNS]
+DRAWN = [("garbage", "top-k"), ("partial", "bare")]
+
+
+def option_differences() -> Iterator[str]:
+    """Answers to wishes of every kind, in one batch, against the slow twins'."""
+    for method, width in (("autoregressive", 1), ("speculative", 3)):
+        drafter = make_drafter("both", TARGET, width=width)
+        for written, slow in zip(answer_all(WISHES, method, drafter, target=TARGET), EXPECTED, strict=True):
+            if (written.tokens, written.text, written.reason) != (slow.tokens, slow.text, slow.reason):
+                yield f"{method}: another text than the slow twin's"
+            if not nearly(written.logprobs, slow.logprobs, 1e-9):
+                yield f"{method}: other log-probabilities than the slow twin's"
+            if not nearly(written.prompt_logprobs, slow.prompt_logprobs, 1e-9):
+                yield f"{method}: other log-probabilities of the prompt than the slow twin's"
+
+
+def rejection_differences() -> Iterator[str]:
+    """Every way to write a text, at prescribed numbers; and no key twice where they are the library's own."""
+    for name, asked in DRAWN:
+        target = ways.TARGETS[3]
+        draft = enumeration.draft_of(name, target)
+        possible = list(ways.Ways(target, draft, ways.ASKED[asked], 2, 3).all())
+        drafter = ModelDrafter(draft, Options(width=1, floor=0.0))
+        with pytest.MonkeyPatch.context() as patch:
+            enumeration.follow(possible, target, drafter, ways.ASKED[asked], 2, patch)
+    possible = list(ways.Ways(target, None, ways.ASKED["bare"], 5, 3).all(enumeration.siblings))
+    with pytest.MonkeyPatch.context() as patch:
+        planted = enumeration.Planted(enumeration.siblings)
+        enumeration.follow(possible, target, planted, ways.ASKED["bare"], 5, patch)
+    yield from key_differences(target, drafter)
+
+
+def key_differences(target: QuickToy, drafter: Any) -> Iterator[str]:
+    keys: Counter[tuple[int, ...]] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        original = noise.row_key
+
+        def noted(*parts: int) -> int:
+            keys[parts] += 1
+            return original(*parts)
+
+        patch.setattr(noise, "row_key", noted)
+        for choice in range(2):
+            for seed in range(2):
+                request = make_request((1, 2), "rejection", 24, temperature=1.0, seed=seed, choice=choice)
+                with Engine(target, drafter) as parts:
+                    run = parts.submit(request, speculative, speculative.Options(draft_length=3))
+                    while run.finish_reason is None:
+                        parts.step()
+    returned = [key for key, count in keys.items() if count > 1]
+    if returned:
+        yield f"{len(returned)} of {len(keys)} keys of random numbers come again"
+
+
+def memory_differences() -> Iterator[str]:
+    """Texts that begin like those before them; what an end cut off; prompts that are reported on; broken rounds."""
+    target = QuickToy(16, 3, 0)
+    drafter = make_drafter("perfect", target, width=1)
+    with Engine(target, drafter, options=EngineOptions(chunk=40)) as parts:
+        for request, text in zip(TURNS, TEXTS, strict=True):
+            if _finished(parts, request) != text:
+                yield "a later turn has another text"
+            for kept in parts.memory._kept:
+                if kept.session.tokens[: kept.session.length].tolist() != [*request.prompt[:90], *kept.tokens[90:]]:
+                    yield "what is kept is not what was read"
+                if kept.session.length != len(kept.tokens):
+                    yield "more or less is kept than is known"
+        run = parts.submit(replace(TURNS[0], report=Report(0, prompt=True)), autoregressive, None)
+        while run.finish_reason is None:
+            parts.step()
+        if len(run.prompt_logprobs) != len(STEM) + 1:
+            yield "the prompt's log-probabilities are not all there"
+    with Engine(target, options=EngineOptions(chunk=40)) as parts:
+        broken = parts.submit(TURNS[0], autoregressive, None)
+        parts.step()
+        with _failing(target):
+            parts.step()
+        parts.sweep()
+        if broken.error is None or parts.memory._kept:
+            yield "what a broken round left is kept"
+        together = [parts.submit(request, autoregressive, None) for request in TURNS]
+        while any(run.finish_reason is None for run in together):
+            parts.step()
+        if [run.tokens for run in together] != TEXTS:
+            yield "requests that begin alike have other texts together"
+
+
+def _finished(parts: Engine, request: Request) -> list[int]:
+    run = parts.submit(request, speculative, speculative.Options())
+    while run.finish_reason is None:
+        parts.step()
+    return run.tokens
+
+
+@contextmanager
+def _failing(target: QuickToy) -> Iterator[None]:
+    score = target.score
+
+    def fail(forest: Sequence[Part]) -> Tensor:
+        score(forest)
+        raise RuntimeError("on purpose")
+
+    target.score = fail  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del target.score
+
+
+def finder(*checks: Callable[[], Iterator[str]]) -> Callable[[], str | None]:
+    """The first difference that these checks find."""
+    return lambda: next((difference for check in checks for difference in check()), None)
+
+
+find_in_options = finder(option_differences)
+find_in_rejection = finder(rejection_differences)
+find_in_memory = finder(memory_differences)

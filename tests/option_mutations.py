@@ -1,0 +1,215 @@
+"""Mistakes in options, rejection, stop strings and reuse: those of `mutations` that have checks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mutation_checks import Mutation, Original
+from option_checks import find_in_memory, find_in_options, find_in_rejection
+from torch import Tensor
+
+from outpace import answer, engine, memory, running
+from outpace.core import adjust, logprobs, noise
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request, Row, Verdict
+from outpace.drafters import _drawn
+from outpace.drafters import model as draft_model
+from outpace.rules import greedy, gumbel, match, rejection
+
+ADJUSTING = (greedy, gumbel, match, rejection, logprobs)
+
+
+def without_path(adjusted: Original) -> Original:
+    return lambda logits, rows: adjusted(logits, [row._replace(path=()) for row in rows])
+
+
+def by_the_neighbour(adjusted: Original) -> Original:
+    return lambda logits, rows: adjusted(logits, [*rows[1:], *rows[:1]])
+
+
+def never(adjusted: Original) -> Original:
+    return lambda logits, rows: logits
+
+
+def counting_the_prompt(adjust_rows: Original) -> Original:
+    def mutated(logits: Tensor, rows: Sequence[Row], settings: Any) -> None:
+        bare = replace(rows[0].request, prompt=())
+        adjust_rows(logits, [row._replace(request=bare) for row in rows], settings)
+
+    return mutated
+
+
+def committed_only(ends_with: Original) -> Original:
+    return lambda row, tokens: ends_with(row._replace(path=()), tokens)
+
+
+def of_the_next_row(token_logprobs: Original) -> Original:
+    return lambda logits, rows, tokens, report: token_logprobs(logits.roll(-1, 0), rows, tokens, report)
+
+
+def always_raw(token_logprobs: Original) -> Original:
+    return lambda logits, rows, tokens, report: token_logprobs(logits, rows, tokens, replace(report, processed=False))
+
+
+def not_cut(commit: Original) -> Original:
+    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+        records = list(run.logprobs)
+        tokens = commit(run, tree, verdict)
+        run.logprobs[:] = records
+        return tokens
+
+    return mutated
+
+
+def draw_the_likeliest(draw_child: Original) -> Original:
+    def mutated(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> int:
+        tree.q[node] = torch.exp(log_q.double())
+        tree.add(node, int(log_q.argmax()), tree.scores[node] - 0.1, siblings=request.rule.siblings)
+        return 1
+
+    return mutated
+
+
+def unfiltered_q(draw_child: Original) -> Original:
+    """The child is drawn from q as filtered, and judged by a q that gives something to every token."""
+
+    def mutated(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> int:
+        added = draw_child(tree, node, log_q, request)
+        tree.q[node] = (tree.q[node] + 0.1) / (tree.q[node] + 0.1).sum()
+        return int(added)
+
+    return mutated
+
+
+def no_bonus(walk: Original) -> Original:
+    def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
+        verdict = walk(self, tree, picks)
+        is_leaf = len(verdict.path) > 1 and not tree.children(verdict.path[-1])
+        return verdict._replace(next_token=None) if is_leaf else verdict
+
+    return mutated
+
+
+def own_token_of_the_root(walk: Original) -> Original:
+    def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
+        verdict = walk(self, tree, picks)
+        p, last = picks[0].p, picks[verdict.path[-1]].row
+        return verdict._replace(next_token=rejection.draw(p, self.chance(last, last.node_id, noise.RESIDUAL)))
+
+    return mutated
+
+
+def key_of_a_place(chance: Original) -> Original:
+    """By the node's place among those of a round, so that it returns in the next."""
+    return lambda self, row, node_id, purpose: chance(self, row, node_id % 4, purpose)
+
+
+def one_purpose(chance: Original) -> Original:
+    return lambda self, row, node_id, purpose: chance(self, row, node_id, noise.ACCEPT)
+
+
+def key_without(part: int) -> Callable[[Original], Original]:
+    """Noise whose key lacks one of seed, choice, and position or node."""
+    return lambda keyed: lambda *parts: keyed(*(0 if n == part else value for n, value in enumerate(parts)))
+
+
+def draw_key_of_a_place(uniform: Original) -> Original:
+    return lambda seed, choice, node_id, purpose: uniform(seed, choice, node_id % 4, purpose)
+
+
+def one_too_far(best_start: Original) -> Original:
+    def mutated(self: Any, run: Any, others: Any) -> Any:
+        kept, session, length = best_start(self, run, others)
+        more = session is not None and length < min(session.length, len(run.request.prompt) - 1)
+        return kept, session, length + more
+
+    return mutated
+
+
+def not_cut_off(close: Original) -> Original:
+    def mutated(self: Any, run: Any) -> None:
+        run.keep, kept = (), run.keep
+        run.session.keep(kept)
+        close(self, run)
+
+    return mutated
+
+
+def forget_that_it_broke(close: Original) -> Original:
+    def mutated(self: Any, run: Any) -> None:
+        run.is_broken = False
+        close(self, run)
+
+    return mutated
+
+
+def drop_what_is_held(finish: Original) -> Original:
+    def mutated(self: Any) -> str:
+        finish(self)
+        return ""
+
+    return mutated
+
+
+def forget_what_is_held(push: Original) -> Original:
+    def mutated(self: Any, text: str) -> Any:
+        self._held, held = "", self._held
+        return held + push(self, text)
+
+    return mutated
+
+
+def read_on(watch: Original) -> Original:
+    def mutated(self: Any, tokens: Sequence[int], drafted: int) -> None:
+        watch(self, tokens, drafted)
+
+    return mutated
+
+
+def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original]) -> Mutation:
+    owners = owner if isinstance(owner, tuple) else (owner,)
+    find = find_in_options
+    if name.startswith("rejection"):
+        find = find_in_rejection
+    elif name.startswith("reuse"):
+        find = find_in_memory
+    return Mutation(name, owners, attribute, make, find)
+
+
+OPTION_MUTATIONS = [
+    mutation("options: penalties without the path", ADJUSTING, "adjusted", without_path),
+    mutation("options: bias of the neighbour's row", ADJUSTING, "adjusted", by_the_neighbour),
+    mutation("options: nothing is adjusted", ADJUSTING, "adjusted", never),
+    mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
+    mutation("options: a bad word is not seen in the path", adjust, "_ends_with", committed_only),
+    mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
+    mutation(
+        "options: draft rows without the path", engine, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
+    ),
+    mutation("logprobs: of the wrong row", running, "token_logprobs", of_the_next_row),
+    mutation("logprobs: raw where processed ones are asked", running, "token_logprobs", always_raw),
+    mutation("logprobs: not cut with the text", running.Running, "commit", not_cut),
+    mutation("stops: nothing is held back", answer, "_overlap", lambda f: lambda text, stop: 0),
+    mutation("stops: what was held is forgotten in the search", answer.StopStrings, "push", forget_what_is_held),
+    mutation("stops: what was held is lost at the end", answer.StopStrings, "finish", drop_what_is_held),
+    mutation("stops: the text goes on behind one", answer.Answer, "watch", read_on),
+    mutation("rejection: drop the residual", rejection, "residual", lambda f: lambda p, q: p),
+    mutation("rejection: take q off twice", rejection, "residual", lambda f: lambda p, q: f(f(p, q), q)),
+    mutation("rejection: drop the bonus token", rejection.Rejection, "walk", no_bonus),
+    mutation("rejection: own token from the root's row", rejection.Rejection, "walk", own_token_of_the_root),
+    mutation("rejection: q filtered for drawing, unfiltered for judging", draft_model, "draw_child", unfiltered_q),
+    mutation("rejection: the likeliest token judged as if drawn", draft_model, "draw_child", draw_the_likeliest),
+    mutation("rejection: a picked token has the chance p of another", rejection, "certain", lambda f: lambda t, p: p),
+    mutation("rejection: keys return in a later round", rejection.Rejection, "chance", key_of_a_place),
+    mutation("rejection: one key for two purposes", rejection.Rejection, "chance", one_purpose),
+    mutation("rejection: reuse noise across choices", rejection, "uniform", key_without(1)),
+    mutation("rejection: reuse noise across seeds", rejection, "uniform", key_without(0)),
+    mutation("rejection: draws return in a later round", _drawn, "uniform", draw_key_of_a_place),
+    mutation("reuse: a prefix copied one token too far", memory.Memory, "_best_start", one_too_far),
+    mutation("reuse: what an end cut off is kept", memory.Memory, "close", not_cut_off),
+    mutation("reuse: what a broken round left", memory.Memory, "close", forget_that_it_broke),
+    mutation("reuse: a prompt that is reported on", memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
+]

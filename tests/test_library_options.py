@@ -1,0 +1,290 @@
+"""Every option of `Asking` with every method through the library, on a tiny random Llama and on SmolLM2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import reference
+import torch
+from files import CONFIG, smollm2_file, weights
+from test_library import folder
+from twins import adjusted_slowly, close, cut_slowly, log_softmax_slowly, processed_slowly
+
+from outpace.asking import Asking
+from outpace.assemble import Loaded, load_draft, load_model
+from outpace.core.noise import gumbel, row_key
+from outpace.library import LLM, Result, Stream
+from outpace.models import config as llama
+
+METHODS: dict[str, dict[str, Any]] = {
+    "speculative, ngram": {"method": "speculative", "drafter": "ngram"},
+    "speculative, model": {"method": "speculative", "drafter": "model", "width": 1},
+    "speculative, tree": {"method": "speculative", "drafter": "model+ngram", "draft_length": 3},
+    "card, inline": {"method": "card", "drafter": "model+ngram", "worker": "inline"},
+    "card, thread": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
+}
+SAMPLED = {"temperature": 1.0, "seed": 3}
+Ask = Callable[[Result, Sequence[str]], dict[str, Any]]  # from the bare answer and its tokens' texts to what is asked
+
+ASKED: dict[str, Ask] = {
+    "bare": lambda bare, texts: {},
+    "ended": lambda bare, texts: {"ignore_eos": False},
+    "sampled": lambda bare, texts: {"ignore_eos": False, **SAMPLED},
+    "repetition": lambda bare, texts: {"repetition_penalty": 1.4, **SAMPLED},
+    "presence": lambda bare, texts: {"presence_penalty": 1.5},
+    "frequency": lambda bare, texts: {"frequency_penalty": 1.2, **SAMPLED},
+    "bias": lambda bare, texts: {"logit_bias": {bare.tokens[1]: -4.0, str(bare.tokens[2]): 2}},
+    "bad words": lambda bare, texts: {"bad_words": ["".join(texts[2:4]).strip() or "x", texts[5] or "x"]},
+    "min tokens": lambda bare, texts: {"min_tokens": 8, "ignore_eos": False, **SAMPLED},
+    "ignored end": lambda bare, texts: {"seed": 11, "temperature": 1.5},
+    "filters": lambda bare, texts: {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.02, "seed": 1 << 50},
+    "stop strings": lambda bare, texts: {"stop": [across(texts, 4), "zzz"]},
+    "stop string, included": lambda bare, texts: {"stop": across(texts, 3), "include_stop": True, "logprobs": 2},
+    "chosen logprobs": lambda bare, texts: {"logprobs": 0},
+    "five logprobs, processed": lambda bare, texts: {
+        "logprobs": 5,
+        "logprobs_mode": "processed",
+        "presence_penalty": 0.7,
+        "top_k": 4,
+        **SAMPLED,
+    },
+    "echo": lambda bare, texts: {"echo": True, "max_tokens": 5},
+    "echo with logprobs": lambda bare, texts: {"echo": True, "logprobs": 5},
+    "everything": lambda bare, texts: {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 17,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {bare.tokens[0]: 1.5},
+        "bad_words": ("".join(texts[2:4]).strip() or "x",),
+        "min_tokens": 4,
+        "ignore_eos": False,
+        "stop": [across(texts, 6), "hello"],
+        "echo": True,
+        "logprobs": 3,
+        "logprobs_mode": "processed",
+    },
+}
+
+
+def across(texts: Sequence[str], place: int) -> str:
+    """The end of one token's text and the beginning of the next's."""
+    place = next(n for n in range(place, len(texts) - 1) if texts[n] and texts[n + 1])
+    return texts[place][-1] + texts[place + 1][0]
+
+
+@dataclass
+class Bench:
+    """A target with a draft, prompts, and what every request asks for."""
+
+    target: Loaded
+    draft: Loaded
+    prompts: Sequence[Any]
+    base: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor] | None = None
+    names: Sequence[str] = tuple(ASKED)
+    asked: list[tuple[str, Any, Asking]] = field(default_factory=list)
+    plain: list[Result] = field(default_factory=list)
+
+    def prepare(self) -> Bench:
+        """What is asked, made from bare answers, and plain decoding's answers, each written alone."""
+        with closing(LLM(self.target, method="autoregressive", reuse=False)) as llm:
+            bare = [llm.stream(prompt, **self.base).result for prompt in self.prompts]
+            for number, name in enumerate(self.names):
+                place = number % len(self.prompts)
+                asked = ASKED[name](bare[place], self.texts_of(bare[place].tokens))
+                asked = {**self.base, **asked}
+                if "logit_bias" in self.base:
+                    asked["logit_bias"] = {**self.base["logit_bias"], **_by_number(asked["logit_bias"], self.base)}
+                self.asked.append((name, self.prompts[place], Asking(**asked)))
+            self.plain = [llm.stream(prompt, asking).result for _, prompt, asking in self.asked]
+        return self
+
+    def texts_of(self, tokens: Sequence[int]) -> list[str]:
+        """What each token adds to the text."""
+        stream = self.target.tokenizer.stream()
+        return ["" if token in self.target.tokenizer.stop_ids else stream.push([token]) for token in tokens]
+
+
+def _by_number(bias: Mapping[Any, float], base: Mapping[str, Any]) -> dict[int, float]:
+    """Added to the base's bias where that has the token already."""
+    more = {int(token): value for token, value in bias.items()}
+    known = base["logit_bias"]
+    return {token: value if bias is known else value + known.get(token, 0.0) for token, value in more.items()}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A tiny random model that is held to a dozen tokens, so that its text is one of letters that come again."""
+    target = load_model(folder(tmp_path_factory.mktemp("tiny"), "target"))
+    words = ("a", "b", "d", "e", " ", "hello", " world", "o", "12", "é", ".")
+    known = {token for word in words for token in target.tokenizer.continuation(word)} | target.tokenizer.stop_ids
+    base = {"max_tokens": 20, "logit_bias": dict.fromkeys(known, 50.0), "ignore_eos": True}
+    tensors = {name: torch.from_numpy(values) for name, values in weights().items()}
+    prompts = ("hello world 12 hello world 12", [{"role": "user", "content": "hello hello"}], "ab ab ab")
+    return Bench(target, load_draft("layers:0", target), prompts, base, tensors).prepare()
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Bench:
+    smollm2_file()
+    target = load_model(None)
+    draft = load_draft("layers:0,1,2,3,4,5,6,7,8,9,20,21,22,23,24,25,26,27,28,29", target)  # right one time in five
+    prompts = ("one two three one two three one", "The sea, the sea, the")
+    names = (
+        "repetition",
+        "bias",
+        "bad words",
+        "min tokens",
+        "filters",
+        "stop strings",
+        "echo with logprobs",
+        "everything",
+    )
+    return Bench(target, draft, prompts, {"max_tokens": 10, "ignore_eos": True}, None, names).prepare()
+
+
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    made: Bench = request.getfixturevalue(request.param)
+    return made
+
+
+def parts_of(result: Result) -> tuple[Any, ...]:
+    """What must not depend on the method."""
+    ends = (result.finish_reason, result.prompt_tokens)
+    return (result.text, result.tokens, *ends, result.logprobs, result.prompt_logprobs)
+
+
+def read(stream: Stream) -> Result:
+    """The result, held against its own pieces."""
+    pieces = list(stream)
+    result = stream.result
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert tuple(token for piece in pieces for token in piece.tokens) == result.tokens
+    assert tuple(record for piece in pieces for record in piece.logprobs) == result.logprobs
+    return result
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_at_once(bench: Bench, method: str) -> None:
+    options = METHODS[method]
+    draft = bench.draft if "model" in options["drafter"] else None
+    with closing(LLM(bench.target, draft, batch=8, **options)) as llm:
+        streams = [llm.stream(prompt, asking) for _, prompt, asking in bench.asked]
+        results = [read(stream) for stream in streams]
+        assert llm.engine.worker is None or llm.engine.worker.failure is None
+    for (name, _, _), mine, plain in zip(bench.asked, results, bench.plain, strict=True):
+        assert parts_of(mine) == parts_of(plain), name
+    assert sum(result.figures.drafted for result in results) > 0
+    assert sum(result.figures.accepted for result in results) > 0
+
+
+def test_every_option_alone(tiny: Bench) -> None:
+    for options in ({"drafter": "model+ngram"}, {"drafter": "ngram"}):
+        draft = tiny.draft if "model" in options["drafter"] else None
+        with closing(LLM(tiny.target, draft, method="speculative", **options)) as llm:
+            for (name, prompt, asking), plain in zip(tiny.asked, tiny.plain, strict=True):
+                assert parts_of(llm.stream(prompt, asking).result) == parts_of(plain), name
+
+
+def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
+    """Float64, one text at a time: every written token is the twin's choice, but for rounding, and so is its record."""
+    assert tiny.tensors is not None
+    with closing(LLM(tiny.target, method="autoregressive")) as llm:
+        for (name, prompt, asking), plain in zip(tiny.asked, tiny.plain, strict=True):
+            stream = llm.stream(prompt, asking)
+            request = stream._run.request
+            stream.close()
+            whole = [*request.prompt, *plain.tokens]
+            rows = reference.logits(llama.from_dict(CONFIG), tiny.tensors.__getitem__, whole).tolist()
+            for place, token in enumerate(plain.tokens):
+                before = whole[: len(request.prompt) + place]
+                row = rows[len(before) - 1]
+                scores = log_softmax_slowly(adjusted_slowly(row, request, before))
+                if not request.sampling.is_greedy:
+                    p = processed_slowly(row, request, before)
+                    assert p[token] > 0, f"{name}: token {place} is filtered out"
+                    noise = gumbel([row_key(request.seed, request.choice, len(before))], len(p))[0].tolist()
+                    scores = torch.log(torch.tensor(p)).tolist()
+                    scores = [score + g for score, g in zip(scores, noise, strict=True)]
+                assert scores[token] > max(scores) - 1e-2, f"{name}: token {place} is not the twin's"
+            check_ends(tiny, asking, plain, request.stop_ids)
+            check_records(asking, plain, rows, request)
+
+
+def check_ends(bench: Bench, asking: Asking, plain: Result, stop_ids: frozenset[int]) -> None:
+    texts = bench.texts_of(plain.tokens)
+    count, text, is_stopped = cut_slowly(texts, asking.stop, asking.include_stop)
+    assert count == len(plain.tokens)
+    ended = plain.tokens[-1] in stop_ids
+    assert plain.finish_reason == ("stop" if is_stopped or ended else "length")
+    assert is_stopped or ended or count == asking.max_tokens
+    assert not stop_ids.intersection(plain.tokens[: max(asking.min_tokens, len(plain.tokens) - 1)])
+    shown = plain.text if not asking.echo else plain.text[-len(text) :] if text else ""
+    assert shown.rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+def check_records(asking: Asking, plain: Result, rows: Sequence[Sequence[float]], request: Any) -> None:
+    assert len(plain.logprobs) == (0 if asking.logprobs is None else len(plain.tokens))
+    assert len(plain.prompt_logprobs) == (len(request.prompt) - 1 if asking.echo and asking.logprobs is not None else 0)
+    whole = [*request.prompt, *plain.tokens]
+    for place, (token, value, top) in enumerate(plain.logprobs, start=len(request.prompt)):
+        row = rows[place - 1]
+        if asking.logprobs_mode == "processed":
+            p = processed_slowly(row, request, whole[:place])
+            log_p = torch.log(torch.tensor(p, dtype=torch.float64)).tolist()
+        else:
+            log_p = log_softmax_slowly(row)
+        assert token == whole[place]
+        check_record(value, top, log_p, token, asking.logprobs or 0)
+    for place, (token, value, top) in enumerate(plain.prompt_logprobs, start=1):
+        assert token == whole[place]
+        check_record(value, top, log_softmax_slowly(rows[place - 1]), token, asking.logprobs or 0)
+
+
+def check_record(value: float, top: Sequence[tuple[int, float]], log_p: Sequence[float], token: int, most: int) -> None:
+    assert close(value, log_p[token], 5e-3)
+    assert len(top) == min(most, sum(score > float("-inf") for score in log_p))
+    for (other, score), best in zip(top, sorted(log_p, reverse=True), strict=False):
+        assert close(score, log_p[other], 5e-3)
+        assert close(score, best, 5e-3)
+
+
+def test_the_table_shows_every_kind_of_end(tiny: Bench) -> None:
+    """A table whose options change nothing would prove nothing."""
+    by_name = {name: result for (name, _, _), result in zip(tiny.asked, tiny.plain, strict=True)}
+    assert {result.finish_reason for result in tiny.plain} == {"stop", "length"}
+    assert len({result.tokens for result in tiny.plain}) > 8
+    assert by_name["stop strings"].finish_reason == "stop"
+    assert by_name["stop string, included"].finish_reason == "stop"
+    assert by_name["echo"].text.startswith(str(tiny.asked[list(ASKED).index("echo")][1])[:2])
+    assert set(ASKED) == set(by_name)
+
+
+def test_bad_words_are_not_written_in_any_place(tiny: Bench) -> None:
+    words = ["hello", "é", "a b"]
+    with closing(LLM(tiny.target, tiny.draft, method="speculative", drafter="model+ngram")) as llm:
+        asked = {**tiny.base, "max_tokens": 40, "temperature": 1.5}
+        free = "".join(llm.stream("hello", **asked, seed=seed).result.text for seed in range(4))
+        texts = [llm.stream("hello", **asked, seed=seed, bad_words=words).result.text for seed in range(4)]
+    assert any(word in free for word in words[:2])
+    for text in texts:
+        assert not any(word in text for word in words[:2]), text
+
+
+def test_n_answers_differ_and_each_is_its_own_alone(tiny: Bench) -> None:
+    prompt = tiny.prompts[0]
+    options = {**tiny.base, "max_tokens": 8, "temperature": 1.3, "seed": 8, "logprobs": 1}
+    with closing(LLM(tiny.target, tiny.draft, method="card", worker="inline", batch=8)) as llm:
+        together = llm.generate([prompt], n=4, **options)
+        alone = [llm.stream(prompt, choice=choice, plain=True, **options).result for choice in range(4)]
+    assert [parts_of(result) for result in together] == [parts_of(result) for result in alone]
+    assert [result.choice for result in together] == [0, 1, 2, 3]
+    assert len({result.tokens for result in together}) == 4

@@ -1,0 +1,274 @@
+"""Every option with every method: tokens, text, end and log-probabilities are plain decoding's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from doubles import QuickToy, make_drafter, make_request
+from twins import LETTERS, WIDE, Wish, Written, answer_all, nearly, write_slowly
+
+from outpace.core.adjust import adjusted
+from outpace.core.tree import TokenTree
+from outpace.core.types import Adjustments, DraftState, Observation, Report, Request, Row
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine import EngineOptions
+
+TARGET = QuickToy(16, 3, 0)
+PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
+SAMPLINGS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}],
+    "gumbel": [
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.8, "top_k": 5, "seed": 1 << 40},
+        {"temperature": 1.3, "top_p": 0.8, "choice": 2},
+        {"temperature": 1.4, "min_p": 0.1},
+        {"temperature": 0.9, "top_k": 9, "top_p": 0.95, "min_p": 0.05, "seed": 9},
+    ],
+    "match": [{"temperature": 0.7, "top_p": 0.9, "seed": 3}],
+}
+METHODS = {
+    "ngram chain": ("speculative", "ngram", None, 1),
+    "ngram tree": ("speculative", "ngram", None, 4),
+    "model chain": ("speculative", "model", None, 1),
+    "model tree": ("speculative", "model", None, 4),
+    "perfect chain": ("speculative", "perfect", None, 1),
+    "both": ("speculative", "both", None, 3),
+    "card, simulated": ("card", "both", "inline", 4),
+    "card, thread": ("card", "both", "thread", 4),
+}
+
+# From the text that is written without options, and its letters, to what is asked: so that each option bites.
+Option = Callable[[Sequence[int], str], dict[str, Any]]
+
+
+def adjust(**settings: Any) -> dict[str, Any]:
+    return {"adjustments": Adjustments(**settings)}
+
+
+OPTIONS: dict[str, Option] = {
+    "repetition up": lambda t, s: adjust(repetition_penalty=1.4),
+    "repetition down": lambda t, s: adjust(repetition_penalty=0.6),
+    "presence up": lambda t, s: adjust(presence_penalty=1.6),
+    "presence down": lambda t, s: adjust(presence_penalty=-2.0),
+    "frequency up": lambda t, s: adjust(frequency_penalty=0.9),
+    "frequency down": lambda t, s: adjust(frequency_penalty=-1.2),
+    "all penalties": lambda t, s: adjust(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
+    "bias": lambda t, s: adjust(logit_bias=((t[2], -3.0), ((t[2] + 5) % 16, 2.5))),
+    "bias that bans and one that rules": lambda t, s: adjust(logit_bias=((t[1], -100.0), ((t[1] + 3) % 16, 4.0))),
+    "bad word of one token": lambda t, s: adjust(bad_words=((t[3],),)),
+    "bad word of two": lambda t, s: adjust(bad_words=(tuple(t[3:5]),)),
+    "bad words that overlap": lambda t, s: adjust(bad_words=(tuple(t[2:4]), tuple(t[3:6]), tuple(t[:3]), (t[9],))),
+    "min tokens": lambda t, s: {**adjust(min_tokens=9), "stop_ids": frozenset({t[2], t[5]})},
+    "stop token": lambda t, s: {"stop_ids": frozenset({t[6], (t[6] + 1) % 16})},
+    "stop string": lambda t, s: {"stops": (s[5:9],)},
+    "stop string, included": lambda t, s: {"stops": (s[5:9],), "include": True},
+    "stop strings": lambda t, s: {"stops": ("xyz", s[6:12], s[7:9], s[6:8])},
+    "chosen logprobs": lambda t, s: {"report": Report(0)},
+    "five logprobs": lambda t, s: {"report": Report(5)},
+    "chosen logprobs, processed": lambda t, s: {**adjust(presence_penalty=0.4), "report": Report(0, processed=True)},
+    "more logprobs than tokens, processed": lambda t, s: {
+        **adjust(bad_words=(tuple(t[1:3]),)),
+        "report": Report(40, processed=True),
+    },
+    "logprobs cut by a stop string": lambda t, s: {"stops": (s[7:9],), "report": Report(2)},
+    "echo with logprobs": lambda t, s: {"report": Report(3, prompt=True)},
+    "one token": lambda t, s: {"max_tokens": 1, "report": Report(1)},
+    "seven tokens": lambda t, s: {"max_tokens": 7},
+    "everything": lambda t, s: {
+        **adjust(
+            repetition_penalty=1.1,
+            presence_penalty=0.3,
+            frequency_penalty=0.2,
+            logit_bias=((t[0], -1.0), (t[4], 1.5)),
+            bad_words=(tuple(t[2:4]), (t[7],)),
+            min_tokens=6,
+        ),
+        "stop_ids": frozenset({t[3], t[8]}),
+        "stops": (s[6:8], s[12:14]),
+        "include": True,
+        "report": Report(4, processed=True, prompt=True),
+    },
+}
+
+
+def make_wish(prompt: Sequence[int], rule: str, sampling: dict[str, Any], asked: dict[str, Any]) -> Wish:
+    ends = {name: asked[name] for name in ("stops", "include") if name in asked}
+    rest = {name: value for name, value in asked.items() if name not in ends}
+    return Wish(make_request(prompt, rule, **{"max_tokens": 20, **sampling, **rest}), **ends)
+
+
+@cache
+def bare(prompt: tuple[int, ...], rule: str, number: int) -> Written:
+    """What is written where nothing is asked."""
+    return write_slowly(TARGET, make_wish(prompt, rule, SAMPLINGS[rule][number], {}))
+
+
+@cache
+def wishes_of(option: str) -> tuple[tuple[Wish, Written], ...]:
+    """The option with every rule, for two of the prompts, with the bare text beside each."""
+    made = []
+    for rule, samplings in SAMPLINGS.items():
+        number = sum(map(ord, option)) % len(samplings)
+        for prompt in (PROMPTS[0], PROMPTS[1 + len(option) % 2]):
+            plain = bare(prompt, rule, number)
+            asked = OPTIONS[option](plain.tokens, plain.text)
+            made.append((make_wish(prompt, rule, samplings[number], asked), plain))
+    return tuple(made)
+
+
+@cache
+def expected(option: str) -> tuple[Written, ...]:
+    """Plain decoding's answers, each written alone."""
+    return tuple(answer_all([wish], target=TARGET)[0] for wish, _ in wishes_of(option))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_plain_decoding_is_the_slow_twin(option: str) -> None:
+    bites = 0
+    for (wish, plain), written in zip(wishes_of(option), expected(option), strict=True):
+        slow = write_slowly(TARGET, wish)
+        assert (written.tokens, written.text, written.reason) == (slow.tokens, slow.text, slow.reason)
+        assert nearly(written.logprobs, slow.logprobs, 1e-9)
+        assert nearly(written.prompt_logprobs, slow.prompt_logprobs, 1e-9)
+        assert len(written.logprobs) == (len(written.tokens) if wish.request.report else 0)
+        bites += (slow.tokens, slow.text, slow.logprobs) != (plain.tokens, plain.text, [])
+    assert bites >= 3, "the option changes next to nothing here: the test would not notice if it were ignored"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_at_once(method: str) -> None:
+    """All wishes in one batch: a row that is adjusted by its neighbour's options would show."""
+    decoder, drafter, worker, width = METHODS[method]
+    wishes = [wish for option in OPTIONS for wish, _ in wishes_of(option)]
+    names = [option for option in OPTIONS for _ in wishes_of(option)]
+    plain = [written for option in OPTIONS for written in expected(option)]
+    proposer = make_drafter(drafter, TARGET, width=width)
+    run = answer_all(wishes, decoder, proposer, worker, target=TARGET)
+    for name, mine, alone in zip(names, run, plain, strict=True):
+        assert mine[:5] == alone[:5], name
+    assert sum(step.accepted for written in run for step in written.steps) > len(run)
+    for name in OPTIONS:  # a method that drafts nothing where this option is asked would prove nothing
+        steps = [step for written, mine in zip(run, names, strict=True) if mine == name for step in written.steps]
+        assert sum(step.drafted for step in steps) > 0, name
+
+
+@pytest.mark.parametrize("method", ["ngram tree", "model tree", "card, simulated"])
+def test_each_option_alone(method: str) -> None:
+    decoder, drafter, worker, width = METHODS[method]
+    for option in OPTIONS:
+        wish = wishes_of(option)[0][0]
+        proposer = make_drafter(drafter, TARGET, width=width)
+        (mine,) = answer_all([wish], decoder, proposer, worker, target=TARGET)
+        assert mine[:5] == expected(option)[0][:5], option
+
+
+class Recited:
+    """Proposes a text by heart, as one branch: it knows nothing of penalties, bans and ends."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = tuple(text)
+
+    def open(self, request: Request) -> DraftState:
+        return DraftState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
+        return [self._grow(state, tree) for state, tree in zip(states, trees, strict=True)]
+
+    def _grow(self, state: DraftState, tree: TokenTree) -> int:
+        written, node = len(state.tokens) - len(state.request.prompt), 0
+        before = len(tree)
+        for token in self._text[written : written + 7]:
+            child = tree.child(node, token)
+            child = tree.add(node, token, tree.scores[node] - 0.01) if child is None else child
+            assert child is not None
+            node = child
+        return len(tree) - before
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        state.tokens.extend(seen.tokens)
+
+    def close(self, state: DraftState) -> None:
+        pass
+
+
+@pytest.mark.parametrize("method", ["speculative", "card"])
+@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
+def test_what_completes_inside_an_accepted_path(method: str, rule: str) -> None:
+    """A bad word, a wanted stop token too early, a stop string: begun by drafted tokens, ended by one."""
+    sampling, prompt = SAMPLINGS[rule][0], PROMPTS[0]
+    text = bare(prompt, rule, 0).tokens
+    letters = [LETTERS[token] for token in text]
+    place = len("".join(letters[:3])) + len(letters[3]) - 1
+    new = next(place for place in range(3, 7) if text[place] not in text[:place])
+    border = "".join(letters)[place : place + 1 + len(letters[4])]  # ends token 3 and is token 4
+    asked = {
+        "bad word": adjust(bad_words=(tuple(text[2:5]),)),
+        "penalty on what the path holds": adjust(presence_penalty=2.0, frequency_penalty=2.0),
+        "stop token too early": {**adjust(min_tokens=new + 2), "stop_ids": frozenset({text[new]})},
+        "stop token": {"stop_ids": frozenset({text[new]}), "report": Report(1)},
+        "stop string": {"stops": (border,), "report": Report(1)},
+    }
+    for name, options in asked.items():
+        wish = make_wish(prompt, rule, sampling, options)
+        worker = "inline" if method == "card" else None
+        (mine,) = answer_all([wish], method, Recited(text), worker, target=TARGET)
+        slow = write_slowly(TARGET, wish)
+        assert (mine.tokens, mine.text, mine.reason) == (slow.tokens, slow.text, slow.reason), name
+        assert nearly(mine.logprobs, slow.logprobs, 1e-9), name
+        assert slow.tokens != text, name
+        first = next(step for step in mine.steps if step.drafted)
+        assert first.depth_offered >= 5, "the branch did not reach the place"
+        assert first.accepted >= 2, name
+
+
+def test_a_draft_with_a_smaller_vocabulary_takes_every_option() -> None:
+    wishes = [wish for option in OPTIONS for wish, _ in wishes_of(option)]
+    plain = [written for option in OPTIONS for written in expected(option)]
+    drafter = ModelDrafter(QuickToy(11, 3, 0), Options(width=3))
+    run = answer_all(wishes, "speculative", drafter, target=TARGET)
+    assert [mine[:5] for mine in run] == [alone[:5] for alone in plain]
+
+
+def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:
+    logits, text = torch.zeros(3, 4), (1, 2)
+    biases = [make_request(text, adjustments=Adjustments(logit_bias=((token, 1.0),))) for token in range(3)]
+    assert torch.equal(adjusted(logits, [Row(request, text) for request in biases]), torch.eye(3, 4))
+    assert not logits.any(), "the scores themselves were changed"
+
+
+def test_choices_differ_and_each_is_its_own_alone() -> None:
+    sampling = {"temperature": 1.0, "seed": 4}
+    wishes = [make_wish(PROMPTS[2], "gumbel", {**sampling, "choice": choice}, {}) for choice in range(6)]
+    together = answer_all(wishes, "speculative", make_drafter("model", TARGET), target=TARGET)
+    assert [mine[:5] for mine in together] == [answer_all([wish], target=TARGET)[0][:5] for wish in wishes]
+    assert len({tuple(mine.tokens) for mine in together}) == 6
+
+
+def test_sixty_four_requests_of_mixed_length_and_options_at_once() -> None:
+    names = list(OPTIONS)
+    wishes = []
+    for number in range(64):
+        rule = ("greedy", "gumbel", "match")[number % 3]
+        sampling = {**SAMPLINGS[rule][0], **({} if rule == "greedy" else {"seed": number})}
+        start = (5 * number) % 16
+        prompt = tuple((start + 3 * place * place) % 16 for place in range(1 + (7 * number) % 40))
+        text = write_slowly(TARGET, make_wish(prompt, rule, sampling, {})).tokens
+        asked = OPTIONS[names[number % len(names)]](text, "".join(LETTERS[token] for token in text))
+        wishes.append(make_wish(prompt, rule, sampling, {"max_tokens": 3 + (11 * number) % 50, **asked}))
+    alone = [answer_all([wish], target=TARGET)[0] for wish in wishes]
+    assert len({len(written.tokens) for written in alone}) > 10
+    narrow = EngineOptions(nodes=6, rows=40, chunk=9, batch=16)
+    for worker, method, engine in ((None, "speculative", narrow), ("thread", "card", WIDE)):
+        drafter = make_drafter("both", TARGET, width=3)
+        together = answer_all(wishes, method, drafter, worker, target=TARGET, engine=engine)
+        assert [mine[:5] for mine in together] == [written[:5] for written in alone]
+
+
+def test_the_checks_of_the_mutations_pass_without_one() -> None:
+    from option_checks import find_in_memory, find_in_options, find_in_rejection
+
+    assert (find_in_options(), find_in_rejection(), find_in_memory()) == (None, None, None)

@@ -1,0 +1,283 @@
+"""Rejection: exactly p, by enumeration of every way to write a text; and on SmolLM2 by counting pairs."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
+from files import smollm2_file
+from test_library import folder
+from twins import processed_slowly
+from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways
+
+import outpace
+from outpace.assemble import load_model
+from outpace.core import noise
+from outpace.core.tree import Siblings, TokenTree
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row
+from outpace.drafters import _drawn
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import Options as NgramOptions
+from outpace.engine import EngineOptions
+from outpace.library import LLM
+from outpace.rules.rejection import Rejection
+
+WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
+CORNERS = (1e-9, 0.5, 1 - 1e-9)  # of every interval: its lower end, its midpoint, its upper end
+
+
+def check(ways: Sequence[Way], exact: dict[tuple[int, ...], float]) -> None:
+    """The ways' probabilities add up to p's product, text by text."""
+    sums: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
+    for way in ways:
+        sums[way.tokens].append(way.chance)
+    assert set(sums) == set(exact)
+    for text, chance in exact.items():
+        assert abs(math.fsum(sums[text]) - chance) < 1e-12, text
+    assert abs(math.fsum(exact.values()) - 1.0) < 1e-12
+
+
+def follow(
+    ways: Sequence[Way],
+    target: QuickToy,
+    drafter: Drafter,
+    asked: dict[str, Any],
+    gamma: int,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """The engine goes every way, at three corners of all its intervals."""
+    table = [
+        {key: low + at * (high - low) for key, (low, high) in way.numbers.items()} for way in ways for at in CORNERS
+    ]
+    rule = Prescribed(table)
+    patch.setattr(_drawn, "uniform", rule.drawn)
+    length = len(ways[0].tokens)
+    requests = [make_request(PROMPT, rule, length, seed=number, **asked) for number in range(len(table))]
+    run = decode(requests, "speculative", drafter, target=target, engine=WIDE, draft_length=gamma)
+    expected = [list(way.tokens) for way in ways for _ in CORNERS]
+    wrong = [number for number in range(len(table)) if run.texts[number] != expected[number]]
+    assert not wrong, (
+        f"{len(wrong)} of {len(table)}: {run.texts[wrong[0]]}, not {expected[wrong[0]]}: {table[wrong[0]]}"
+    )
+    assert run.figures.drafted > 0
+
+
+def draft_of(name: str, target: QuickToy) -> QuickToy:
+    vocab = target.vocab_size
+    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._model}[name]
+
+
+DRAWN = [
+    *((3, name, asked, 1, 3) for name in ("garbage", "partial") for asked in ASKED),
+    *((3, "perfect", asked, gamma, 3) for asked in ("bare", "penalties") for gamma in (1, 2, 3)),
+    (3, "garbage", "bare", 2, 4),
+    (3, "partial", "penalties", 2, 3),
+    (3, "garbage", "top-k", 3, 4),
+    (3, "partial", "top-p", 3, 4),
+    (4, "garbage", "top-k", 2, 3),
+    (4, "partial", "bare", 1, 3),
+    (4, "partial", "min-p", 3, 3),
+]
+
+
+@pytest.mark.parametrize(("vocab", "name", "asked", "gamma", "length"), DRAWN)
+def test_drawn_chains_by_enumeration(
+    vocab: int, name: str, asked: str, gamma: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TARGETS[vocab]
+    draft = draft_of(name, target)
+    possible = Ways(target, draft, ASKED[asked], gamma, length)
+    ways = list(possible.all())
+    check(ways, possible.chances())
+    follow(ways, target, ModelDrafter(draft, Options(width=1, floor=0.0)), ASKED[asked], gamma, monkeypatch)
+
+
+def copied(text: Sequence[int]) -> list[list[int]]:
+    """Prompt lookup's slow twin: what followed the last tokens where they stood before, the longest and latest."""
+    for length in (3, 2, 1):
+        for end in range(len(text) - 1, length - 1, -1):
+            if list(text[end - length : end]) == list(text[-length:]):
+                return [[token] for token in text[end : end + 3]]
+    return []
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("vocab", TARGETS)
+def test_copied_chains_by_enumeration(vocab: int, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TARGETS[vocab]
+    possible = Ways(target, None, ASKED[asked], 3, 3)
+    ways = list(possible.all(copied))
+    check(ways, possible.chances())
+    follow(ways, target, Ngram(NgramOptions(branches=1, copies=3)), ASKED[asked], 3, monkeypatch)
+
+
+def siblings(text: Sequence[int]) -> list[list[int]]:
+    """Two or three tokens as siblings, and two below the first of them."""
+    first = (3 * text[-1] + 2 * text[-2] + len(text)) % 3
+    return [[first, (first + 1) % 3, (first + 2) % 3][: 2 + len(text) % 2], [text[-1], (text[-1] + 1) % 3]]
+
+
+class Planted:
+    """Grows the tree that a function of the text says, once a round."""
+
+    def __init__(self, propose: Propose) -> None:
+        self._propose = propose
+
+    def open(self, request: Request) -> DraftState:
+        return DraftState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
+        return [self._grow(state, tree) if len(tree) == 1 else 0 for state, tree in zip(states, trees, strict=True)]
+
+    def _grow(self, state: DraftState, tree: TokenTree) -> int:
+        node = 0
+        for layer in self._propose(state.tokens):
+            nodes = [tree.add(node, token, 0.0) for token in layer]
+            assert nodes[0] is not None
+            node = nodes[0]
+        return len(tree) - 1
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        state.tokens.extend(seen.tokens)
+
+    def close(self, state: DraftState) -> None:
+        pass
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_picked_siblings_by_enumeration(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    possible = Ways(TARGETS[3], None, ASKED[asked], 5, 3)
+    ways = list(possible.all(siblings))
+    check(ways, possible.chances())
+    follow(ways, TARGETS[3], Planted(siblings), ASKED[asked], 5, monkeypatch)
+
+
+def test_no_key_returns_although_positions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position is drafted again in the round after a rejection: none of its numbers may be those of before."""
+    keys: Counter[tuple[int, ...]] = Counter()
+    places: defaultdict[int, set[int]] = defaultdict(set)  # by position: the nodes that were judged there
+
+    class Noting(Rejection):
+        def chance(self, row: Row, node_id: int, purpose: int) -> float:
+            keys[row.request.seed, row.request.choice, node_id, purpose] += 1
+            return super().chance(row, node_id, purpose)
+
+        def reduce(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Any]:
+            for row in rows:
+                places[row.position].add(row.node_id)
+            return super().reduce(logits, rows)
+
+    def drawn(seed: int, choice: int, node_id: int, purpose: int) -> float:
+        keys[seed, choice, node_id, purpose] += 1
+        return noise.uniform(seed, choice, node_id, purpose)
+
+    monkeypatch.setattr(_drawn, "uniform", drawn)
+    target = TARGETS[4]
+    request = make_request(PROMPT, Noting(), 60, temperature=1.0, seed=3)
+    drafter = ModelDrafter(draft_of("partial", target), Options(width=1, floor=0.0))
+    run = decode([request], "speculative", drafter, target=target, draft_length=3)
+    assert max(len(nodes) for nodes in places.values()) >= 2, "no position was drafted in two rounds"
+    assert len(run.steps[0]) > 10
+    assert {purpose for *_, purpose in keys} == {noise.DRAW, noise.ACCEPT, noise.RESIDUAL}
+    assert set(keys.values()) == {1}
+
+
+@pytest.mark.parametrize(("name", "gamma"), [("partial", 2), ("garbage", 1), ("ngram", 3), ("plain", 1)])
+def test_texts_over_many_seeds_by_chi_square(name: str, gamma: int) -> None:
+    """The real keys: texts of three tokens over seeds, and over choices."""
+    target, count = TARGETS[3], 1200
+    possible = Ways(target, None, ASKED["bare"], gamma, 3)
+    drafter: Any = Ngram(NgramOptions(branches=1, copies=3))
+    if name in ("partial", "garbage"):
+        drafter = ModelDrafter(draft_of(name, target), Options(width=1, floor=0.0))
+    rule = Rejection()
+    for part in ("seed", "choice"):
+        requests = [make_request(PROMPT, rule, 3, temperature=1.0, **{part: number}) for number in range(count)]
+        method, options = ("autoregressive", {}) if name == "plain" else ("speculative", {"draft_length": gamma})
+        run = decode(requests, method, drafter, target=target, engine=WIDE, check_storage=False, **options)
+        assert abs(chi_square(Counter(tuple(text) for text in run.texts), possible.chances())) < 4.0
+        assert name == "plain" or run.figures.accepted > 100
+
+
+def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
+    request = make_request(PROMPT, Rejection(), 3, temperature=1.0)
+    picks = Rejection().reduce(torch.zeros(1, 3, dtype=torch.float64), [Row(request, PROMPT)])
+    for kind, count in ((Siblings.DRAWN, 2), (Siblings.WITHOUT_REPLACEMENT, 1)):
+        tree = TokenTree(0)
+        tree.q[0] = torch.full((3,), 1 / 3, dtype=torch.float64)
+        for token in range(count):
+            tree.add(0, token, -1.0, siblings=kind)
+        with pytest.raises(ValueError, match="rejection is not exact for"):
+            Rejection().walk(tree, picks)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "says"),
+    [
+        ({"method": "card"}, {}, "rule rejection judges drafts that were drawn in turn, use it with method specul"),
+        ({}, {}, "rule rejection judges drafts that were drawn in turn"),
+        (
+            {"method": "speculative", "drafter": "model+ngram"},
+            {},
+            "rule rejection takes one drafter, not 'model.ngram'",
+        ),
+        ({"method": "speculative"}, {}, "rule rejection does not go with temperature 0, use rule greedy"),
+        ({"method": "autoregressive"}, {"temperature": 0.0}, "rule rejection does not go with temperature 0"),
+    ],
+)
+def test_what_rejection_does_not_go_with_is_said(
+    options: dict, asked: dict, says: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = folder(tmp_path_factory.mktemp("refused"), "target")
+    with (
+        pytest.raises(outpace.UserError, match=says),
+        outpace.load(path, "layers:0", rule="rejection", **options) as llm,
+    ):
+        llm.stream("hello", **asked)
+
+
+def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = load_model(folder(tmp_path_factory.mktemp("library"), "target"))
+    draft = outpace.assemble.load_draft("layers:0", target)
+    asked = {"max_tokens": 30, "temperature": 1.2, "top_k": 8, "logprobs": 2, "min_tokens": 30, "seed": 4}
+    for drafter in ("model", "ngram"):
+        with closing(LLM(target, draft, method="speculative", rule="rejection", drafter=drafter)) as llm:
+            first, again = (llm.stream("hello hello hello", bad_words=["b"], **asked).result for _ in range(2))
+        assert (first.tokens, first.logprobs) == (again.tokens, again.logprobs)
+        assert len(first.tokens) == len(first.logprobs) == 30
+        assert first.figures.drafted > 0
+        assert not set(first.tokens) & target.tokenizer.stop_ids
+
+
+@pytest.mark.smollm2
+def test_pairs_on_smollm2_by_chi_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real, bad q: most drafts are rejected. The benchmark itself counts 20,000, every one by passes of its own."""
+    smollm2_file()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    bench = importlib.import_module("rejection_chi_square")
+    count = 2000
+    with closing(bench.open_engine(remember=True)) as engine:
+        expected = bench.exact_pairs(engine.target)
+        seen, figures = bench.count_pairs(engine, range(count))
+    assert len([p for p in expected.values() if p > 0]) >= 9
+    assert min(count * p for p in expected.values() if p > 0) > 2
+    assert abs(chi_square(seen, expected)) < 4.0
+    assert 0 < figures.accepted < figures.drafted
+
+
+def test_filters_are_those_of_the_twin() -> None:
+    """`processed_slowly` without adjustments is `probabilities`: the enumeration rests on both."""
+    row = TARGETS[4]._row(PROMPT)
+    for asked in ASKED.values():
+        if "adjustments" not in asked:
+            request = make_request(PROMPT, Rejection(), 3, **asked)
+            assert processed_slowly(row.tolist(), request, PROMPT) == probabilities(row, request.sampling)

@@ -1,0 +1,90 @@
+"""Texts that start from what others left, on a tiny Llama: bit by bit what they are without."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from doubles import make_request
+from test_library import folder
+from test_memory import slots, submit
+
+import outpace
+from outpace.assemble import Loaded, load_draft, load_model
+from outpace.core.types import Request
+from outpace.engine import Engine, EngineOptions
+from outpace.library import LLM
+from outpace.models.base import chain
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_model(folder(tmp_path_factory.mktemp("memory"), "target", max_position_embeddings=512))
+
+
+CHAT = [{"role": "user", "content": "hello world 12 " * 6}]
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "card"])
+def test_turns_and_answers_are_bit_by_bit_those_without_reuse(tiny: Loaded, method: str) -> None:
+    """Texts and log-probabilities over the turns of a chat and its several answers."""
+    draft = None if method == "autoregressive" else load_draft("layers:0", tiny)
+    worker = {"worker": "inline"} if method == "card" else {}
+    told: list[list[tuple]] = []
+    for reuse in (True, False):
+        rows = []
+        with closing(LLM(tiny, draft, method=method, reuse=reuse, **worker)) as llm:
+            talk = list(CHAT)
+            for turn in range(3):
+                results = llm.generate([talk], n=3, max_tokens=12, temperature=1.0, seed=turn, logprobs=3)
+                rows += [(result.text, result.tokens, result.logprobs) for result in results]
+                talk += [{"role": "assistant", "content": results[0].text}, {"role": "user", "content": "and 12?"}]
+            kept = len(llm.engine.memory._kept)
+        assert (kept > 0) == reuse
+        told.append(rows)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("path", ["taken over", "copied", "from a running one"])
+def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
+    model, ids = tiny.model, tuple(range(3, 123))
+    first = Request(ids[:100], make_request((1,)).rule, 30)
+    second = Request(ids, first.rule, 5 if path == "taken over" else 60)
+    with Engine(model) as engine:
+        runs = submit(engine, first)
+        if path == "from a running one":
+            for _ in range(8):
+                engine.step()
+        else:
+            while runs[0].finish_reason is None:
+                engine.step()
+        (run,) = submit(engine, second)
+        engine.step()
+        assert run.prefilled == 119
+        session = run.session
+        while run.finish_reason is None:
+            engine.step()
+        text = [*ids, *run.tokens]
+        length = session.length
+        assert length >= len(text) - 2
+        fresh = model.open(len(text), len(text))
+        model.score([chain(fresh, text[:length])])
+        fresh.keep(range(length))
+        assert torch.equal(session.kv[:, :, :length], fresh.kv[:, :, :length])
+        plain = Engine(model, options=EngineOptions(reuse=False))
+        with plain:
+            (alone,) = submit(plain, second)
+            while alone.finish_reason is None:
+                plain.step()
+        assert alone.tokens == run.tokens
+
+
+def test_the_library_says_what_does_not_fit_and_goes_on(tiny: Loaded) -> None:
+    with closing(LLM(tiny, method="autoregressive", kv_memory=slots(300, tiny.model))) as llm:
+        with pytest.raises(outpace.UserError, match="allow fewer tokens or a larger budget"):
+            llm.stream("hello", max_tokens=100)
+        results = llm.generate(["hello " * count for count in range(1, 12)], max_tokens=10)
+        assert all(len(result.tokens) == 10 or result.finish_reason == "stop" for result in results)
+    with pytest.raises(outpace.UserError, match="kv_memory is -1"):
+        LLM(tiny, method="autoregressive", kv_memory=-1)

@@ -1,0 +1,229 @@
+"""Stop strings: found wherever they stand, held back while they may still complete, and not a character more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+
+import pytest
+from doubles import QuickToy, make_drafter, make_request
+from files import folder_of, write_gguf
+from test_library import folder
+from twins import LETTERS, Wish, answer_all, cut_slowly, write_slowly
+
+import outpace
+from outpace.answer import Answer, StopStrings
+from outpace.assemble import load_draft, load_model
+from outpace.library import LLM
+from outpace.models.tokenizer import Tokenizer
+
+TARGET = QuickToy(16, 3, 0)
+
+
+def push_all(chunks: Sequence[str], stops: Sequence[str], include: bool = False) -> tuple[list[str], str | None]:
+    """What each chunk lets out, with what is handed out at the end; the stop string that was found."""
+    found = StopStrings(stops, include)
+    return [*(found.push(chunk) for chunk in chunks), found.finish()], found.found
+
+
+@pytest.mark.parametrize(
+    ("chunks", "stops", "shown"),
+    [
+        ("one word", ["STOP"], ["one word", ""]),
+        (["ab", "c", "d"], ["bc"], ["a", "", "", ""]),  # across a border
+        (["a", "a", "a", "b", "x"], ["aab"], ["", "", "a", "", "", ""]),  # begins again inside itself
+        (["abab", "abac", "z"], ["abac"], ["ab", "ab", "", ""]),
+        (["x", "y"], ["xyz"], ["", "", "xy"]),  # held back, and no stop string in the end
+        (["xy", "xyz"], ["xyz"], ["", "xy", ""]),
+        (["ab", "c"], ["ab", "abc"], ["", "", ""]),  # one begins like the other: the shorter is there first
+        (["abc"], ["ab", "abc"], ["", ""]),
+        (["abx", "bc"], ["abc", "bx"], ["a", "", ""]),
+        (["zbcd"], ["bcd", "c"], ["z", ""]),  # the one that stands first, not the one that is listed first
+        (["zbcd"], ["c", "bcd"], ["z", ""]),
+        (["h", "é", "l"], ["él"], ["h", "", "", ""]),
+        (["stop", "more"], ["stop"], ["", "", ""]),  # in the first token
+        (["", "a", ""], ["ab"], ["", "", "", "a"]),
+        (["a" * 5], ["aaa"], ["", ""]),
+        (["text"], [], ["text", ""]),
+    ],
+)
+def test_what_is_shown_when(chunks: Sequence[str], stops: list[str], shown: list[str]) -> None:
+    chunks = [chunks] if isinstance(chunks, str) else chunks
+    assert push_all(chunks, stops)[0] == shown
+
+
+def test_an_included_stop_string_stays_and_nothing_after_it() -> None:
+    assert push_all(["xab", "cd"], ["abc"], include=True) == (["x", "abc", ""], "abc")
+    assert push_all(["zabcd"], ["ab", "abc"], include=True) == (["zabc", ""], "abc")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_text_in_any_chunks_is_the_slow_twins(seed: int) -> None:
+    chance = random.Random(seed)
+    ended = 0
+    for _ in range(1500):
+        letters = "ab" if chance.random() < 0.5 else "abcé\ufffd"
+        text = "".join(chance.choice(letters) for _ in range(chance.randint(0, 24)))
+        stops = ["".join(chance.choices(letters, k=chance.randint(1, 5))) for _ in range(chance.randint(0, 3))]
+        include, chunks, rest = chance.random() < 0.3, [], text
+        while rest:
+            count = chance.randint(0, 4)
+            chunks, rest = [*chunks, rest[:count]], rest[count:]
+        out, found = push_all(chunks, stops, include)
+        count, expected, is_stopped = cut_slowly(chunks, stops, include)
+        assert "".join(out) == expected, (chunks, stops)
+        assert (found is not None) == is_stopped
+        ended += is_stopped
+        for place in range(1, min(count, len(chunks)) + (not is_stopped)):
+            shown, seen = "".join(out[:place]), "".join(chunks[:place])
+            held = seen[len(shown) :]
+            assert seen.startswith(shown)
+            assert not held or any(stop.startswith(held) for stop in stops), "held back for nothing"
+            assert not any(stop.startswith(seen[start:]) for stop in stops for start in range(len(shown))), (
+                "shown too early"
+            )
+    assert ended > 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    where = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.from_folder(folder_of(write_gguf(where / "m.gguf"), where / "tokenizer"))
+
+
+def answer_of(tokenizer: Tokenizer, stops: Sequence[str], include: bool = False) -> Answer:
+    return Answer(tokenizer.stream(), StopStrings(stops, include), tokenizer.stop_ids)
+
+
+def shown(answer: Answer) -> str:
+    return "".join(piece.text for piece in answer.pieces)
+
+
+def test_a_character_split_over_tokens_is_whole_before_it_counts(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.continuation("né, naïve 日本")
+    assert len(ids) > len("né, naïve 日本")
+    for stop, text in (
+        ("é", "n"),
+        ("ïv", "né, na"),
+        ("本", "né, naïve 日"),
+        ("日本", "né, naïve "),
+        ("ô", "né, naïve 日本"),
+    ):
+        answer = answer_of(tokenizer, [stop])
+        ends = [answer.watch([token], 0) for token in ids]
+        answer.finish()
+        assert shown(answer) == text
+        assert "\ufffd" not in shown(answer)
+        assert (1 in ends) == (text != "né, naïve 日本")
+    answer = answer_of(tokenizer, ["\ufffd"])  # half a character at the end of the text
+    assert answer.watch(ids[:2], 0) is None
+    answer.finish()
+    assert shown(answer) == "n"
+
+
+def test_watch_says_after_how_many_tokens_of_a_path_the_text_ends(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.continuation("ab hello cd")
+    letters = [tokenizer.decode([token]) for token in ids]
+    for stop in ("b h", "hell", "lo c", "d", "ab hello cd"):
+        answer = answer_of(tokenizer, [stop])
+        count, text, _ = cut_slowly(letters, [stop], include=False)
+        assert answer.watch(ids, len(ids) - 1) == count
+        assert shown(answer) == text
+        drafted = [token for piece in answer.pieces if piece.is_draft for token in piece.tokens]
+        assert drafted == ids[: min(count, len(ids) - 1)]
+        assert [token for piece in answer.pieces for token in piece.tokens] == ids[:count]
+        answer.finish()
+        assert shown(answer) == text, "something came after the end"
+
+
+def test_a_stop_token_shows_no_text_and_completes_nothing(tokenizer: Tokenizer) -> None:
+    end = max(tokenizer.stop_ids)
+    answer = answer_of(tokenizer, ["o<|im_end|>", "ox"])
+    ids = [*tokenizer.continuation("hello"), end, *tokenizer.continuation("x")]
+    assert answer.watch(ids, 0) == len(ids)
+    assert shown(answer) == "hell"
+    answer = answer_of(tokenizer, ["ox"])
+    assert answer.watch([*tokenizer.continuation("hello"), end], 0) is None
+    answer.finish()
+    assert shown(answer) == "hello", "what was held back is lost where the answer ends otherwise"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("method", "worker"), [("speculative", None), ("card", "inline"), ("card", "thread")])
+def test_every_substring_ends_the_text_where_the_slow_twin_says(method: str, worker: str | None, include: bool) -> None:
+    prompt = (3, 1, 4, 1, 5, 3, 1, 4)
+    text = write_slowly(TARGET, Wish(make_request(prompt, max_tokens=16)))
+    whole = text.text
+    stops = sorted({whole[start : start + count] for start in range(0, len(whole), 3) for count in (1, 2, 3, 7)})
+    pairs = [(stop, other) for stop, other in zip(stops, stops[::-1], strict=True)]
+    wishes = [Wish(make_request(prompt, max_tokens=16), pair, include) for pair in [*((s,) for s in stops), *pairs]]
+    run = answer_all(wishes, method, make_drafter("perfect", TARGET, width=2), worker, target=TARGET)
+    for wish, written in zip(wishes, run, strict=True):
+        slow = write_slowly(TARGET, wish)
+        assert (written.tokens, written.text, written.reason) == (slow.tokens, slow.text, slow.reason), wish.stops
+    inside = sum(step.accepted == step.emitted for written in run for step in written.steps[-1:])
+    assert worker == "thread" or inside > 10, "hardly a text ended inside an accepted path"
+
+
+def test_the_end_of_a_path_is_cut_from_steps_and_logprobs_too() -> None:
+    from outpace.core.types import Report
+
+    text = write_slowly(TARGET, Wish(make_request((3, 1, 4), max_tokens=9)))
+    stop = LETTERS[text.tokens[2]]
+    wish = Wish(make_request((3, 1, 4), max_tokens=9, report=Report(1)), (stop,))
+    (written,) = answer_all([wish], "speculative", make_drafter("perfect", TARGET, width=1), target=TARGET)
+    assert len(written.tokens) == len(written.logprobs) == sum(step.emitted for step in written.steps) <= 3
+    assert all(step.accepted <= step.emitted for step in written.steps)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory):
+    target = load_model(folder(tmp_path_factory.mktemp("stops"), "target"))
+    with closing(LLM(target, load_draft("layers:0", target), method="speculative", drafter="model+ngram")) as made:
+        yield made
+
+
+def letters(llm: LLM) -> dict:
+    words = ("a", "b", "d", " ", "hello", " world", "o", "é")
+    known = {token for word in words for token in llm.tokenizer.continuation(word)}
+    return {"logit_bias": dict.fromkeys(known, 60.0), "temperature": 1.2, "max_tokens": 40, "ignore_eos": True}
+
+
+def test_a_stream_never_shows_what_becomes_a_stop_string(llm: LLM) -> None:
+    asked, ended = letters(llm), 0
+    for seed in range(4):
+        whole = llm.stream("hello", seed=seed, **asked).result.text
+        for stop in (whole[5:7], whole[8:11], whole[12:18], whole[-3:]):
+            for include in (False, True):
+                stream = llm.stream("hello", seed=seed, stop=[stop, "never there"], include_stop=include, **asked)
+                seen = ""
+                for piece in stream:
+                    seen += piece.text
+                    assert whole.startswith(seen)
+                place = whole.find(stop)
+                assert seen == stream.result.text == whole[: place + len(stop) * include]
+                assert stream.result.finish_reason == "stop"
+                ended += 1
+    assert ended == 32
+
+
+def test_the_prompt_that_is_echoed_ends_nothing(llm: LLM) -> None:
+    asked = letters(llm)
+    plain = llm.stream("hello hello", seed=1, **asked).result
+    echoed = llm.stream("hello hello", seed=1, echo=True, stop=["hello hello"], **asked).result
+    assert "hello hello" not in plain.text
+    assert echoed.text == "hello hello" + plain.text
+    assert echoed.finish_reason == "length"
+    across = "lo" + plain.text[:2]  # the end of the prompt with the beginning of the answer
+    place = plain.text.find(across)
+    assert llm.stream("hello hello", seed=1, echo=True, stop=[across], **asked).result.text == "hello hello" + (
+        plain.text if place < 0 else plain.text[:place]
+    )
+
+
+def test_a_stop_string_that_is_empty_is_refused(llm: LLM) -> None:
+    for stop in ("", ["a", ""], ("",)):
+        with pytest.raises(outpace.UserError, match="stop has an empty string, each needs at least one character"):
+            llm.stream("hello", stop=stop)
+    assert llm.stream("hello", stop=[], max_tokens=2).result.tokens

@@ -1,0 +1,303 @@
+"""One LLM for many threads: whoever waits for text steps the engine for all, and nobody hangs."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+from doubles import within
+from test_library import folder
+
+import outpace
+from outpace.assemble import Loaded, load_draft, load_model
+from outpace.library import LLM, Result, Stream
+
+SECONDS = 120.0  # after which something hangs
+METHODS: dict[str, dict[str, Any]] = {
+    "speculative": {"method": "speculative", "drafter": "model+ngram"},
+    "card, thread": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
+    target = load_model(folder(tmp_path_factory.mktemp("threads"), "target"))
+    return target, load_draft("layers:0", target)
+
+
+@pytest.fixture(params=METHODS)
+def llm(models: tuple[Loaded, Loaded], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with closing(LLM(*models, **METHODS[request.param])) as made:
+        yield made
+
+
+@pytest.fixture
+def carding(models: tuple[Loaded, Loaded]) -> Iterator[LLM]:
+    with closing(LLM(*models, **METHODS["card, thread"])) as made:
+        yield made
+
+
+def wishes(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Prompts and options of all kinds, the same at every call."""
+    chance = random.Random(1)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.2, "top_k": 9, "logprobs": 2},
+        {"presence_penalty": 1.0, "logprobs": 0},
+        {"repetition_penalty": 1.3, "temperature": 0.7, "logprobs": 3, "logprobs_mode": "processed"},
+        {"bad_words": ["a", "hello"], "temperature": 1.0},
+        {"stop": ["e", "\ufffd\ufffd"], "temperature": 1.5},
+        {"echo": True, "logprobs": 1, "temperature": 0.9},
+        {"min_tokens": 5, "logit_bias": {2: 20.0}, "temperature": 1.0},
+    ]
+    made = []
+    for number in range(count):
+        words = chance.choices(("hello", "world", "12", "ab"), k=chance.randint(1, 12))
+        options = {"max_tokens": chance.randint(1, 40), **kinds[number % len(kinds)], "seed": number}
+        made.append(
+            (" ".join(words), {**options, "min_tokens": min(options.get("min_tokens", 0), options["max_tokens"])})
+        )
+    return made
+
+
+def parts_of(result: Result) -> tuple[Any, ...]:
+    return (result.text, result.tokens, result.finish_reason, result.logprobs, result.prompt_logprobs)
+
+
+@pytest.fixture(scope="module")
+def single(models: tuple[Loaded, Loaded]) -> list[tuple[Any, ...]]:
+    """What each of 64 requests gives alone, by plain decoding."""
+    with closing(LLM(models[0], method="autoregressive", reuse=False)) as llm:
+        return [parts_of(llm.stream(prompt, **options).result) for prompt, options in wishes(64)]
+
+
+def check_empty(llm: LLM) -> None:
+    """Nothing is left in the engine."""
+    llm.engine.sweep()
+    assert not llm.engine.running
+    assert not llm.engine.waiting
+    assert not llm.engine.memory._open
+    assert llm.engine.worker is None or llm.engine.worker.failure is None
+
+
+def test_sixty_four_requests_at_once_equal_their_single_runs(llm: LLM, single: list[tuple[Any, ...]]) -> None:
+    streams = [llm.stream(prompt, **options) for prompt, options in wishes(64)]
+    order = list(range(64))
+    random.Random(3).shuffle(order)  # read in any order
+    told = {number: parts_of(streams[number].result) for number in order}
+    assert [told[number] for number in range(64)] == single
+    check_empty(llm)
+
+
+def test_eight_threads_get_what_each_gets_alone(llm: LLM, single: list[tuple[Any, ...]]) -> None:
+    def work(first: int) -> list[tuple[int, tuple[Any, ...]]]:
+        told = []
+        for number in range(first, 64, 8):
+            prompt, options = wishes(64)[number]
+            told.append((number, parts_of(llm.stream(prompt, **options).result)))
+        return told
+
+    def run() -> dict[int, tuple[Any, ...]]:
+        with ThreadPoolExecutor(8) as pool:
+            return dict(pair for told in pool.map(work, range(8)) for pair in told)
+
+    told = within(SECONDS, run)
+    assert [told[number] for number in range(64)] == single
+    check_empty(llm)
+
+
+def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tuple[Any, ...]]) -> None:
+    """Slow ones, some that raise, some that stop early, some that forget their stream; the others get their texts."""
+
+    class ReaderError(Exception):
+        pass
+
+    def read(number: int) -> tuple[Any, ...] | None:
+        prompt, options = wishes(64)[number]
+        stream = llm.stream(prompt, **options)
+        if number % 4 == 0:
+            return parts_of(stream.result)
+        seen = ""
+        for piece in stream:
+            seen += piece.text
+            if number % 4 == 1:
+                time.sleep(0.002)
+            elif number % 4 == 2:
+                break  # and forgets it
+            else:
+                with Closing(stream):
+                    raise ReaderError(number)
+        assert single[number][0].startswith(seen)
+        return parts_of(stream.result) if number % 4 == 1 else None
+
+    def safely(number: int) -> tuple[int, Any]:
+        try:
+            return number, read(number)
+        except ReaderError as error:
+            return number, error.with_traceback(None)  # which would keep the stream
+
+    def run() -> dict[int, Any]:
+        with ThreadPoolExecutor(8) as pool:
+            return dict(pool.map(safely, range(64)))
+
+    told = within(SECONDS, run)
+    for number, result in told.items():
+        if number % 4 < 2:
+            assert result == single[number]
+    assert sum(isinstance(result, ReaderError) for result in told.values()) == 16
+    gc.collect()
+    within(SECONDS, llm.engine.step)
+    check_empty(llm)
+
+
+class Closing:
+    """A block that may raise, after which the stream is closed; half of them leave that to the garbage."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream: Stream | None = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None and self._stream._run.key % 8 < 4:
+            self._stream.close()
+        self._stream = None
+
+
+def test_a_stream_is_closed_by_another_thread_while_one_reads(llm: LLM) -> None:
+    for seed in range(6):
+        stream = llm.stream("hello", max_tokens=100, seed=seed, temperature=1.0, ignore_eos=True)
+        begun, errors = threading.Event(), []
+
+        def read(stream: Stream, begun: threading.Event, errors: list[BaseException]) -> None:
+            try:
+                for _ in stream:
+                    begun.set()
+            except BaseException as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read, args=(stream, begun, errors))
+        reader.start()
+        assert begun.wait(SECONDS)
+        within(SECONDS, stream.close)
+        reader.join(SECONDS)
+        assert not reader.is_alive()
+        assert not errors
+        result = stream.result
+        assert result.finish_reason == "abort"
+        assert 0 < len(result.tokens) < 100
+    within(SECONDS, llm.engine.step)
+    check_empty(llm)
+
+
+def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded, Loaded]) -> None:
+    """The reader is held inside the target's pass while the stream is closed."""
+    with closing(LLM(models[0], method="autoregressive")) as llm:
+        inside, go_on = threading.Event(), threading.Event()
+        score = models[0].model.score
+
+        def slow(forest: Any) -> Any:
+            inside.set()
+            assert go_on.wait(SECONDS)
+            return score(forest)
+
+        stream = llm.stream("hello world", max_tokens=30)
+        models[0].model.score = slow
+        try:
+            reader = threading.Thread(target=lambda: list(stream))
+            reader.start()
+            assert inside.wait(SECONDS)
+            stream.close()
+            go_on.set()
+            reader.join(SECONDS)
+        finally:
+            del models[0].model.score
+        assert not reader.is_alive()
+        assert stream.result.finish_reason == "abort"
+        check_empty(llm)
+
+
+def test_a_forgotten_stream_ends_with_the_garbage(llm: LLM) -> None:
+    for begun in (False, True):
+        stream = llm.stream("hello", max_tokens=100, ignore_eos=True)
+        if begun:
+            next(stream)
+        run = stream._run
+        del stream
+        gc.collect()
+        assert run.finish_reason == "abort"
+        assert llm.stream("hello world", max_tokens=3).result.tokens
+        check_empty(llm)
+
+
+def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(carding: LLM) -> None:
+    """A forgotten stream is garbage wherever the collector runs: here in the drafter's thread, under its own lock."""
+    worker: Any = carding.engine.worker
+    lock, collected = worker._wake._cond._lock, threading.Event()
+
+    class CollectingLock:
+        def acquire(self, *args: Any) -> bool:
+            return lock.acquire(*args)
+
+        def release(self) -> None:
+            lock.release()
+
+        def __enter__(self) -> bool:
+            lock.acquire()
+            if threading.current_thread() is worker._thread and not collected.is_set():
+                collected.set()
+                gc.collect()
+            return True
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    stream = carding.stream("hello", max_tokens=100, ignore_eos=True)
+    next(stream)
+    gc.disable()
+    try:
+        del stream
+        worker._wake._cond = threading.Condition(CollectingLock())  # type: ignore[arg-type]
+        result = within(SECONDS / 4, lambda: carding.stream("hello world", max_tokens=20).result)
+        assert collected.wait(SECONDS)
+    finally:
+        gc.enable()
+    assert result.finish_reason in ("length", "stop")
+
+
+def test_closing_the_library_ends_all_readers(models: tuple[Loaded, Loaded]) -> None:
+    llm = LLM(*models, **METHODS["card, thread"])
+    streams = [llm.stream("hello", max_tokens=100, ignore_eos=True, seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        reads = [pool.submit(list, stream) for stream in streams]
+        within(SECONDS, llm.close)
+        for read in reads:
+            read.result(SECONDS)
+    assert {stream.result.finish_reason for stream in streams} <= {"abort", "length"}
+    with pytest.raises(outpace.UserError, match="the engine is closed"):
+        llm.stream("hello")
+
+
+def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loaded]) -> None:
+    with closing(LLM(models[0], method="autoregressive")) as llm:
+        streams = [llm.stream("hello", max_tokens=20, seed=seed) for seed in range(4)]
+        models[0].model.score = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                reads = [pool.submit(list, stream) for stream in streams]
+                for read in reads:
+                    with pytest.raises(RuntimeError, match="out of memory"):
+                        read.result(SECONDS)
+        finally:
+            del models[0].model.score
+        check_empty(llm)
+        assert llm.stream("hello", max_tokens=2).result.tokens
