@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_the_prompts_that_are_left(target: Path, tmp_path: Pa
 
 def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> None:
     asked = prompts_file(tmp_path / "asked.jsonl", 4)
-    write(target, tmp_path / "text", asked, 110, max_tokens=10)
+    write(target, tmp_path / "text", asked, 400, max_tokens=10)
     shards = list(read_shards(tmp_path / "text"))
     found: dict[bytes, list[float]] = {}
     for shard in shards:
@@ -148,7 +148,7 @@ def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> N
             text = shard.tokens[shard.starts[n] : shard.starts[n] + length].tobytes()
             found.setdefault(text, []).append(float(shard.temperatures[n]))
     for temperatures in found.values():
-        assert np.allclose(sorted(temperatures)[: len(TEMPERATURES)], TEMPERATURES)
+        assert np.allclose(np.unique(temperatures), TEMPERATURES)
 
 
 def test_a_torn_shard_is_dropped_and_said(target: Path, tmp_path: Path) -> None:
