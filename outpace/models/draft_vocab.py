@@ -36,3 +36,12 @@ def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> Tensor | None:
     if len(ids) == 0 or not bool((ids[1:] > ids[:-1]).all()) or int(ids[0]) < 0 or int(ids[-1]) >= int(vocab or 0):
         raise UserError(f"the ids in {path} must rise, from 0 at least to below the vocabulary of {vocab}")
     return ids.long()
+
+
+def checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """The tokens of a reduced output layer; UserError unless they are different tokens of the vocabulary."""
+    if ids.dim() != 1 or not len(ids) or ids.dtype != torch.int64:
+        raise UserError(f"the output layer's tokens are {ids.dtype} {list(ids.shape)}, they must be int64 [tokens]")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise UserError(f"the output layer's tokens must be different ones, between 0 and {vocab_size - 1}")
+    return ids

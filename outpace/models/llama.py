@@ -21,6 +21,7 @@ from outpace.core.errors import UserError
 from outpace.models.attention import ExactAttention, FastAttention
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
+from outpace.models.draft_vocab import checked_ids
 from outpace.models.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
 from outpace.models.llama_weights import Layer, Normed, load_head, load_layer
 from outpace.models.rope import Rotary
@@ -99,7 +100,7 @@ class Llama:
 
         `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
         """
-        head_ids = None if head_ids is None else _checked_ids(head_ids, config.vocab_size).to(device)
+        head_ids = None if head_ids is None else checked_ids(head_ids, config.vocab_size).to(device)
 
         def fetch(name: str) -> Tensor:
             return tensor(name).to(device=device, dtype=dtype)
@@ -226,12 +227,3 @@ class Llama:
         counts = find_row_counts(linears, COUNTS, self.dtype)
         head = find_row_counts([(self._head.linear, hidden)], HEAD_COUNTS, self.dtype)
         return (counts, head) if counts and head else ((), ())
-
-
-def _checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """The tokens of a reduced output layer; UserError unless they are different tokens of the vocabulary."""
-    if ids.dim() != 1 or not len(ids) or ids.dtype != torch.int64:
-        raise UserError(f"the output layer's tokens are {ids.dtype} {list(ids.shape)}, they must be int64 [tokens]")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-        raise UserError(f"the output layer's tokens must be different ones, between 0 and {vocab_size - 1}")
-    return ids

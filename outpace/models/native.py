@@ -19,6 +19,7 @@ from torch import Tensor
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
+from outpace.models.draft_vocab import checked_ids
 from outpace.models.native_weights import Fetch, fetcher, load_layer, middle_size
 from outpace.models.rope import Rotary
 
@@ -227,12 +228,3 @@ class Ends:
             return scores
         wide = scores.new_full((len(scores), vocab_size), -torch.inf)
         return wide.index_copy_(1, self.head_ids, scores)
-
-
-def checked_ids(ids: Tensor, vocab_size: int) -> Tensor:
-    """The tokens of a reduced output layer; UserError unless they are different tokens of the vocabulary."""
-    if ids.dim() != 1 or not len(ids) or ids.dtype != torch.int64:
-        raise UserError(f"the output layer's tokens are {ids.dtype} {list(ids.shape)}, they must be int64 [tokens]")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
-        raise UserError(f"the output layer's tokens must be different ones, between 0 and {vocab_size - 1}")
-    return ids
