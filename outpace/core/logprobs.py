@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
-from outpace.core.sampling import processed
+from outpace.core.sampling import filtered
+from outpace.core.scores import largest, log_softmax
 from outpace.core.types import Report, Row, TokenLogprobs
 
 
@@ -18,13 +19,13 @@ def token_logprobs(logits: Tensor, rows: Sequence[Row], tokens: Sequence[int], r
     Tokens that adjustments or filters exclude are left out of the best; the written one never is.
     """
     if report.processed:
-        log_p = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
-    else:
-        log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-    best = torch.topk(log_p, min(report.top, log_p.shape[-1]))
-    chosen = log_p[torch.arange(len(tokens)), torch.tensor(tokens, device=log_p.device)].tolist()
+        logits = filtered(adjusted(logits, rows), [row.request.sampling for row in rows])
+    host = logits.detach().to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
     records = []
-    for token, own, ids, values in zip(tokens, chosen, best.indices.tolist(), best.values.tolist(), strict=True):
-        top = tuple((other, value) for other, value in zip(ids, values, strict=True) if value > float("-inf"))
-        records.append(TokenLogprobs(token, own, top))
+    for token, row in zip(tokens, host, strict=True):
+        log_p = log_softmax(row)
+        places = largest(log_p, min(report.top, len(log_p)))
+        best = zip(places.tolist(), log_p[places].tolist(), strict=True)
+        top = tuple((other, value) for other, value in best if value > float("-inf"))
+        records.append(TokenLogprobs(token, float(log_p[token]), top))
     return records

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +59,24 @@ def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") 
     """g = -log E for every row key and every token: float32 [rows, vocab]."""
     e = exponential(keys, vocab, device)
     return _minus_log(e, 1.0 - e)
+
+
+def hashes(key: int, tokens: np.ndarray) -> np.ndarray:
+    """The 31-bit integers behind the noise of these tokens alone, as `exponential` makes them. uint32 [tokens]"""
+    bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
+    for factor in (0x7FEB352D, 0x846CA68B, 0x9E485565):
+        bits *= np.uint32(factor)
+        bits ^= bits >> np.uint32(15)
+        if factor == 0x7FEB352D:
+            bits ^= np.uint32(key >> 32)
+    return bits & np.uint32(0x7FFFFFFF)
+
+
+def gumbel_of(numbers: np.ndarray) -> np.ndarray:
+    """g = -log E of tokens with these hashes: float64 [tokens], E within 1e-6 of what `exponential` gives."""
+    v = (numbers.astype(np.float32) + np.float32(0.5)) * np.float32(_UNIT)
+    g: np.ndarray = -np.log(-np.log1p(-v.astype(np.float64)))
+    return g
 
 
 def _signed(word: int) -> int:

@@ -32,6 +32,11 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are left out."""
+        return not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
 
 GREEDY = Sampling()
 
@@ -41,15 +46,20 @@ def processed(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
     A row's result depends on nothing but that row. Greedy rows are scaled by 1 and not filtered.
     """
+    return torch.log_softmax(filtered(logits, samplings), dim=-1)
+
+
+def filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """What `processed` takes the softmax of: logits over temperature, -inf where filtered out. [rows, vocab]"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
     scale = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
     logits = logits / scale[:, None]
     for row, sampling in enumerate(samplings):
-        if not sampling.is_greedy and (sampling.top_k or sampling.top_p < 1.0 or sampling.min_p):
+        if sampling.filters:
             floor = _threshold(logits[row], sampling)
             logits[row].masked_fill_(logits[row] < floor, float("-inf"))
-    return torch.log_softmax(logits, dim=-1)
+    return logits
 
 
 def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:

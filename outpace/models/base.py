@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.core.scores import Held
 from outpace.core.tree import PREFIX
 
 
@@ -63,15 +64,14 @@ class Session:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
         if not self.pending and not path:
             return
-        source = np.asarray([*path, *live], dtype=np.int64)
-        if len(source) and not np.array_equal(source, np.arange(len(source))):
-            self._move(source + self.length, self.length)
-        kept = np.asarray(live, dtype=np.int64)
-        depths = [self.pending_depths[node] - len(path) for node in live]
-        sees = self._sees[np.ix_(kept, kept)]
-        self._sees = np.zeros_like(self._sees)
-        self._sees[: len(kept), : len(kept)] = sees
-        self.pending_depths = depths
+        source = [*path, *live]
+        if source != list(range(len(source))):
+            self._move(np.array(source, dtype=np.int64) + self.length, self.length)
+        if live:
+            kept = len(live)
+            sees = self._sees[list(live)][:, list(live)]
+            self._sees[:kept, :kept], self._sees[:kept, kept:] = sees, False  # the rows below are written anew
+        self.pending_depths = [self.pending_depths[node] - len(path) for node in live]
         self.length += len(path)
 
     def truncate(self, length: int) -> None:
@@ -134,6 +134,15 @@ class Model(Protocol):
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts: logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+
+
+def score_held(model: Model, forest: Sequence[Part]) -> Held:
+    """As `score`, of those tokens alone that the model has output rows for."""
+    if hasattr(model, "score_held"):
+        held: Held = model.score_held(forest)
+        return held
+    scores = model.score(forest)
+    return Held(scores, None, scores.shape[-1])
 
 
 def row_numbers(forest: Sequence[Part]) -> list[int]:

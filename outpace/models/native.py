@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.scores import Held
 from outpace.models.base import Part, Session, row_numbers
 from outpace.models.config import LlamaConfig
 from outpace.models.draft_vocab import checked_ids
@@ -106,6 +107,7 @@ class NativeLlama:
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self._layers, self._ends = layers, ends
         self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+        self._turns = np.empty((0, config.head_dim // 2, 2), np.float32)  # [positions, pairs, cosine then sine]
         is_half = options.kv_dtype == "float16"
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, is_half, config.rms_norm_eps
@@ -171,11 +173,18 @@ class NativeLlama:
     def open(self, capacity: int, room: int) -> NativeSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
-        self._rotary.reach(min(capacity + room, self.max_positions))
+        positions = min(capacity + room, self.max_positions)
+        if positions > len(self._turns):
+            self._rotary.reach(positions)
+            self._turns = torch.view_as_real(self._rotary(torch.arange(positions))).numpy()
         return NativeSession(capacity, room, self)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        return self.score_held(forest).wide()
+
+    def score_held(self, forest: Sequence[Part]) -> Held:
+        """As `score`, of those tokens alone that the output layer has rows for."""
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
@@ -185,11 +194,19 @@ class NativeLlama:
             spans.append(span)
             positions += places
         tokens = np.array([token for part in forest for token in part.tokens], dtype=np.int32)
-        turns = torch.view_as_real(self._rotary(torch.tensor(positions, dtype=torch.int64)))  # [rows, pairs, 2]
+        turns = self._turns[positions]  # [rows, pairs, 2]
         wanted = np.array(row_numbers(forest), dtype=np.int32)
-        scores = torch.empty(len(wanted), self._model.outputs)
-        self._model.forward(spans, tokens, turns.numpy(), wanted, scores.numpy())
-        return self._ends.spread(scores, self.config.vocab_size)[:, : self.vocab_size]
+        out = np.empty((len(wanted), self._model.outputs), np.float32)
+        self._model.forward(spans, tokens, turns, wanted, out)
+        scores = torch.from_numpy(out)
+        ids = self._ends.held
+        if ids is None:
+            narrow = scores if self.vocab_size == scores.shape[1] else scores[:, : self.vocab_size]
+            return Held(narrow, None, self.vocab_size)
+        if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
+            ids = ids[: np.searchsorted(ids, self.vocab_size)]
+            scores = scores[:, : len(ids)]
+        return Held(scores, ids, self.vocab_size)
 
     def _span(self, part: Part) -> tuple[tuple[Any, ...], list[int]]:
         """Reserves a part's slots: where its rows lie and what they see, and their positions."""
@@ -203,12 +220,12 @@ class NativeLlama:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands before and behind the layers. `head_ids` [rows]: the tokens of the output layer's rows, or None."""
+    """What stands before and behind the layers. `held` [rows]: the output layer's tokens, rising; None: all."""
 
     embedding: Any
     norm: np.ndarray
     head: Any
-    head_ids: Tensor | None
+    held: np.ndarray | None
 
     @classmethod
     def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: Tensor | None) -> Ends:
@@ -217,14 +234,8 @@ class Ends:
         embedding = kernels.Matrix(table)
         if config.tie_embeddings and head_ids is None:
             return cls(embedding, fetch("model.norm.weight"), embedding, None)
-        weight = table if config.tie_embeddings else fetch("lm_head.weight")
+        weight, held = table if config.tie_embeddings else fetch("lm_head.weight"), None
         if head_ids is not None:
-            weight = np.ascontiguousarray(weight[checked_ids(head_ids, config.vocab_size).numpy()])
-        return cls(embedding, fetch("model.norm.weight"), kernels.Matrix(weight), head_ids)
-
-    def spread(self, scores: Tensor, vocab_size: int) -> Tensor:
-        """Scores of the held rows to scores of all tokens: [rows, vocab]"""
-        if self.head_ids is None:
-            return scores
-        wide = scores.new_full((len(scores), vocab_size), -torch.inf)
-        return wide.index_copy_(1, self.head_ids, scores)
+            held = np.sort(checked_ids(head_ids, config.vocab_size).numpy())
+            weight = np.ascontiguousarray(weight[held])
+        return cls(embedding, fetch("model.norm.weight"), kernels.Matrix(weight), held)

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
+from outpace.core.scores import Held, host_rows, log_softmax
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.rules.base import follow
+from outpace.rules.base import Offer, follow, likeliest
 
 LOSSLESS = True
 
@@ -31,7 +33,9 @@ class Greedy:
     siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        picks: list[int] = adjusted(logits, rows).argmax(dim=-1).tolist()
+        logits = adjusted(logits, rows)
+        host = host_rows(logits)
+        picks: list[int] = (logits if host is None else host).argmax(-1).tolist()
         return picks
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
@@ -40,6 +44,10 @@ class Greedy:
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
         return torch.log_softmax(adjusted(logits, rows).float(), dim=-1)
+
+    def best(self, scores: np.ndarray, held: Held, row: Row, count: int) -> Offer | None:
+        """The `count` best by `rank` of one row's scores [held]."""
+        return likeliest(log_softmax(scores), held, count)
 
 
 def build(options: Options) -> Greedy:

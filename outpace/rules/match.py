@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
 from outpace.core.noise import uniform
-from outpace.core.sampling import processed
+from outpace.core.sampling import filtered, processed
+from outpace.core.scores import Held, log_softmax
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.rules.base import follow
+from outpace.rules.base import Offer, follow, likeliest
 
 LOSSLESS = True
 
@@ -52,6 +54,11 @@ class Match:
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
         return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+
+    def best(self, scores: np.ndarray, held: Held, row: Row, count: int) -> Offer | None:
+        """The `count` best by `rank` of one row's scores [held]."""
+        scaled = filtered(torch.from_numpy(scores)[None], [row.request.sampling])
+        return likeliest(log_softmax(scaled[0].numpy()), held, count)
 
 
 def build(options: Options) -> Match:

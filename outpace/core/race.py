@@ -1,0 +1,119 @@
+"""The race argmax(p / E) for single rows on the host, with the noise of the few tokens that can win it.
+
+`noise.exponential` and `sampling.processed` say what the race is; here is who wins it, or None where that is too close
+to call in other arithmetic than theirs.
+
+A token's time in the race is l = x / T - m + g, with x its logit, m the row's largest x / T, and g = -log E. Tokens are
+- likely: x / T >= m - REACH;
+- lucky: their hash, of 31 bits, lies below 2^31 / 256. For all others v >= 2^-8 (1 - 2^-22), and E = -log(1 - v) >= v,
+  so g <= 8 log 2 + 1e-6.
+A token that is neither has l < REST = 8 log 2 + 1e-6 - REACH: whoever is above REST among the likely and the lucky is
+above all the others. The largest x is likely, so this fails only where its own E exceeds e^-REST: with chance 1e-5.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from outpace.core.noise import gumbel_of, hashes
+from outpace.core.scores import largest
+
+REACH = 8.0
+_LUCKY = 1 << 23  # 2^31 / 256
+_LUCK = 8 * math.log(2) + 1e-6  # at most the g of tokens that are not lucky
+_PLACES = 256  # rows of noise remembered: trees in flight ask for the same positions again and again
+_SAMPLE = 64  # likeliest tokens that are always asked
+_MANY = 1024  # with more likely tokens than this, and an eighth of all, the noise of all costs no more
+
+
+class Lucky(NamedTuple):
+    """The tokens of a vocabulary whose noise under one key is small, and their g: [lucky]"""
+
+    key: int
+    vocab: int
+    tokens: np.ndarray  # int64, rising
+    g: np.ndarray  # float64
+
+
+class Race:
+    """Winners of races, and memory of who is lucky by key. Several threads may ask: a place is written at once."""
+
+    def __init__(self) -> None:
+        self._known: list[Lucky | None] = [None] * _PLACES
+        self._all = np.arange(0, dtype=np.uint32)
+
+    def __reduce__(self) -> tuple[type[Race], tuple[()]]:
+        return Race, ()  # what it remembers stays here
+
+    def winner(self, row: np.ndarray, temperature: float, key: int) -> int | None:
+        """The token that `argmax(softmax(row / temperature) / E)` gives, or None where that has to be asked. [vocab]
+
+        Both ways compute l with rounding errors. In float32, with u = 2^-24: x / T, minus m and the log of the sum
+        (12 at most for 2^17 tokens), minus the largest of that, errs by 9 u (|m| + d) + 44 u, d = m - x / T; exp by
+        2^-22, E by 1e-6, the quotient by u. Tokens with d > 40 lose, for g <= 22.2; so two of them that differ by more
+        than 1e-4 + 2e-6 |m| stand in this order in float32, too.
+        """
+        top = float(row.max())
+        margin = 1e-4 + 2e-6 * abs(top) / temperature
+        if not margin < 1.0:  # not for infinities and not-a-numbers either
+            return None
+        likely = np.flatnonzero(row >= top - REACH * temperature)
+        if len(likely) > max(_MANY, len(row) // 8):
+            return None
+        lucky = self.lucky(key, len(row))
+        tokens = np.concatenate([likely, lucky.tokens])
+        times = np.concatenate([gumbel_of(hashes(key, likely)), lucky.g])
+        times += (row[tokens].astype(np.float64) - top) / temperature
+        best = int(times.argmax())
+        token, time = int(tokens[best]), float(times[best])
+        times[tokens == token] = -math.inf  # it may be likely and lucky
+        second = max(float(times.max()), _LUCK - REACH)
+        return token if time > second + margin else None
+
+    def best(
+        self, log_q: np.ndarray, key: int, vocab: int, ids: np.ndarray | None, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Places of the `count` largest log q + g of a row, largest first, and these values: [count] both.
+
+        `log_q` float32 [held] is of tokens `ids`, rising (None: of all), out of a vocabulary of `vocab`. The likeliest
+        and the lucky give a bound on the count-th best; whatever may exceed that with the others' luck is asked then.
+        """
+        lucky = self._lucky_places(key, vocab, ids)
+        sample = largest(log_q, min(max(_SAMPLE, count), len(log_q)))
+        places = np.union1d(sample, lucky)
+        values = log_q[places] + gumbel_of(hashes(key, places if ids is None else ids[places]))
+        order = np.argsort(-values, kind="stable")[:count]
+        enough = values[order[-1]] - _LUCK if len(order) == count else -math.inf
+        if len(sample) < len(log_q) and enough < log_q[sample[-1]]:
+            places = np.union1d(np.flatnonzero(log_q >= enough - 1e-5), lucky)
+            values = log_q[places] + gumbel_of(hashes(key, places if ids is None else ids[places]))
+            order = np.argsort(-values, kind="stable")[:count]
+        return places[order], values[order]
+
+    def lucky(self, key: int, vocab: int) -> Lucky:
+        """Who is lucky under this key."""
+        place = key % _PLACES
+        known = self._known[place]
+        if known is None or known.key != key or known.vocab != vocab:
+            numbers = hashes(key, self._tokens(vocab))
+            tokens = np.flatnonzero(numbers < _LUCKY)
+            known = self._known[place] = Lucky(key, vocab, tokens, gumbel_of(numbers[tokens]))
+        return known
+
+    def _tokens(self, vocab: int) -> np.ndarray:
+        """0, 1, ... up to the vocabulary's end."""
+        tokens = self._all
+        if len(tokens) != vocab:
+            tokens = self._all = np.arange(vocab, dtype=np.uint32)
+        return tokens
+
+    def _lucky_places(self, key: int, vocab: int, ids: np.ndarray | None) -> np.ndarray:
+        tokens = self.lucky(key, vocab).tokens
+        if ids is None:
+            return tokens
+        places = np.searchsorted(ids, tokens)
+        places[places == len(ids)] = 0
+        return places[ids[places] == tokens]

@@ -1,0 +1,66 @@
+"""Rows of scores on the host, one at a time: torch's threads cost more than such a row does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CHUNKS = 64  # a row is dealt into columns of so many values
+
+
+class Held(NamedTuple):
+    """Scores of the tokens that a model's output layer has rows for; all others score -inf.
+
+    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`.
+    """
+
+    values: Tensor
+    ids: np.ndarray | None
+    vocab: int
+
+    def part(self, rows: slice) -> Held:
+        """Some of the rows."""
+        return Held(self.values[rows], self.ids, self.vocab)
+
+    def wide(self, rows: slice = slice(None)) -> Tensor:
+        """Scores of all tokens. [rows, vocab]"""
+        values = self.values[rows]
+        if self.ids is None:
+            return values
+        wide = values.new_full((len(values), self.vocab), -torch.inf)
+        return wide.index_copy_(1, torch.from_numpy(self.ids).to(values.device), values)
+
+
+def host_rows(scores: Tensor) -> np.ndarray | None:
+    """The same memory as an array [rows, vocab], or None where it is not float32 on the host."""
+    if scores.dtype is not torch.float32 or scores.device.type != "cpu":
+        return None
+    rows: np.ndarray = scores.detach().numpy()
+    return rows
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    """torch's own, bit by bit as it gives it for a row among others. float32 [vocab] to [vocab]"""
+    result: np.ndarray = torch.log_softmax(torch.from_numpy(row)[None], dim=-1)[0].numpy()
+    return result
+
+
+def largest(row: np.ndarray, count: int) -> np.ndarray:
+    """Places of the `count` largest of a row, largest first, equal ones by place; for rows without a nan. [count]
+
+    The count-th largest of the columns' maxima is at most the count-th largest of all, so nothing that is looked for
+    lies below it.
+    """
+    width = len(row) // _CHUNKS
+    if not count:
+        return np.zeros(0, dtype=np.int64)
+    if count > width:
+        return np.argsort(-row, kind="stable")[:count]
+    dealt = width * _CHUNKS
+    maxima = np.maximum.reduce(row[:dealt].reshape(_CHUNKS, width), axis=0)  # [width]
+    floor = np.partition(maxima, width - count)[width - count]
+    places = np.flatnonzero(row >= floor)
+    return places[np.argsort(-row[places], kind="stable")[:count]]
