@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 RUN = .venv/bin/python
 
-.PHONY: demo test check check-native mutations same-text bench clean
+.PHONY: demo test check check-native mutations mutations-native same-text bench clean
 
 demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
@@ -21,6 +21,9 @@ check-native:  # the kernels' own tests, plain and under sanitizers
 
 mutations: .venv/installed-dev  # breaks the product in named ways; each must be caught
 	$(RUN) tests/mutations.py
+
+mutations-native: .venv/installed-kernels  # the same for the kernels: each mistake is built and must fail their tests
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) kernels/tests/mutations.py
 
 same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchmarks.md
 	$(RUN) bench/same_text.py --data $(DATA)

@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=40, help="of the longest answer")
     parser.add_argument("--threads", type=int, default=8, help="that read the streams")
     args = parser.parse_args()
-    target = load_model(None)
+    target = load_model(None, dtype="float32")
     draft = load_draft(args.draft, target)
     wishes = make_wishes(args.requests, args.tokens)
     alone, alone_seconds = answer_alone(target, wishes)

@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
-    target = load_model(None)
+    target = load_model(None, dtype="float32")
     llm = LLM(target, method="autoregressive")
     runs = {"outpace": ours(llm, args.tokens), "transformers": peer(args.tokens)}
     prompts = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS]

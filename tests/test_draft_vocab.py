@@ -27,9 +27,10 @@ def folder(where: Path, ids: torch.Tensor | None = None) -> Path:
     return result
 
 
-def test_other_tokens_score_nothing(tmp_path: Path) -> None:
-    whole = load_model(folder(tmp_path / "whole")).model
-    reduced = load_model(folder(tmp_path / "reduced", torch.tensor(IDS, dtype=torch.int32))).model
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_other_tokens_score_nothing(tmp_path: Path, dtype: str) -> None:
+    whole = load_model(folder(tmp_path / "whole"), dtype=dtype).model
+    reduced = load_model(folder(tmp_path / "reduced", torch.tensor(IDS, dtype=torch.int32)), dtype=dtype).model
     scores, all_scores = (m.score([chain(m.open(8, 8), [5, 7, 9], range(3))]) for m in (reduced, whole))
     assert scores.shape == all_scores.shape
     torch.testing.assert_close(scores[:, IDS], all_scores[:, IDS], rtol=0, atol=1e-5)
@@ -39,10 +40,11 @@ def test_other_tokens_score_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["speculative", "card"])
-def test_the_text_is_the_targets(tmp_path: Path, method: str, temperature: float) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_text_is_the_targets(tmp_path: Path, dtype: str, method: str, temperature: float) -> None:
     target = str(folder(tmp_path / "whole"))
     draft = str(folder(tmp_path / "reduced", torch.tensor(IDS, dtype=torch.int32)))
-    with outpace.load(target, draft, method=method, worker="inline") as llm:
+    with outpace.load(target, draft, method=method, worker="inline", dtype=dtype) as llm:
         fast = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2).result
         plain = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2, plain=True).result
     assert fast.tokens == plain.tokens

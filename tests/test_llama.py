@@ -42,7 +42,7 @@ def tiny(config: LlamaConfig, exact: bool | None = None) -> Llama:
 @pytest.fixture(scope="module")
 def smollm2() -> Llama:
     smollm2_file()
-    return load_model(None).model
+    return load_model(None, dtype="float32").model
 
 
 @pytest.fixture(params=[*TINIES, pytest.param("smollm2", marks=pytest.mark.smollm2)])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
-import time
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,8 @@ from outpace.core.errors import UserError
 if TYPE_CHECKING:
     from outpace.library import LLM
 
-BUFFER = 2**26  # float32 values read to find the memory's bandwidth: 256 MiB, more than a processor keeps
-READS = 6
 PASSES = 24
+COMPILERS = ("c++", "g++", "clang++")
 EXTRAS = {
     "huggingface_hub": ("outpace[hub]", "models by hub id"),
     "transformers": ("outpace[transformers]", "architectures that our own runtime does not know"),
@@ -44,19 +42,20 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     """All findings, as `--json` prints them."""
     import torch
 
-    from outpace import __version__
+    from outpace import __version__, machine
 
     devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
-    bandwidth = _bandwidth()
+    bandwidth = machine.bandwidth()
     return {
         "outpace": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": machine.cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "devices": devices,
+        "kernels": _kernels(),
         "packed_product": torch.backends.mkldnn.is_available(),
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
@@ -65,17 +64,18 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     }
 
 
-def _bandwidth() -> float:
-    """Bytes a second that all threads together read from memory: the best of a few sums over a large buffer."""
-    import torch
+def _kernels() -> dict[str, Any]:
+    """The native kernels: what this machine runs them with, the fastest first; or why they are not there."""
+    from outpace.models.native import load_kernels
+    from outpace.models.runtimes import missing_kernels
 
-    buffer = torch.ones(BUFFER)
-    times = []
-    for _ in range(READS):
-        start = time.perf_counter()
-        buffer.sum()
-        times.append(time.perf_counter() - start)
-    return buffer.nbytes / min(times)
+    missing = missing_kernels()
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    return {
+        "missing": missing,
+        "instruction_sets": [] if missing else list(load_kernels().instruction_sets()),
+        "compiler": compiler,
+    }
 
 
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
@@ -92,19 +92,19 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
 
 
 def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
-    from outpace.models.config import tensor_shapes
+    from outpace.machine import weight_bytes
 
     model = llm.target.model
-    shapes = tensor_shapes(model.config)
-    if not model.config.tie_embeddings:
-        del shapes["model.embed_tokens.weight"]  # one row of it is read, not all
-    size = sum(prod(shape) for shape in shapes.values()) * model.dtype.itemsize
+    size = weight_bytes(model) or 0
     llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
     figures = llm.generate(["Once upon a time"], max_tokens=PASSES, plain=True)[0].figures
     return {
         "name": llm.target.name,
+        "precision": llm.target.precision,
+        "notice": getattr(model, "notice", None),
+        "instruction_set": getattr(model, "instruction_set", None),
         "exact": model.exact,
-        "row_counts": list(model.row_counts),
+        "row_counts": list(getattr(model, "row_counts", ())),
         "weight_bytes": size,
         "floor_seconds": round(size / bandwidth, 5),
         "pass_seconds": round(figures.target_seconds / figures.passes, 5),
@@ -144,10 +144,22 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
         ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
         ("devices", ", ".join(found["devices"])),
+        ("native kernels", _kernels_line(found["kernels"])),
         ("packed product", packed),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
         *_busy(found),
     ]
+
+
+def _kernels_line(kernels: dict[str, Any]) -> str:
+    if kernels["missing"] is None:
+        first, *others = kernels["instruction_sets"]
+        return f"installed, int8 by {first}" + (f" (possible too: {', '.join(others)})" if others else "")
+    compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
+    return (
+        f"missing: {kernels['missing']}, with a C++20 compiler ({compiler}); until then models run in float32 by torch,"
+        " whose passes take several times as long"
+    )
 
 
 def _busy(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -161,9 +173,12 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     if "missing" in model:
         return [("default model", model["missing"])]
     floor, measured = model["floor_seconds"], model["pass_seconds"]
-    exact = f"on, rows padded to {model['row_counts']}" if model["exact"] else "not to be had on this machine"
+    padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
+    exact = f"on{padding}" if model["exact"] else "not to be had on this machine"
+    runs = f"{model['precision']} by {model['instruction_set'] or 'torch'}"
     return [
         ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read a pass"),
+        ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
         ("exact mode", exact),
         ("floor of a pass", f"{1000 * floor:.1f} ms: at most {1 / floor:.0f} tokens/s by plain decoding"),
         ("measured pass", f"{1000 * measured:.1f} ms, {measured / floor:.2f} times the floor"),

@@ -46,7 +46,12 @@ class LlamaSession(Session):
 
 
 class Llama:
-    """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
+    """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time.
+
+    `notice`: what its user is to know of it, in a sentence.
+    """
+
+    notice: str | None = None
 
     def __init__(
         self,

@@ -1,0 +1,177 @@
+"""Named mistakes, put into the kernels one at a time: their own tests must fail for every one.
+
+Run `python kernels/tests/mutations.py [--only WORD] [--build FOLDER]` for the table; exit status 1 if a mistake
+survives. It works on a copy of the sources, and rebuilds what a mistake touches: about ten seconds each on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parents[1]
+COPIED = ("CMakeLists.txt", "src", "tests/test_kernels.cpp")
+SECONDS = 600.0  # what takes longer hangs
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`before` stands once in src/`file`; `after` takes its place."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+
+    @contextmanager
+    def applied(self, root: Path) -> Iterator[None]:
+        """Puts the mistake into the copy at `root`. ValueError where the sources have moved on."""
+        place = root / "src" / self.file
+        text = place.read_text(encoding="utf-8")
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.name}: {self.before!r} stands {text.count(self.before)} times in {self.file}")
+        place.write_text(text.replace(self.before, self.after), encoding="utf-8")
+        try:
+            yield
+        finally:
+            place.write_text(text, encoding="utf-8")
+
+
+MUTATIONS = (
+    # products
+    Mutation("the last panel's tail is not written", "product.h", "for (int i = 0; i < outputs; ++i) out[i] = from[i];",
+             "for (int i = 0; i < outputs / kLanes * kLanes; ++i) out[i] = from[i];"),
+    Mutation("a bias for one row only", "product.h", "if (!weights.bias) return;",
+             "if (!weights.bias || tile.rows > 1) return;"),
+    Mutation("rows that do not fill a tile are left out", "product.h", "rows * (number + 1) / tiles - first",
+             "rows / tiles"),
+    Mutation("half of one row's chains is dropped", "product.h", "sums[0][r][v] + sums[kChains - 1][r][v]",
+             "sums[0][r][v]"),
+    Mutation("the first row's scale for all rows", "product.h", "Floats::all(in.row_scales(tile.first + r)[group])",
+             "Floats::all(in.row_scales(tile.first)[group])"),
+    Mutation("a wrong offset for weights that stand as w + 128", "rowwise.h", "-128 * sum(total)", "-127 * sum(total)"),
+    Mutation("gate and up change places", "product.h", "silu(Floats::load(gate)) * Floats::load(gate + kLanes)",
+             "silu(Floats::load(gate + kLanes)) * Floats::load(gate)"),
+    Mutation("what a layer adds takes the place of its input", "product.h", "if (task.add)", "if (false)"),
+    # rounding
+    Mutation("a wrong scale of activations", "rowwise.h", "top / 127.0f;", "top / 128.0f;"),
+    Mutation("weights' scales are rounded down", "matrix.cpp", "(bits + 0xffffu) >> 16", "bits >> 16"),
+    Mutation("a bias without its last output", "matrix.cpp", "bias_.assign(bias, bias + outputs);",
+             "bias_.assign(bias, bias + outputs - 1);"),
+    Mutation("half precision is cut, not rounded", "half.h", "bits += 0xfffu + ((bits >> 13) & 1u);", ""),
+    Mutation("avx2 reads half precision's lower half twice", "lanes_avx2.h",
+             "_mm256_cvtph_ps(_mm_loadu_si128(eights + 1))", "_mm256_cvtph_ps(_mm_loadu_si128(eights))"),
+    Mutation("avx2 takes weights as unsigned", "lanes_avx2.h", "_mm256_set1_epi8(-128)", "_mm256_set1_epi8(0)"),
+    Mutation("avx512 adds its halves in another order", "lanes_avx512.h", "_mm_movehl_ps(four, four));\n    return "
+             "_mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)))", "_mm_movehdup_ps(four));\n    return "
+             "_mm_cvtss_f32(_mm_add_ss(four, _mm_movehl_ps(four, four)))"),
+    # row by row
+    Mutation("a norm without its epsilon", "rowwise.h", "(size) + epsilon)", "(size))"),
+    Mutation("turned the other way", "rowwise.h", "-(second * sine)", "second * sine"),
+    Mutation("keys are scaled as queries are", "rowwise.h", "key_norm, 1.0f, key", "key_norm, heads.scale, key"),
+    Mutation("silu without its one", "exponential.h", "Floats::all(1.0f) + exponential", "exponential"),
+    Mutation("a polynomial one degree short", "exponential.h", "p = fma(p, r, Floats::all(1.0f / 24));", ""),
+    # attention
+    Mutation("a missing mask: a node sees its siblings", "pass.cpp", "if (sees[other]) scratch_", "scratch_"),
+    Mutation("a missing mask: the first gap is not seen", "pass.cpp", "while (gapless < columns && sees[gapless])",
+             "while (gapless < columns)"),
+    Mutation("pending nodes are overwritten by new ones", "pass.cpp", "span.committed + span.pending + node",
+             "span.committed + node"),
+    Mutation("a tile reaches as far as its first query", "attention.h", "if (reach.last_slot() > last)",
+             "if (last == 0)"),
+    Mutation("what one query sees, all do", "attention.h", "if (reach.run < common)", "if (reach.run > common)"),
+    Mutation("scores of ancestors stay where they lie", "attention.h",
+             "query.scores[query.reach.run + i] = query.scores[query.reach.more[i]];", ";"),
+    Mutation("weights that do not add up to one", "attention.h", "query.inverse = exponentials(query.scores, "
+             "query.reach.count());", "query.inverse = exponentials(query.scores, query.reach.count() - 1);"),
+    Mutation("every head reads the first head's keys", "attention.h",
+             "static_cast<int64_t>(tile.key_head) * store.slots", "static_cast<int64_t>(0) * store.slots"),
+    # what a session holds
+    Mutation("keeping moves keys, not values", "store.cpp",
+             "std::memcpy(value_place<T>(heads_, place, head, slot), from, width * sizeof(T));", ""),
+    Mutation("keeping leaves slots where they are", "store.cpp", "start + static_cast<int>(n);", "source[n];"),
+    Mutation("a copy without its last block", "store.cpp", "round_up(count, kLanes), depth",
+             "count / kLanes * kLanes, depth"),
+    Mutation("a copy of the first layer only", "store.cpp",
+             "copy_in<Half>(number, other, count) : copy_in<float>(number, other, count)",
+             "copy_in<Half>(0, other, count) : copy_in<float>(0, other, count)"),
+    # what does not fit
+    Mutation("tokens are not checked", "model.cpp", "token >= 0 && token < embedding_->outputs()", "true"),
+    Mutation("spans are not checked", "model.cpp",
+             "span.committed + span.pending + span.tokens <= span.store->slots()", "true"),
+    Mutation("stores are not checked", "model.cpp", "span.store->layers() == num_layers()", "true"),
+)  # fmt: skip
+
+
+def judge(mutation: Mutation | None, root: Path, build: Path) -> tuple[bool, str]:
+    """Whether the kernels' tests fail with the mistake in, and at what. One that does not compile proves nothing."""
+    if mutation is None:
+        made = compile_tests(build)
+        return (False, made) if made else run(build)
+    with mutation.applied(root):
+        made = compile_tests(build)
+        return (False, f"it does not compile: {made}") if made else run(build)
+
+
+def compile_tests(build: Path) -> str | None:
+    """None, or what the compiler says."""
+    done = subprocess.run(["cmake", "--build", str(build), "--parallel", "2"], capture_output=True, text=True)
+    errors = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if "error" in line]
+    return None if done.returncode == 0 else next(iter(errors), "no reason is given")
+
+
+def run(build: Path) -> tuple[bool, str]:
+    """Whether the tests fail, and at what."""
+    try:
+        done = subprocess.run([str(build / "test_kernels")], capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return True, "hangs"
+    if done.returncode == 0:
+        return False, "no check notices it"
+    said = done.stderr.strip().splitlines()
+    return True, said[-1].removeprefix("failed: ") if said else f"ends with {done.returncode}"
+
+
+def copy_sources(root: Path) -> Path:
+    """A copy of what is compiled, and the folder of its build, configured to compile fast."""
+    for name in COPIED:
+        source, place = KERNELS / name, root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, place, dirs_exist_ok=True) if source.is_dir() else shutil.copy2(source, place)
+    build = root / "build"
+    options = ["-DOUTPACE_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
+    subprocess.run(["cmake", "-S", str(root), "-B", str(build), *options], check=True, stdout=subprocess.DEVNULL)
+    return build
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="mistakes whose name holds this")
+    parser.add_argument("--build", type=Path, help="where to build; else a temporary folder")
+    asked = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if asked.only in mutation.name]
+    with tempfile.TemporaryDirectory() as folder:
+        root = asked.build or Path(folder)
+        build = copy_sources(root)
+        fails, why = judge(None, root, build)
+        if fails or why != "no check notices it":
+            print(f"the kernels fail without a mistake: {why}")
+            return 1
+        survivors = 0
+        for mutation in chosen:
+            caught, by = judge(mutation, root, build)
+            survivors += not caught
+            print(f"{'caught  ' if caught else 'SURVIVES'}  {mutation.name}: {by}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mistakes are caught")
+    return 1 if survivors or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

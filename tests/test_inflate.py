@@ -1,0 +1,119 @@
+"""An inflated model: as many more layers as it says, and every bit of its scores and texts its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import model_folder
+from passes import fresh, text
+
+import outpace
+from outpace.assemble import load_draft, load_model
+from outpace.core.errors import UserError
+from outpace.machine import weight_bytes
+from outpace.models import runtimes
+from outpace.models.config import LlamaConfig
+from outpace.models.inflate import added_layers, inflated
+
+RUNTIMES = ["llama"] if runtimes.missing_kernels() else ["llama", "native"]
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "biased": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "normed": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "unturned": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_scores_are_its_own_and_the_cost_is_not(kind: str, runtime: str, tmp_path: Path) -> None:
+    path = model_folder(tmp_path, **KINDS[kind])
+    own, large = (load_model(path, runtime=runtime, inflate=factor).model for factor in (1, 3))
+    tokens = text(own, 40)
+    assert torch.equal(fresh(large, tokens), fresh(own, tokens))
+    layers, more = own.config.num_layers, large.config.num_layers
+    assert more > 3 * layers
+    assert large.token_bytes * layers == own.token_bytes * more
+    bytes_each = (weight_bytes(large) - weight_bytes(own)) / (more - layers)
+    assert abs(weight_bytes(large) - 3 * weight_bytes(own)) < bytes_each
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_and_a_gain_stay_with_their_layers(dtype: str, tmp_path: Path) -> None:
+    windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    path = model_folder(tmp_path, **windowed)
+    own, large = (load_model(path, dtype=dtype, inflate=factor).model for factor in (1, 2))
+    assert own.config.windows[0] == 8
+    assert set(large.config.windows) == set(own.config.windows)
+    tokens = text(own, 40)
+    assert torch.equal(fresh(large, tokens), fresh(own, tokens))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("asking", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
+def test_the_text_is_its_own_by_every_method(folder: Path, runtime: str, asking: dict[str, Any]) -> None:
+    texts = set()
+    for options in (
+        {"inflate": 1, "method": "autoregressive"},
+        {"method": "autoregressive"},
+        {"method": "speculative"},
+    ):
+        with outpace.load(folder, runtime=runtime, **{"inflate": 4, **options}) as llm:
+            texts.add(llm.generate(["hello world 12 hello world"], max_tokens=40, **asking)[0].tokens)
+    assert len(texts) == 1
+
+
+def test_it_is_labelled(folder: Path) -> None:
+    loaded = load_model(folder, inflate=4)
+    assert (loaded.name, loaded.inflate) == (f"{folder} (cost x 4)", 4)
+    assert "a pass costs as much as one of a model 4 times as large" in loaded.model.notice
+    assert load_model(folder).name == str(folder)
+
+
+def test_another_process_inflates_it_too(folder: Path) -> None:
+    again = load_model(folder, inflate=2).again
+    assert again is not None
+    assert again().inflate == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"inflate": 0}, "inflate is 0, it must be between 1 and 256"),
+        ({"inflate": 257}, "inflate is 257, it must be between 1 and 256"),
+        ({"inflate": 1.5}, "inflate is 1.5, it must be a whole number"),
+        ({"inflate": 2, "runtime": "transformers"}, "inflate is for the runtimes native and llama"),
+        ({"inflate": 2, "draft": "layers:0"}, "layers:0 skips layers, which inflate adds without effect"),
+    ],
+)
+def test_what_cannot_be_inflated_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=says):
+        outpace.load(folder, **options)
+
+
+def test_a_loaded_model_is_not_inflated() -> None:
+    with pytest.raises(UserError, match="not for one that is loaded already"):
+        load_model(object(), inflate=2)
+
+
+def test_a_draft_is_not_inflated_with_its_target(folder: Path) -> None:
+    target = load_model(folder, inflate=3)
+    assert load_draft(folder, target).inflate == 1
+
+
+def test_what_passes_through_an_added_layer_is_silenced() -> None:
+    config = LlamaConfig(97, 48, 80, 3, 6, 2, 8, 1e-5, 10000.0, 64, True, False, False)
+    large, tensor = inflated(config, lambda name: torch.full((2, 2), float(name.split(".")[2])), 2)
+    assert large.num_layers == 3 + added_layers(config, 2)
+    for part, is_silent in (("self_attn.o_proj", True), ("mlp.down_proj", True), ("mlp.up_proj", False)):
+        values = [tensor(f"model.layers.{number}.{part}.weight").unique().item() for number in range(5)]
+        assert values == [0, 1, 2, 0, 0 if is_silent else 1]

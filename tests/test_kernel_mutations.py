@@ -1,0 +1,44 @@
+"""The mistakes of `make mutations-native` still fit the kernels' sources; that command builds and judges each."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "kernels" / "tests" / "mutations.py"
+
+
+def load_mutations() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernel_mutations", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_mistake_has_its_one_place(tmp_path: Path) -> None:
+    module = load_mutations()
+    names = [mutation.name for mutation in module.MUTATIONS]
+    assert len(names) == len(set(names)) > 30
+    for mutation in module.MUTATIONS:
+        place = tmp_path / "src" / mutation.file
+        place.parent.mkdir(exist_ok=True)
+        source = (module.KERNELS / "src" / mutation.file).read_text(encoding="utf-8")
+        place.write_text(source, encoding="utf-8")
+        with mutation.applied(tmp_path):
+            assert place.read_text(encoding="utf-8") == source.replace(mutation.before, mutation.after) != source
+        assert place.read_text(encoding="utf-8") == source
+
+
+def test_a_mistake_whose_place_is_gone_is_said(tmp_path: Path) -> None:
+    module = load_mutations()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "product.h").write_text("nothing of it", encoding="utf-8")
+    mutation = next(mutation for mutation in module.MUTATIONS if mutation.file == "product.h")
+    with pytest.raises(ValueError, match="stands 0 times"), mutation.applied(tmp_path):
+        pass

@@ -1,0 +1,187 @@
+"""Which runtime computes a model, in which precision, and what its user is told where it is not the fast one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import model_folder, smollm2_file
+
+import outpace
+from outpace.assemble import load_model
+from outpace.cli import doctor
+from outpace.cli.main import main
+from outpace.core.errors import UserError
+from outpace.models import native, runtimes
+from outpace.models.llama import Llama
+from outpace.models.native import NativeLlama
+from outpace.models.runtimes import How
+
+HAS_KERNELS = runtimes.missing_kernels() is None
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="outpace-kernels is not installed: `pip install ./kernels`")
+PROMPT = "hello world 12 hello world 12 hello"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise UserError("the native kernels are not installed: run `pip install ./kernels`")
+
+    monkeypatch.setattr(native, "load_kernels", refuse)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "int8"}, {"exact": True}, {"trust_remote_code": True}, {"runtime": "native"}], ids=str
+)
+def test_a_cpu_runs_the_native_kernels(folder: Path, options: dict[str, Any]) -> None:
+    loaded = load_model(folder, **options)
+    assert isinstance(loaded.model, NativeLlama)
+    assert (loaded.precision, loaded.model.exact, loaded.model.notice) == ("int8", True, None)
+
+
+@pytest.mark.parametrize("dtype", runtimes.DTYPES)
+def test_a_precision_that_is_asked_for_is_computed(folder: Path, dtype: str) -> None:
+    loaded = load_model(folder, dtype=dtype)
+    assert isinstance(loaded.model, Llama)
+    assert (loaded.precision, loaded.model.dtype) == (dtype, runtimes.DTYPES[dtype])
+    assert loaded.model.notice is None
+
+
+def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels: None) -> None:
+    loaded = load_model(folder)
+    assert isinstance(loaded.model, Llama)
+    assert loaded.precision == "float32"
+    assert loaded.model.notice == (
+        "float32 by torch, not int8: the native kernels are not installed: run `pip install ./kernels`"
+    )
+    for options in ({"dtype": "int8"}, {"runtime": "native"}):
+        with pytest.raises(UserError, match="not installed"):
+            load_model(folder, **options)
+
+
+@needs_kernels
+def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
+    windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+    folder = model_folder(tmp_path, **windowed)
+    loaded = load_model(folder)
+    assert isinstance(loaded.model, Llama)
+    assert loaded.model.notice == "float32 by torch, not int8: native kernels have no sliding window"
+    with pytest.raises(UserError, match="no sliding window"):
+        load_model(folder, dtype="int8")
+
+
+def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", PROMPT, "--target", str(folder), "--max-tokens", "2"])
+    assert "not installed: run `pip install ./kernels`" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"runtime": "llama", "dtype": "int8"}, "dtype int8 needs the runtime native"),
+        ({"runtime": "transformers", "dtype": "int8"}, "dtype int8 needs the runtime native"),
+        ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
+        ({"dtype": "int4", "runtime": "native"}, "unknown dtype 'int4', allowed are auto, bfloat16, float16"),
+    ],
+)
+def test_a_precision_that_is_not_to_be_had_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_model(folder, **options)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_native_runtime_computes_in_int8_only(folder: Path, dtype: str) -> None:
+    with pytest.raises(UserError, match=f"dtype {dtype} needs the runtime llama"):
+        load_model(folder, runtime="native", dtype=dtype)
+
+
+@needs_kernels
+def test_half_precision_halves_the_native_keys_and_values(folder: Path) -> None:
+    whole, half = (load_model(folder, runtime="native", dtype=dtype).model for dtype in ("int8", "float16"))
+    assert whole.token_bytes == 2 * half.token_bytes
+
+
+@needs_kernels
+def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(native.usable_cores() + 3)
+        assert load_model(folder).model.options.threads == native.usable_cores()
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_gpu_computes_in_bfloat16_where_it_can(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    expected = torch.bfloat16 if has_bfloat16 else torch.float32
+    assert How(device="cuda:1").torch_dtype == How(device_map="auto").torch_dtype == expected
+    assert How(device="cuda", dtype="float16").torch_dtype == torch.float16
+    assert How().torch_dtype == torch.float32
+
+
+@needs_kernels
+@pytest.mark.parametrize("options", [{"method": "speculative"}, {"method": "card", "worker": "inline"}], ids=str)
+def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[str, Any]) -> None:
+    texts = []
+    for draft, how in ((None, {"method": "autoregressive"}), ("layers:0", options)):
+        with outpace.load(folder, draft, **how) as llm:
+            assert all(isinstance(one.model, NativeLlama) for one in (llm.target, llm.draft) if one)
+            texts.append(llm.generate([PROMPT], max_tokens=40)[0].tokens)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", str(native.usable_cores() + 1)])
+def test_threads_that_are_not_there_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
+    assert end.value.code == 2
+    allowed = f"it must be between 1 and {native.usable_cores()}"
+    assert f"error: threads is {threads}, {allowed}" in " ".join(capsys.readouterr().err.split())
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Doctor's table in one line."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=1000)
+    console.print(doctor._table(found))
+    return " ".join(console.file.getvalue().split())
+
+
+@pytest.mark.smollm2
+@needs_kernels
+def test_doctor_names_the_kernels_and_what_runs() -> None:
+    smollm2_file()
+    found = doctor.collect()
+    sets = list(native.load_kernels().instruction_sets())
+    assert found["kernels"]["instruction_sets"] == sets
+    assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("int8", sets[0])
+    line = shown(found)
+    assert f"native kernels installed, int8 by {sets[0]}" in line
+    assert f"computed in int8 by {sets[0]}" in line
+    assert "portable" in line
+
+
+@pytest.mark.parametrize("compiler", ["/usr/bin/c++", None])
+def test_doctor_says_what_is_missed_without_the_kernels(
+    compiler: str | None, without_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.models.find.SHIPPED", "no_such_package")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
+    line = shown(doctor.collect())
+    assert "native kernels missing: the native kernels are not installed: run `pip install ./kernels`" in line
+    assert (f"(there is {compiler})" if compiler else "(none was found)") in line
+    assert "float32 by torch" in line
