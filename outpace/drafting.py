@@ -6,13 +6,15 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
+from outpace.core.costs import Costs
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Verdict
+from outpace.drafters._combined import Combined
 from outpace.running import Running
 
 T = TypeVar("T")
@@ -21,8 +23,8 @@ T = TypeVar("T")
 class Drafting:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
-    def __init__(self, drafter: Drafter | None, worker: Worker | None) -> None:
-        self.drafter, self.worker = drafter, worker
+    def __init__(self, drafter: Drafter | None, worker: Worker | None, costs: Costs) -> None:
+        self.drafter, self.worker, self._costs = drafter, worker, costs
         self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
         self._warned = False
 
@@ -61,8 +63,10 @@ class Drafting:
             waiting = [run for run in running if isinstance(run.ask, Await)]
             if not drafting and not waiting:
                 return
-            for run, added in zip(drafting, self._grow(drafting), strict=True):
-                run.advance(added)
+            for free in (True, False, None):
+                asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.free is free]
+                for run, added in zip(asking, self._grow(asking, free), strict=True):
+                    run.advance(added)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.candidates, run.ask.layers)
@@ -84,14 +88,17 @@ class Drafting:
             seen = Observation([tree.ids[node] for node in path], tokens, root)
             self._guarded(partial(self.drafter.observe, run.draft_state, seen))
 
-    def _grow(self, runs: Sequence[Running]) -> list[int]:
+    def _grow(self, runs: Sequence[Running], free: bool | None) -> list[int]:
+        """One growth of all these requests' trees; see `Draft` for `free`."""
+        if not runs or not self.drafter:
+            return [0] * len(runs)
         began = time.perf_counter()
-        added = None
-        if runs and self.drafter:
-            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self._guarded(partial(self.drafter.grow, [run.draft_state for run in runs], trees))
+        trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
+        added = self._guarded(partial(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees))
+        seconds = time.perf_counter() - began
+        self._costs.drafted(seconds, bool(free))
         for run in runs:
-            run.draft_seconds += time.perf_counter() - began
+            run.draft_seconds += seconds
         return added or [0] * len(runs)
 
     def _guarded(self, call: Callable[[], T]) -> T | None:
@@ -108,3 +115,12 @@ class Drafting:
             self._warned = True
             kind = type(failure).__name__
             warnings.warn(f"the drafter failed ({kind}: {failure}); going on without it", stacklevel=2)
+
+
+def _grow_of(drafter: Drafter, free: bool | None) -> Callable[[Sequence[Any], Sequence[TokenTree]], list[int]]:
+    """What grows trees by the drafters that run no model (`free`), by the others, or by all. One alone runs one."""
+    if free is None:
+        return drafter.grow
+    if isinstance(drafter, Combined):
+        return partial(drafter.grow, free=free)
+    return drafter.grow if not free else lambda states, trees: [0] * len(trees)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outpace.candidates.base import Worker
+from outpace.core.costs import Costs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
@@ -73,7 +74,8 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> None:
         self.target = target
         self.options = options or EngineOptions()
-        self.drafting = Drafting(drafter, worker)
+        self.costs = Costs()
+        self.drafting = Drafting(drafter, worker, self.costs)
         room = max(self.options.chunk, self.options.nodes)
         self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
         self.waiting: deque[Running] = deque()
@@ -132,12 +134,15 @@ class Engine(AbstractContextManager["Engine"]):
         self.sweep()
         joined = self._admit()
         for run in self.running:
-            run.budget = self._share()
+            self._place(run)
         self.drafting.serve(self.running)
+        drafted = time.perf_counter()
         chunks = self._chunks()
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
         try:
             self._round(chunks, trees, start)
+            if not chunks:
+                self._note(trees, drafted - start, time.perf_counter() - start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
@@ -168,8 +173,9 @@ class Engine(AbstractContextManager["Engine"]):
         self.running.append(run)
         try:
             self.drafting.open(run)
+            run.costs = self.costs
             run.coroutine = run.decoder.decode(run, run.options)
-            run.budget = self._share()
+            self._place(run)
             if not run.is_prefilling:
                 run.advance(None)
         except BaseException as error:
@@ -229,9 +235,11 @@ class Engine(AbstractContextManager["Engine"]):
             self.drafting.observe(run, tree, verdict, tokens, root)
             run.advance(root)
 
-    def _share(self) -> int:
-        """Nodes that each running request may have in a pass."""
-        return max(1, min(self.options.nodes, self.options.rows // len(self.running)))
+    def _place(self, run: Running) -> None:
+        """Tells a request how much room the load leaves it."""
+        run.requests = len(self.running)
+        run.budget = max(1, min(self.options.nodes, self.options.rows // run.requests))
+        run.rows_of_others = sum(other.rows for other in self.running) - run.rows
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
@@ -244,6 +252,13 @@ class Engine(AbstractContextManager["Engine"]):
                 chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
                 room -= len(tokens)
         return chunks
+
+    def _note(self, trees: Sequence[tuple[Running, TokenTree]], drafting: float, seconds: float) -> None:
+        """Remembers what a round cost and gave."""
+        steps = [run.steps[-1] for run, _ in trees if run.steps]
+        rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)
+        if rows:
+            self.costs.round(len(trees), rows, tokens, seconds, drafting)
 
     def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
         """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""

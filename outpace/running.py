@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from outpace.candidates.cache import CandidateCache, Correction
+from outpace.core.costs import Costs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
@@ -39,6 +40,9 @@ class Running:
     error: Exception | None = None
     is_broken: bool = False  # a round broke off: what the session holds is unknown
     budget: int = 1
+    requests: int = 1  # running at once, this one included
+    rows_of_others: int = 0  # of the last pass
+    costs: Costs = field(default_factory=Costs, repr=False)  # the engine's
     candidates: CandidateCache = field(init=False, repr=False)
     session: Session = field(init=False, repr=False)
     submitted: float = field(default_factory=time.perf_counter)
@@ -59,6 +63,11 @@ class Running:
     def tokens(self) -> list[int]:
         """What was written so far."""
         return self.committed[len(self.request.prompt) :]
+
+    @property
+    def rows(self) -> int:
+        """That the last pass had of this request."""
+        return self.steps[-1].verified_rows if self.steps else 1
 
     @property
     def last_token(self) -> int:

@@ -1,5 +1,17 @@
 """One thread a test: tiny products gain nothing from more, and threads that spin lose much on a busy machine."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a planner learns from a test is no use to the user whose machine runs it."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outpace.profiles.cache_folder", lambda: folder)
+        yield

@@ -29,6 +29,7 @@ CASES = [
 METHODS = {
     "speculative": ("speculative", None, 4),
     "chain": ("speculative", None, 1),
+    "planned": ("auto", None, 4),
     "card, simulated": ("card", "inline", 4),
     "card chain, simulated": ("card", "inline", 1),
     "card, thread": ("card", "thread", 4),

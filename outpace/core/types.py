@@ -124,9 +124,13 @@ class Verdict(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A coroutine asks for the tree to grow; it is sent the number of nodes added (0: nothing to offer)."""
+    """A coroutine asks for the tree to grow; it is sent the number of nodes added (0: nothing to offer).
+
+    `free`: by the drafters that run no model, or by those that do; None: by all.
+    """
 
     tree: TokenTree
+    free: bool | None = None
 
 
 class Verify(NamedTuple):

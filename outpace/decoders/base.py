@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from outpace.candidates.cache import CandidateCache, Correction
+from outpace.core.costs import Costs
 from outpace.core.types import Ask, Request
 
 Coroutine = Generator[Ask, Any, None]
@@ -16,6 +17,9 @@ class Place(Protocol):
 
     request: Request
     budget: int
+    requests: int  # running at once, this one included
+    rows_of_others: int  # of the last pass
+    costs: Costs
     candidates: CandidateCache  # only where the decoder needs a worker
 
     @property

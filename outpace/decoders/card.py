@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outpace.candidates.cache import Sight
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
@@ -20,9 +21,16 @@ NEEDS = "worker"
 
 @dataclass(frozen=True)
 class Options:
-    """`just_in_time`: layers that the target lets the drafter add after a miss, within a bound; 0: it never waits."""
+    """`just_in_time`: layers that the target lets the drafter add after a miss, within a bound; 0: it never waits.
+
+    For measuring what a part is worth, each may be switched off: `chain` verifies one branch instead of the best tree,
+    without `secondary` B is not consulted, without `late` nothing counts that came while the target ran.
+    """
 
     just_in_time: int = 1
+    chain: bool = False
+    secondary: bool = True
+    late: bool = True
 
     def __post_init__(self) -> None:
         check_whole("just_in_time", self.just_in_time, 0, 16)
@@ -31,6 +39,7 @@ class Options:
 def decode(place: Place, options: Options) -> Coroutine:
     """Query, verify, correct. An empty query is plain decoding."""
     candidates = place.candidates
+    candidates.sight = Sight(options.secondary, options.late, options.chain)
     while True:
         if candidates.missed and options.just_in_time:
             yield Await(options.just_in_time)

@@ -8,9 +8,14 @@ temperature that says how far p and q lie apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+_DIVISORS = np.array(_TEMPERATURES)[:, None]
+_SURE = 20.0  # trials that a remembered share counts as
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
 
@@ -23,6 +28,14 @@ class Rate:
     @property
     def value(self) -> float:
         return self._successes / self._trials
+
+    def remember(self) -> float:
+        """What a profile keeps."""
+        return self.value
+
+    def recall(self, kept: float) -> None:
+        """Begins from a profile, as sure of it as of a few trials."""
+        self._successes, self._trials = min(max(kept, 0.01), 1.0) * _SURE, _SURE  # never quite 0: it has a logarithm
 
     def learn(self, success: bool) -> None:
         """Counts one trial."""
@@ -38,20 +51,37 @@ class ChoiceModel:
         self._likelihoods = [0.0] * len(_TEMPERATURES)
         self._likelihoods[_TEMPERATURES.index(1.0)] = 1.0  # the prior: q as it is
 
+    def remember(self) -> dict[str, Any]:
+        """What a profile keeps."""
+        return {"coverage": self._coverage.remember(), "temperature": self._temperature}
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        """Begins from a profile."""
+        self._coverage.recall(float(kept["coverage"]))
+        nearest = min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"])))
+        self._likelihoods = [0.0] * len(_TEMPERATURES)
+        self._likelihoods[_TEMPERATURES.index(nearest)] = 1.0
+
+    @property
+    def _temperature(self) -> float:
+        """The one that explains the target's picks best."""
+        return _TEMPERATURES[max(range(len(_TEMPERATURES)), key=self._likelihoods.__getitem__)]
+
     def log_chances(self, values: Sequence[float]) -> list[float]:
         """Natural logs of the estimated chances of proposals with these values (log q, or log q + g), best first."""
-        best = max(range(len(_TEMPERATURES)), key=self._likelihoods.__getitem__)
         coverage = math.log(self._coverage.value)
-        return [coverage + share for share in _log_softmax(values, _TEMPERATURES[best])]
+        return [coverage + share for share in _log_softmax(values, self._temperature)]
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
         """The target picked proposal number `picked` of these, or none of them."""
         self._coverage.learn(picked is not None)
         if picked is None:
             return
-        for number, temperature in enumerate(_TEMPERATURES):
-            gain = _log_softmax(values, temperature)[picked]
-            self._likelihoods[number] = self._likelihoods[number] * _MEMORY + gain
+        top = values[0]
+        scaled = (np.array(values) - top) / _DIVISORS  # [temperatures, proposals]
+        gains = scaled[:, picked] - np.log(np.exp(scaled).sum(1))
+        past = self._likelihoods
+        self._likelihoods = [kept * _MEMORY + gain for kept, gain in zip(past, gains.tolist(), strict=True)]
 
 
 def _log_softmax(values: Sequence[float], temperature: float) -> list[float]:

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import PREFIX, Role, Siblings, TokenTree, path_to
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
-from outpace.models.base import Model, Part, chain
-from outpace.rules.base import rank_rows
+from outpace.models.base import Model, Part, chain, score_held
+from outpace.rules.base import best_rows, rank_rows
 
 _CHUNK = 256  # prompt tokens a forward
+_CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 
 
@@ -104,18 +101,19 @@ class ModelDrafter:
             for job in jobs
             for node in job.frontier
         ]
-        ranked = rank_rows(self._model.score(parts), rows)
-        offers = iter(_offers(ranked, min(self._options.width + _SPARE, self._model.vocab_size)))
+        held = score_held(self._model, parts)
         for job in jobs:
             self._settle(*job)
         added, row = [], 0
         for job in jobs:
-            mine = list(islice(offers, len(job.frontier)))
+            mine = slice(row, row + len(job.frontier))
+            row = mine.stop
             if job.state.request.rule.siblings is Siblings.DRAWN:
-                added.append(draw_child(job.tree, job.frontier[0], ranked[row], job.state.request))
+                ranked = rank_rows(held.wide(mine), rows[mine])
+                added.append(draw_child(job.tree, job.frontier[0], ranked[0], job.state.request))
             else:
-                added.append(self._add(*job, mine))
-            row += len(mine)
+                offers = best_rows(held.part(mine), rows[mine], self._options.width + _SPARE)
+                added.append(self._add(*job, offers))
         return added
 
     def observe(self, state: ModelState, seen: Observation) -> None:
@@ -135,6 +133,15 @@ class ModelDrafter:
     def close(self, state: ModelState) -> None:
         state.session = None
 
+    def remember(self) -> dict[str, Any]:
+        """What a profile keeps: how the draft's chances came true, for greedy and for sampled requests."""
+        return {name: self._choices[is_greedy].remember() for name, is_greedy in _CHOICES.items()}
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        """Begins from a profile."""
+        for name, is_greedy in _CHOICES.items():
+            self._choices[is_greedy].recall(kept[name])
+
     def _frontier(self, state: ModelState, tree: TokenTree) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
         child, so a node comes after its parent or together with it."""
@@ -148,7 +155,7 @@ class ModelDrafter:
             if tree.ids[node] not in state.slots
             and tree.scores[node] >= floor
             and tree.roles[node] is not Role.PROBE
-            and tree.depth(node) <= room
+            and (len(tree) <= room or tree.depth(node) <= room)
         ]
         best = heapq.nsmallest(self._options.width, open_nodes, key=lambda node: (-tree.scores[node], node))
         return sorted(best)
@@ -234,16 +241,6 @@ class ModelDrafter:
 def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
     """The tokens from below the root down to a node."""
     return tuple(tree.tokens[other] for other in path_to(tree, node)[1:])
-
-
-def _offers(ranked: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
-    """The best `count` tokens of each row with their values, without what the request's options filter out."""
-    best = torch.topk(ranked, count)
-    offers = []
-    for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-        possible = sum(value > -math.inf for value in values)
-        offers.append((tokens[:possible], values[:possible]))
-    return offers
 
 
 def build(options: Options, *, draft: Model | None = None, **_: object) -> ModelDrafter:

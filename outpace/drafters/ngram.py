@@ -15,6 +15,8 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import DraftState, Observation, Request
 from outpace.drafters._chance import Rate
 
+FREE = True  # it runs no model
+
 
 @dataclass(frozen=True)
 class Options:
@@ -65,6 +67,15 @@ class Ngram:
 
     def close(self, state: NgramState) -> None:
         state.ends.clear()
+
+    def remember(self) -> list[float]:
+        """What a profile keeps: how often copies came true."""
+        return [rate.remember() for rate in self._rates]
+
+    def recall(self, kept: Sequence[float]) -> None:
+        """Begins from a profile."""
+        for rate, value in zip(self._rates, kept, strict=False):
+            rate.recall(float(value))
 
     def _grow_one(self, state: NgramState, tree: TokenTree) -> int:
         self._index(state)

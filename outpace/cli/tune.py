@@ -1,0 +1,60 @@
+"""`outpace tune`: measures a pair on this machine, and keeps what the planner is to begin with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outpace.cli import display
+from outpace.cli.options import Json, Loading, flags
+
+if TYPE_CHECKING:
+    from outpace.tuning import Tuned
+
+
+@flags
+def tune(
+    loading: Loading,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer that is timed.")] = 96,
+    rounds: Annotated[int, typer.Option(help="How often each prompt is answered by each way.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Measure this pair of models on this machine, and keep a profile for method auto."""
+    from outpace.tuning import TuneOptions, tune
+
+    options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
+    with (
+        loading.open({}, quiet=as_json) as llm,
+        display.LoadingBar(as_json, 0.0) as progress,
+    ):
+        found = tune(llm.target, llm.draft, options, progress)
+    if as_json:
+        display.print_json(_record(found))
+        return
+    display.stdout().print(_table(found))
+    kept = f"kept in {found.path}" if found.path else "not kept: the cache folder cannot be written"
+    display.say(f"method auto will be {found.chosen!r} for this pair; {kept}")
+
+
+def _record(found: Tuned) -> dict[str, Any]:
+    record = asdict(found)
+    del record["options"]
+    return record | {"path": str(found.path) if found.path else None}
+
+
+def _table(found: Tuned) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), title="what was measured", title_justify="left")
+    table.add_column("what", style="cyan")
+    table.add_column("", justify="right")
+    for rows, seconds in found.rounds.items():
+        table.add_row(f"a round of {rows} row{'s' if rows > 1 else ''}", f"{seconds * 1e3:.2f} ms")
+    if found.draft:
+        table.add_row("a step of the draft", f"{found.draft * 1e3:.2f} ms")
+    plain = found.rates.get("autoregressive", 0.0)
+    for name, rate in found.rates.items():
+        times = f"  {rate / plain:.2f}x" if plain else ""
+        table.add_row(f"by {name}", f"{rate:.1f} tokens/s{times}")
+    return table

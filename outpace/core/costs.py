@@ -1,0 +1,123 @@
+"""What rounds cost and what they give, learnt while they run: the numbers by which the planner chooses.
+
+Everything is a median or a running mean over the recent past, so that a machine which others use too is followed. What
+was never measured is taken to cost nothing beyond what is known: so it is tried, and then it is known.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+_KEPT = 9  # samples of one kind; their median counts
+_TRIED = 2  # so many samples make a row count known
+_FADE = 0.95  # of the past's weight in running means, a round
+_LEAST_ROW = 0.01  # of a one-row pass: what one more row costs at least, until it is measured
+
+
+class Mean:
+    """A running ratio of two sums, which starts from a prior worth `weight`."""
+
+    def __init__(self, prior: float, weight: float, fade: float = _FADE) -> None:
+        self._above, self._below, self._fade = prior * weight, weight, fade
+
+    @property
+    def value(self) -> float:
+        return self._above / self._below if self._below else 0.0
+
+    def learn(self, above: float, below: float = 1.0) -> None:
+        self._above = self._above * self._fade + above
+        self._below = self._below * self._fade + below
+
+
+class Costs:
+    """Seconds by what is done, tokens by seconds, and how far the drafter's promises are kept. Not for two threads.
+
+    `rows` are those of the whole pass, of all requests together.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
+        self.seen = 0  # rounds
+        self._curve: tuple[list[int], list[float]] | None = None
+        self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
+        self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
+        self.trust = Mean(1.0, 2.0)  # accepted tokens over the chance that the drafter gave them
+        self.growth = Mean(0.8, 4.0)  # of the chance at the leaves, what one more layer puts below them
+
+    def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
+        """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
+        self._rounds.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(seconds - drafting)
+        self._curve = None
+        self.seen += 1
+        self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
+
+    def drafted(self, seconds: float, free: bool) -> None:
+        """The drafter grew all trees once. `free`: its parts that run no model."""
+        self._draft[free].append(seconds)
+
+    def latest_draft(self, free: bool) -> float:
+        """Seconds of the last growth."""
+        return self._draft[free][-1] if self._draft[free] else 0.0
+
+    def draft(self, free: bool) -> float:
+        """Seconds of one growth; 0 until it is known. The lower quartile: now and then a growth reads many tokens."""
+        samples = sorted(self._draft[free])
+        return samples[len(samples) // 4] if len(samples) >= _TRIED else 0.0
+
+    def target(self, rows: int) -> float:
+        """Seconds of a round over so many rows, its drafting not counted; 0 until anything is known."""
+        if not self._rounds:
+            return 0.0
+        if self._curve is None:
+            self._curve = self._rising()
+        counts, seconds = self._curve
+        place = bisect.bisect_left(counts, rows)
+        if place == len(counts):
+            return seconds[-1] + (rows - counts[-1]) * _LEAST_ROW * seconds[0]
+        if place == 0:
+            return seconds[0]
+        share = (rows - counts[place - 1]) / (counts[place] - counts[place - 1])
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+    def price(self, requests: int) -> float:
+        """Tokens a second: what a second is worth. What is written now, at least plain decoding's; 0: unknown."""
+        plain = self.target(requests)
+        measured = self._rates[requests].value if requests in self._rates else 0.0
+        return max(measured, requests / plain if plain else 0.0)
+
+    def _rising(self) -> tuple[list[int], list[float]]:
+        """Row counts and their times; a pass over more rows never counts as the cheaper one."""
+        known = {rows: median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
+        if not known:  # so far nothing was done twice
+            known = {rows: min(times) for rows, times in self._rounds.items()}
+        counts = sorted(known)
+        seconds = [known[rows] for rows in counts]
+        for place in range(len(counts) - 2, -1, -1):
+            seconds[place] = min(seconds[place], seconds[place + 1])
+        return counts, seconds
+
+    def remember(self) -> dict[str, Any]:
+        """What a profile keeps."""
+        rounds = {str(rows): median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
+        draft = {name: self.draft(free) for name, free in (("free", True), ("model", False)) if self.draft(free)}
+        return {"rounds": rounds, "draft": draft, "trust": self.trust.value, "growth": self.growth.value}
+
+    def recall(self, profile: Mapping[str, Any]) -> None:
+        """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
+        for rows, seconds in profile["rounds"].items():
+            self._rounds[_bucket(int(rows))] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
+        for name, free in (("free", True), ("model", False)):
+            if name in profile["draft"]:
+                self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
+        self.trust, self.growth = Mean(float(profile["trust"]), 2.0), Mean(float(profile["growth"]), 4.0)
+        self._curve = None
+
+
+def _bucket(rows: int) -> int:
+    """Row counts that share their samples: all to 16, then in steps of 4, 16, 64."""
+    step = 1 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step

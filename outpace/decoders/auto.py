@@ -1,0 +1,161 @@
+"""The planner: drafts and verifies as much as pays at the moment, and writes plainly where nothing does.
+
+Our own. Chooses by what rounds cost and give here: a second has a price in tokens (Dinkelbach, 1967), and whatever is
+done must bring more than it costs. Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
+
+A node is worth the chance that the target walks it. One more layer of the draft is grown while the chance that it would
+put into the tree outweighs its seconds; of the tree the best n nodes are verified, n where chance minus price is
+largest. The drafter's chances are trusted as far as they came true. Where drafting does not pay it is tried again now
+and then, so seldom that all trials together cost a small share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from heapq import nlargest
+from math import exp
+from typing import Any
+
+from outpace.core.costs import Costs, Mean
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.tree import Role, Siblings, TokenTree, best_nodes
+from outpace.core.types import Commit, Draft, Verify
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+NEEDS = "drafter"
+_FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
+_BEAM = 4  # leaves that one layer is expected to expand
+_FIRST = 4  # nodes that are expected to be verified, before any were, and at least
+
+
+@dataclass(frozen=True)
+class Options:
+    """`deepest`: layers of the draft model a round at most; `trials`: the share of the time that may go into trying
+    again what did not pay."""
+
+    deepest: int = 16
+    trials: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_whole("deepest", self.deepest, 1, 256)
+        check_range("trials", self.trials, 0.0, 1.0)
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Plan, grow, verify, learn, commit."""
+    if place.request.rule.siblings is not Siblings.PICKED:
+        raise UserError(
+            "method auto cuts drafts by what they are and by the clock, a rule that judges draws does not take that"
+        )
+    planner = _Planner(place, options)
+    tree = TokenTree(place.last_token)
+    while True:
+        planner.begin()
+        yield from _grow(tree, planner)
+        tree = tree.copy(best_nodes(tree, planner.nodes(tree)))
+        picks = yield Verify(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        planner.learn(tree, len(verdict.path) - 1)
+        tree = yield Commit(tree, verdict)
+
+
+def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
+    """Layers while they pay: first what costs no model, then the model's."""
+    if planner.budget < 2:
+        return
+    yield Draft(tree, free=True)
+    while planner.pays(tree):
+        chance = planner.chance(tree)
+        if not (yield Draft(tree, free=False)):
+            return
+        planner.grown(tree, chance)
+
+
+class _Planner:
+    """The choices of one request, by the engine's costs and what this request's drafts were worth so far."""
+
+    def __init__(self, place: Place, options: Options) -> None:
+        self._place, self._options = place, options
+        self._costs: Costs = place.costs
+        self._trust = Mean(self._costs.trust.value, 2.0, _FADE)
+        self._idle = 0.0  # seconds of rounds since a model was asked last
+        self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
+        self._is_trial = False
+        self._verified = _FIRST  # nodes in the last round that drafted
+        self._at_leaves = 1.0
+        self.layers = 0  # that the model grew in this round
+
+    @property
+    def budget(self) -> int:
+        return self._place.budget
+
+    def begin(self) -> None:
+        """A round begins: the prices that hold in it."""
+        self.layers, self._is_trial = 0, False
+        self._price = self._costs.price(self._place.requests)
+        self._layer_cost = self._price * self._costs.draft(False) / self._place.requests
+
+    def pays(self, tree: TokenTree) -> bool:
+        """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
+        if self.layers >= (self._options.deepest if self._costs.draft(False) else 2):
+            return False
+        self._at_leaves = self._chance_at_leaves(tree)
+        gain = self._trust.value * self._costs.growth.value * self._at_leaves
+        if gain > self._layer_cost:
+            return True
+        self._is_trial = self._is_due()
+        return self._is_trial
+
+    def chance(self, tree: TokenTree) -> float:
+        """Tokens that the drafter promises of the nodes which would be verified."""
+        return sum(nlargest(self._verified, map(exp, tree.scores[1:])))
+
+    def grown(self, tree: TokenTree, before: float) -> None:
+        """A layer was added to a tree whose `chance` was `before`."""
+        self.layers += 1
+        if self._is_trial:
+            self._trial_cost = self._costs.latest_draft(False)
+        self._costs.growth.learn(self.chance(tree) - before, self._at_leaves)
+
+    def _is_due(self) -> bool:
+        cost = max(self._trial_cost, 3 * self._costs.draft(False))
+        return not self.layers and cost < self._options.trials * self._idle
+
+    def nodes(self, tree: TokenTree) -> int:
+        """How many of the best nodes are verified, the root included."""
+        if self._is_trial:
+            return min(self.budget, 2)
+        others = self._place.rows_of_others
+        chances = nlargest(self.budget - 1, (exp(score) for score in tree.scores[1:]))
+        base = self._costs.target(others + 1)
+        best, best_worth, gain = 1, 0.0, 0.0
+        for count, chance in enumerate(chances, 2):
+            gain += chance * self._trust.value
+            worth = gain - self._price * (self._costs.target(others + count) - base)
+            if worth > best_worth:
+                best, best_worth = count, worth
+        return best
+
+    def learn(self, tree: TokenTree, accepted: int) -> None:
+        """The target has judged the tree."""
+        if self.layers:
+            self._idle = 0.0
+        else:
+            self._idle += self._costs.target(self._place.requests)
+        if len(tree) == 1:
+            return
+        self._verified = max(len(tree) - 1, _FIRST)
+        promised = sum(exp(score) for score in tree.scores[1:])
+        self._trust.learn(accepted, promised)
+        self._costs.trust.learn(accepted, promised)
+
+    def _chance_at_leaves(self, tree: TokenTree) -> float:
+        """That the target walks to one of the nodes which the next layer would stand below: the likeliest leaves."""
+        leaves = (
+            exp(tree.scores[node])
+            for node in range(len(tree))
+            if not tree.children(node) and tree.roles[node] is not Role.PROBE
+        )
+        return min(1.0, sum(nlargest(_BEAM, leaves)))

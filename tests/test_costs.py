@@ -1,0 +1,120 @@
+"""What rounds cost: medians, nothing unknown is held to be dear, and a profile brings back what it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outpace import profiles
+from outpace.core.costs import Costs, Mean
+
+
+def costs_of(*rounds: tuple[int, float]) -> Costs:
+    costs = Costs()
+    for rows, seconds in rounds:
+        costs.round(1, rows, 1, seconds, 0.0)
+    return costs
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Costs().target(4) == Costs().draft(False) == Costs().price(1) == 0.0
+
+
+def test_medians_stand_against_outliers() -> None:
+    costs = costs_of((1, 6.0), (1, 60.0), (1, 6.2), (1, 5.9), (1, 6.1))
+    assert costs.target(1) == 6.1
+
+
+def test_times_between_known_rows_are_interpolated_and_never_fall() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0), (9, 10.0), (9, 10.0), (5, 12.0), (5, 12.0))
+    assert costs.target(5) == 10.0
+    assert costs.target(3) == pytest.approx(8.0)
+    assert [costs.target(rows) for rows in range(1, 12)] == sorted(costs.target(rows) for rows in range(1, 12))
+
+
+def test_unknown_rows_are_held_to_be_cheap_so_that_they_are_tried() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0))
+    assert 6.0 < costs.target(8) < 6.5
+
+
+def test_one_slow_sample_does_not_make_a_row_count_dear() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0), (8, 60.0))
+    assert costs.target(8) < 6.5
+
+
+def test_drafting_is_not_part_of_a_round() -> None:
+    costs = Costs()
+    costs.round(1, 2, 2, 10.0, 4.0)
+    assert costs.target(2) == 6.0
+    assert costs.price(1) == pytest.approx(0.2)
+
+
+def test_the_price_is_at_least_plain_decodings() -> None:
+    costs = costs_of((1, 5.0), (1, 5.0), (4, 50.0), (4, 50.0))
+    assert costs.price(1) == pytest.approx(0.2)
+    assert costs.price(4) == pytest.approx(4 / 50.0)
+
+
+def test_a_growth_that_read_a_prompt_does_not_count() -> None:
+    costs = Costs()
+    assert costs.draft(False) == 0.0
+    for seconds in (30.0, 0.8, 0.7, 0.9):
+        costs.drafted(seconds, free=False)
+    assert costs.draft(False) == 0.8
+    assert costs.draft(True) == 0.0
+
+
+def test_a_mean_forgets() -> None:
+    mean = Mean(1.0, 2.0, fade=0.9)
+    for _ in range(100):
+        mean.learn(0.0)
+    assert mean.value < 1e-4
+
+
+LEARNT = {
+    "rounds": {"1": 6.0, "4": 6.5, "8": 7.5},
+    "draft": {"model": 0.8, "free": 0.05},
+    "trust": 0.9,
+    "growth": 0.6,
+    "method": "auto",
+    "drafters": {},
+}
+ABOUT = {"target": {"name": "a"}, "cores": 2}
+
+
+def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
+    costs = Costs()
+    costs.recall(LEARNT)
+    assert profiles.write(ABOUT, costs.remember() | {"method": "auto", "drafters": {}}, tmp_path)
+    assert profiles.read(ABOUT, tmp_path) == LEARNT
+    assert profiles.read(ABOUT | {"cores": 4}, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text.replace("6.0", "-6.0"),
+        lambda text: text.replace("6.0", "NaN"),
+        lambda text: text.replace('"8"', '"eight"'),
+        lambda text: text.replace('"trust": 0.9', '"trust": "much"'),
+        lambda text: text.replace('"trust"', '"thrust"'),
+        lambda text: text.replace('"name": "a"', '"name": "b"'),
+    ],
+)
+def test_a_damaged_or_foreign_profile_is_ignored_and_said(tmp_path: Path, damage) -> None:
+    path = profiles.write(ABOUT, LEARNT, tmp_path)
+    assert path is not None
+    path.write_text(damage(json.dumps({"about": ABOUT, "learnt": LEARNT})))
+    with pytest.warns(UserWarning, match="is ignored .* measured anew"):
+        assert profiles.read(ABOUT, tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert profiles.write(ABOUT, LEARNT, blocked) is None

@@ -1,0 +1,130 @@
+"""The planner on a clock of its own: it gains where drafts are good, and loses next to nothing where they are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from doubles import make_request
+
+from outpace.core.costs import Costs
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Draft, Verify
+from outpace.decoders import auto
+
+PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
+RIGHT, WRONG = 1, 0
+
+
+class World:
+    """A target that always writes RIGHT and a drafter of chains, with stated times, served as by the engine."""
+
+    def __init__(self, promise: float, is_right: Callable[[int], bool], step: float = STEP, **request: object) -> None:
+        self.promise, self.is_right, self.step = promise, is_right, step
+        self.costs, self.seconds, self.written, self.asked, self.lag = Costs(), 0.0, 0, 0, 100
+        rule = make_request((1,), **request)
+        self.place = SimpleNamespace(
+            request=rule, budget=16, requests=1, rows_of_others=0, costs=self.costs, last_token=RIGHT
+        )
+
+    def run(self, tokens: int, options: auto.Options | None = None) -> float:
+        """Writes so many tokens; how much faster that was than plain decoding."""
+        coroutine = auto.decode(self.place, options or auto.Options())
+        ask, drafting = coroutine.send(None), 0.0
+        while self.written < tokens:
+            if isinstance(ask, Draft):
+                seconds = 0.0 if ask.free else self.step + self.lag * 0.05  # what was written is read first
+                drafting += seconds
+                self.costs.drafted(seconds, bool(ask.free))
+                ask = coroutine.send(0 if ask.free else self.grow(ask.tree))
+            elif isinstance(ask, Verify):
+                rows = len(ask.tree)
+                ask = coroutine.send([RIGHT] * rows)
+                assert isinstance(ask, Commit)
+                emitted = len(ask.verdict.path)
+                seconds = PASS + ROW * max(rows - 4, 0) + drafting
+                self.costs.round(1, rows, emitted, seconds, drafting)
+                self.seconds, self.written = self.seconds + seconds, self.written + emitted
+                self.lag += emitted
+                drafting, ask = 0.0, coroutine.send(TokenTree(RIGHT))
+        return self.written * PASS / self.seconds
+
+    def grow(self, tree: TokenTree) -> int:
+        """One more token at the end of the chain, with the promised chance."""
+        self.asked, self.lag = self.asked + 1, 0
+        leaf = len(tree) - 1
+        token = RIGHT if self.is_right(self.written + leaf) else WRONG
+        tree.add(leaf, token, tree.scores[leaf] + math.log(self.promise))
+        return 1
+
+
+def test_a_perfect_draft_gains_what_its_cost_allows() -> None:
+    """Chains of g tokens give (g + 1) PASS / (PASS + g STEP + rows): some 4.6 at the best g below the budget's 16."""
+    assert World(0.97, lambda place: True).run(600) > 4.0
+
+
+def test_a_draft_that_is_mostly_right_gains() -> None:
+    assert World(0.7, lambda place: place % 10 < 7).run(600) > 1.4
+
+
+@pytest.mark.parametrize("promise", [0.95, 0.5, 0.05])
+def test_a_garbage_draft_loses_next_to_nothing(promise: float) -> None:
+    assert World(promise, lambda place: False).run(512) > 0.97
+
+
+def test_a_draft_that_turns_to_garbage_is_left() -> None:
+    world = World(0.9, lambda place: place < 256)
+    world.run(256)
+    before, asked = world.seconds, world.asked
+    world.run(768)
+    assert 512 * PASS / (world.seconds - before) > 0.97
+    assert world.asked - asked < 80
+
+
+def test_a_draft_that_recovers_is_taken_up_again() -> None:
+    world = World(0.9, lambda place: place >= 400)
+    world.run(400)
+    before = world.seconds
+    world.run(2400)
+    assert 2000 * PASS / (world.seconds - before) > 1.5
+
+
+def test_a_draft_as_slow_as_the_target_is_not_used() -> None:
+    world = World(0.9, lambda place: True, step=6.0)
+    assert world.run(512) > 0.97
+    assert world.asked < 20
+
+
+def test_without_trials_nothing_is_tried_again() -> None:
+    world = World(0.9, lambda place: False)
+    world.run(400, auto.Options(trials=0.0))
+    asked = world.asked
+    world.run(800, auto.Options(trials=0.0))
+    assert world.asked - asked < 12  # a new request trusts the engine's experience, which is bad
+
+
+def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
+    """A node worth .1 token is not verified where its row costs .3 of a pass."""
+    costs = Costs()
+    for _ in range(3):
+        for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6)):
+            costs.round(1, rows, 1, seconds, 0.0)
+    place = SimpleNamespace(budget=8, requests=1, rows_of_others=0, costs=costs, request=None, last_token=1)
+    planner = auto._Planner(place, auto.Options())
+    planner.begin()
+    tree = TokenTree(1)
+    for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
+        tree.add(0, token, math.log(chance))
+    assert planner.nodes(tree) == 2
+    place.rows_of_others = 3
+    assert planner.nodes(tree) in (1, 2)
+
+
+def test_rules_that_judge_draws_are_refused() -> None:
+    """Cutting a chain by what was drawn would favour tokens."""
+    place = World(0.9, lambda place: True, rule="rejection", temperature=1.0).place
+    with pytest.raises(UserError, match="a rule that judges draws does not take that"):
+        auto.decode(place, auto.Options()).send(None)
