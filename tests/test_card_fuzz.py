@@ -60,7 +60,7 @@ def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -
     width, tree_nodes = chance.randint(1, 5), chance.choice((4, 8, 16, 64))
     inner = "model" if kind == "failing" else kind
     drafter = make_drafter(inner, target, width=width, tree_nodes=tree_nodes, floor=chance.choice((0.0, 0.005)))
-    watched = drafter._parts[1] if kind == "both" else drafter
+    watched = drafter.parts[1] if kind == "both" else drafter
     if kind == "failing":
         drafter = failing(drafter, chance.choice(("grow", "observe", "open")), chance.randrange(12))
     return drafter, watched

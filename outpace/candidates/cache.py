@@ -47,6 +47,15 @@ class Correction(NamedTuple):
     is_hit: bool
 
 
+class Sight(NamedTuple):
+    """Which candidates the target sees. `secondary`: those of B that the drafter did not take up; `late`: those that
+    came while it ran; `chain`: of all, it verifies the walk down the best children alone. The defaults see most."""
+
+    secondary: bool = True
+    late: bool = True
+    chain: bool = False
+
+
 class CandidateCache:
     """Candidates of one request below the last committed token. Two threads meet here, under one lock.
 
@@ -63,6 +72,7 @@ class CandidateCache:
         self._seen = 0  # nodes there at the last query
         self.epoch = 0
         self.missed = True  # nothing is there yet: the first query, too, may wait for a short draft
+        self.sight = Sight()
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -98,7 +108,11 @@ class CandidateCache:
         """The target's thread: a copy of the best `budget` nodes, the root included; maybe the root alone."""
         with self._lock:
             self._seen = len(self._tree)
-            return self._tree.copy(best_nodes(self._tree, max(budget, 1)))
+            tree = self._tree
+            if not self.sight.secondary:
+                tree = tree.copy([node for node in range(len(tree)) if self._sees(node)])
+            choose = _best_chain if self.sight.chain else best_nodes
+            return tree.copy(choose(tree, max(budget, 1)))
 
     def late(self, tree: TokenTree) -> int:
         """Appends to a queried tree the children that its nodes got since the query; they have no score row yet."""
@@ -107,7 +121,7 @@ class CandidateCache:
             verified = len(tree)
             for node in range(self._seen, len(self._tree)):
                 parent = places.get(self._tree.ids[self._tree.parents[node]])
-                if parent is not None:
+                if parent is not None and self._sees(node):
                     mine = self._tree
                     tree.add(parent, mine.tokens[node], mine.scores[node], mine.roles[node], node_id=mine.ids[node])
             return len(tree) - verified
@@ -127,6 +141,7 @@ class CandidateCache:
                 tokens.append(verdict.next_token)
                 assert root is not None
                 root = self._tree.child(root, verdict.next_token)
+                root = None if root is None or not self._sees(root) else root
                 kind = "miss" if root is None else self._tree.roles[root].value
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child is the new root
@@ -150,6 +165,12 @@ class CandidateCache:
             self._give_up()
             self._lock.notify_all()
 
+    def _sees(self, node: int) -> bool:
+        """Whether the target may see a node. One of B that has children was taken up: it is like one of C."""
+        is_early = self.sight.late or node < self._seen
+        is_primary = self._tree.roles[node] is not Role.SECONDARY
+        return is_early and (self.sight.secondary or is_primary or bool(self._tree.children(node)))
+
     def _give_up(self) -> None:
         self.counts["nothing to offer"] += 1
         self.layers = 1 << 30
@@ -163,3 +184,11 @@ class CandidateCache:
         else:
             self._tree = self._tree.copy(self._tree.subtree(root))
         self._places = {node_id: node for node, node_id in enumerate(self._tree.ids)}
+
+
+def _best_chain(tree: TokenTree, count: int) -> list[int]:
+    """The walk from the root down the best child of each node, `count` nodes at most."""
+    path = [0]
+    while len(path) < count and (children := tree.children(path[-1])):
+        path.append(max(children, key=lambda child: (tree.scores[child], -child)))
+    return path

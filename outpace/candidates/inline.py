@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Layer
 from outpace.candidates.loop import DraftLoop, Message
-from outpace.core.types import Drafter
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, Observation, Request
 
 T = TypeVar("T")
 
 
 @dataclass
 class SimulatedClock:
-    """Seconds that each thing takes: one forward of the drafter, one pass of the target over n rows."""
+    """Seconds that each thing takes: one forward of the drafter, one pass of the target over n rows.
+
+    `draft_seconds` is asked after each forward, so it may know how wide that was. `shared`: target and drafter have one
+    device and halve it while both work. `target_busy` and `draft_busy` are seconds of work, on a device of its own.
+    """
 
     draft_seconds: Callable[[], float] = lambda: 1.0
     target_seconds: Callable[[int], float] = lambda rows: 4.0
     now: float = 0.0
+    shared: bool = False
+    target_busy: float = 0.0
+    draft_busy: float = 0.0
 
 
 class InlineWorker(Worker):
@@ -37,17 +45,26 @@ class InlineWorker(Worker):
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         result = target_pass()
-        end = self.clock.now + self.clock.target_seconds(rows)
+        clock, begin = self.clock, self.clock.now
+        seconds = clock.target_seconds(rows)
+        end = begin + seconds
         while self._is_running() and self._finish_time() <= end:
             self._finish()
-        self.clock.now = end
+        drafting = (end if self._running else clock.now) - begin
+        clock.target_busy += seconds
+        clock.draft_busy += drafting
+        clock.now = end
+        if clock.shared:
+            self._delay(drafting)
         return result
 
     def wait(self, cache: CandidateCache, layers: int) -> None:
+        before = self.clock.now
         for _ in range(2 * layers):  # a forward for an older tree may be under way, or other requests' turn
             if cache.layers >= layers or not self._is_running():
-                return
+                break
             self._finish()
+        self.clock.draft_busy += self.clock.now - before
 
     def close(self) -> None:
         self._running = None
@@ -81,3 +98,56 @@ class InlineWorker(Worker):
             return
         if layers:
             self._running = (self.clock.now + self.clock.draft_seconds(), layers)
+
+    def _delay(self, seconds: float) -> None:
+        """Both had half of the device for so much of the other's work: all ends later by it."""
+        self.clock.now += seconds
+        if self._running:
+            self._running = (self._running[0] + seconds, self._running[1])
+
+
+class InTurn(Worker):
+    """Nothing runs beside the target; its passes alone move the clock, and those of a `ClockedDrafter` between them."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
+        result = target_pass()
+        seconds = self.clock.target_seconds(rows)
+        self.clock.target_busy += seconds
+        self.clock.now += seconds
+        return result
+
+    def wait(self, cache: CandidateCache, layers: int) -> None:
+        """There is no drafter to wait for."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _post(self, message: Message) -> None:
+        """There is no drafter to tell."""
+
+
+class ClockedDrafter:
+    """A drafter that works in turn with the target: the clock stands at the end of each `grow`."""
+
+    def __init__(self, inner: Drafter, clock: SimulatedClock) -> None:
+        self._inner, self._clock = inner, clock
+
+    def open(self, request: Request) -> Any:
+        return self._inner.open(request)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        added = self._inner.grow(states, trees)
+        seconds = self._clock.draft_seconds()
+        self._clock.draft_busy += seconds
+        self._clock.now += seconds
+        return added
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        self._inner.observe(state, seen)
+
+    def close(self, state: Any) -> None:
+        self._inner.close(state)

@@ -1,0 +1,134 @@
+"""`outpace simulate`: what every method would give with other ratios of times, from a recorded pair or a stated one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outpace.cli import display
+from outpace.cli.options import flags
+from outpace.core.errors import UserError
+
+if TYPE_CHECKING:
+    from outpace.trace import Trace
+
+PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Whose acceptance: a recorded trace's, or a stated one."""
+
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace, written by outpace bench --trace.", rich_help_panel=PAIR)
+    ] = None
+    acceptance: Annotated[
+        float | None, typer.Option(help="Or: the chance that a draft token is right.", rich_help_panel=PAIR)
+    ] = None
+    answers: Annotated[
+        int | None, typer.Option(help="At most so many of the trace's answers.", rich_help_panel=PAIR)
+    ] = None
+    tasks: Annotated[str | None, typer.Option(help="Of these tasks alone: gsm8k,mt_bench", rich_help_panel=PAIR)] = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a pass costs, and where the drafter runs."""
+
+    ratio: Annotated[
+        str,
+        typer.Option(help="T_target / T_draft, several with commas; rows cost nothing more.", rich_help_panel=TIMES),
+    ] = "3.5,7,15"
+    target_times: Annotated[
+        str | None, typer.Option(help="Or measured, rows and time: 1:6.0,4:6.2,16:10", rich_help_panel=TIMES)
+    ] = None
+    draft_times: Annotated[str | None, typer.Option(help="The draft's, the same way.", rich_help_panel=TIMES)] = None
+    devices: Annotated[
+        int, typer.Option(help="2: the drafter has its own; 1: both share one.", rich_help_panel=TIMES)
+    ] = 2
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where the results go."""
+
+    rows: Annotated[Path | None, typer.Option("--json", help="Write the rows here.", rich_help_panel=SHOWN)] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw them here: FILE.png.", rich_help_panel=SHOWN)] = None
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table as markdown.", rich_help_panel=SHOWN)] = False
+
+
+@flags
+def simulate(
+    pair: Pair,
+    times: Times,
+    shown: Shown,
+    methods: Annotated[str | None, typer.Option(help="Some of the table's rows: speculative,card,card-chain")] = None,
+    nodes: Annotated[int, typer.Option(help="Tokens verified a pass, the last written one included.")] = 32,
+    width: Annotated[int, typer.Option(help="Nodes that the drafter expands a forward.")] = 16,
+) -> None:
+    """Simulate every method on two devices, with a recorded pair's acceptance and any ratio of times."""
+    costs = _costs(times)
+    from outpace.simulate import report, run
+    from outpace.simulate.setups import Sizes, chosen
+
+    sizes = Sizes(nodes, width)
+    rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [])
+    trace = _trace(pair)
+    outcomes = []
+    with display.LoadingBar() as bar:
+        for outcome in run.simulate(
+            trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every)
+        ):
+            outcomes.append(outcome)
+            if shown.rows is not None:  # what is done is kept, whatever ends the rest
+                _write(shown.rows, json.dumps(report.as_rows(outcomes), indent=1) + "\n")
+    summary = report.about(trace, sizes, times.devices)
+    title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
+    if shown.markdown:
+        display.stdout().print(report.markdown(outcomes), soft_wrap=True)
+    else:
+        display.stdout().print(report.table(outcomes, title))
+    found = report.as_rows(outcomes)
+    if shown.plot is not None:
+        report.plot(outcomes, title, shown.plot)
+    display.print_json({**summary, "rows": found})
+
+
+def _costs(times: Times) -> list[Any]:
+    """The `Costs` that the flags mean."""
+    from outpace.simulate import costs
+
+    if times.target_times is None and times.draft_times is None:
+        return [costs.by_ratio(ratio) for ratio in costs.ratios(times.ratio)]
+    if times.target_times is None or times.draft_times is None:
+        raise UserError("target-times and draft-times go together, name both or neither")
+    return [costs.measured(times.target_times, times.draft_times)]
+
+
+def _trace(pair: Pair) -> Trace:
+    from outpace import trace
+    from outpace.core.errors import check_whole
+    from outpace.simulate.script import limited
+    from outpace.simulate.stated import stated_trace
+
+    if pair.answers is not None:
+        check_whole("answers", pair.answers, 1)
+    if (pair.trace is None) == (pair.acceptance is None):
+        raise UserError("name a trace with --trace FILE or a chance with --acceptance 0.7, and not both")
+    if pair.trace is not None:
+        tasks = [name.strip() for name in pair.tasks.split(",")] if pair.tasks else []
+        return limited(trace.load(pair.trace), pair.answers, tasks)
+    if pair.tasks is not None:
+        raise UserError("tasks are those of a trace, a stated chance has none")
+    return stated_trace(pair.acceptance or 0.0, pair.answers or 8)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,144 @@
+"""Runs one setup over all answers of a trace, on the simulated clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.candidates.base import Worker
+from outpace.candidates.inline import ClockedDrafter, InlineWorker, InTurn, SimulatedClock
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.core.stats import Figures, fold
+from outpace.core.types import Drafter, Request, Step
+from outpace.engine import Engine, EngineOptions
+from outpace.simulate.costs import Costs
+from outpace.simulate.models import ReplayDraft, ReplayTarget
+from outpace.simulate.script import Script, Scripts, scripts_of
+from outpace.simulate.setups import PLAIN, Setup
+from outpace.trace import Trace
+
+_SEARCHED = 6  # answers by which a draft length is chosen
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One setup at one ratio of times. `seconds` are on the clock, in the costs' unit; shares are of that time. Prompts
+    are read in no time, in all methods."""
+
+    setup: Setup
+    costs: str
+    ratio: float
+    seconds: float
+    tokens: int
+    figures: Figures
+    target_idle: float
+    draft_idle: float
+    draft_length: int | None = None
+    speedup: float = 1.0  # over plain decoding at the same costs
+
+    @property
+    def seconds_a_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+def simulate(
+    trace: Trace,
+    chosen: Sequence[Setup],
+    costs: Sequence[Costs],
+    devices: int = 2,
+    progress: Callable[[str, int, int], None] = lambda what, done, all: None,
+) -> Iterator[Outcome]:
+    """Every setup at all costs, setup by setup; the first must be plain decoding. RuntimeError where a text differs
+    from the recorded one: that would be a bug."""
+    if devices not in (1, 2):
+        raise UserError(f"devices is {devices}, it must be 1 or 2")
+    plain: dict[str, float] = {}
+    for number, (setup, cost) in enumerate((setup, cost) for setup in chosen for cost in costs):
+        progress(f"{setup.name} at {cost.name}", number, len(chosen) * len(costs))
+        outcome = _best(scripts_of(trace, setup.ranks), setup, cost, devices)
+        if setup.method == PLAIN:
+            plain[cost.name] = outcome.seconds_a_token
+        yield replace(outcome, speedup=plain[cost.name] / outcome.seconds_a_token)
+
+
+def _best(scripts: Scripts, setup: Setup, costs: Costs, devices: int) -> Outcome:
+    """With the best draft length, which is found on some of the answers."""
+    if not setup.lengths:
+        return run_setup(scripts, setup, costs, devices)
+    some, best = scripts.some(_SEARCHED), None
+    for length in setup.lengths:
+        found = run_setup(scripts, setup, costs, devices, length, some)
+        if best is not None and found.seconds_a_token > best.seconds_a_token * 1.05:
+            break  # past the best one: what follows is longer still
+        if best is None or found.seconds_a_token < best.seconds_a_token:
+            best = found
+    assert best is not None
+    return run_setup(scripts, setup, costs, devices, best.draft_length)
+
+
+def run_setup(
+    scripts: Scripts,
+    setup: Setup,
+    costs: Costs,
+    devices: int = 2,
+    draft_length: int | None = None,
+    some: Sequence[Script] | None = None,
+) -> Outcome:
+    """One setup over all answers, or over `some` of them, one after the other in one engine."""
+    draft = ReplayDraft(scripts, costs.draft)
+    clock = _Clock(draft.seconds, costs.target, shared=devices == 1)
+    drafter, worker = _parts(setup, draft, clock)
+    values = dict(setup.options) | ({} if draft_length is None else {"draft_length": draft_length})
+    asked = scripts.scripts if some is None else some
+    rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
+    steps: list[Step] = []
+    with Engine(ReplayTarget(scripts), drafter, worker, rows) as engine:
+        for script in asked:
+            steps += _answer(engine, script, setup, registry.build_options(setup.decoder, values), clock)
+    tokens = sum(len(script.tokens) for script in asked)
+    target_idle, draft_idle = (1 - busy / clock.now for busy in (clock.target_busy, clock.draft_busy))
+    figures = replace(fold(steps), draft_seconds=clock.draft_busy, target_seconds=clock.target_busy)
+    return Outcome(setup, costs.name, costs.ratio, clock.now, tokens, figures, target_idle, draft_idle, draft_length)
+
+
+@dataclass
+class _Clock(SimulatedClock):
+    """Stands still while a prompt is read."""
+
+    is_reading: bool = False
+
+    def __post_init__(self) -> None:
+        cost = self.target_seconds
+        self.target_seconds = lambda rows: 0.0 if self.is_reading else cost(rows)
+
+
+def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, Worker]:
+    """The drafter in turn, if one is needed, and what moves the clock."""
+    if setup.decoder.NEEDS is None:
+        return None, InTurn(clock)
+    module = registry.find("drafters", "model")
+    drafter = module.build(registry.build_options(module, setup.options), draft=draft)
+    if setup.decoder.NEEDS == "worker":
+        return None, InlineWorker(drafter, clock)
+    return ClockedDrafter(drafter, clock), InTurn(clock)
+
+
+def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[Step]:
+    """Writes one answer and compares it with the recorded one."""
+    greedy = registry.find("rules", "greedy")
+    request = Request(script.prompt, greedy.build(greedy.Options()), len(script.tokens))
+    run = engine.submit(request, setup.decoder, options)
+    clock.is_reading = True  # the first step reads the prompt, and nothing else
+    while run.finish_reason is None:
+        engine.step()
+        clock.is_reading = False
+    if run.error is not None:
+        raise run.error
+    worker = engine.worker
+    if worker is not None and worker.failure is not None:
+        raise worker.failure
+    if tuple(run.tokens) != script.tokens:
+        raise RuntimeError(f"{setup.name} wrote another text than the recorded one")
+    return run.steps

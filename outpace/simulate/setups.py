@@ -1,0 +1,104 @@
+"""What is simulated: every decoder that there is, and CARD with each of its parts switched off in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import ModuleType
+from typing import Any
+
+from outpace.core import registry
+from outpace.core.errors import UserError, check_whole, unknown
+
+PLAIN = "autoregressive"
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
+_MOST_NODES = 16384
+_BY_WALL_CLOCK = "auto"  # the planner: what it measures here would be this program's own speed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`nodes` the target verifies a pass, the root included; `width` nodes the drafter expands a forward; no more are
+    grown where `tree_nodes` stand."""
+
+    nodes: int = 32
+    width: int = 16
+    tree_nodes: int = 2048
+
+    def __post_init__(self) -> None:
+        check_whole("nodes", self.nodes, 1, 4096)
+        check_whole("width", self.width, 1, 512)
+        check_whole("tree_nodes", self.tree_nodes, 2, _MOST_NODES)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A row of the table: `method` is the decoder's name, `options` are its own and the drafter's by name; of
+    `lengths` the best draft length is taken for each ratio. `ranks`: how many of the draft's tokens a node offers."""
+
+    name: str
+    title: str
+    method: str
+    nodes: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lengths: Sequence[int] = ()
+    ranks: int | None = None
+
+    @property
+    def decoder(self) -> ModuleType:
+        return registry.find("decoders", self.method)
+
+
+def setups(sizes: Sizes) -> list[Setup]:
+    """All of them, plain decoding first, CARD's own last."""
+    tree = {"width": sizes.width, "tree_nodes": sizes.tree_nodes}
+    chain = {"width": 1, "tree_nodes": max(LENGTHS) + 2, "floor": 0.0}
+    n = sizes.nodes
+    found = [
+        Setup(PLAIN, "plain", PLAIN, 1),
+        Setup("speculative-chain", "in turn, chain", "speculative", max(LENGTHS) + 1, chain, LENGTHS),
+        Setup("speculative-tree", f"in turn, {n}-node tree", "speculative", n, tree, LENGTHS),
+    ]
+    for name in registry.names("decoders"):
+        if name not in (PLAIN, "speculative", "card", _BY_WALL_CLOCK):
+            found.append(_other(name, n, tree))
+    return [*found, *_card(n, tree)]
+
+
+def _card(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
+    wide = {"width": 100, "tree_nodes": _MOST_NODES, "floor": 0.0}
+    published = wide | {"chain": True, "secondary": False, "just_in_time": 0}
+    parts: dict[str, tuple[str, dict[str, Any]]] = {
+        "": ("CARD", {}),
+        "-chain": ("CARD, verifies a chain", {"chain": True}),
+        "-no-b": ("CARD, without B", {"secondary": False}),
+        "-no-wait": ("CARD, never waits", {"just_in_time": 0}),
+        "-no-late": ("CARD, without late nodes", {"late": False}),
+    }
+    found = [Setup(f"card{name}", title, "card", nodes, {**tree, **off}) for name, (title, off) in parts.items()]
+    return [*found, Setup("card-published", "CARD as published, K=100", "card", nodes, published, ranks=8)]
+
+
+def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
+    """A decoder with its defaults, and its best draft length if it has one."""
+    options = {field.name for field in fields(registry.find("decoders", name).Options)}
+    return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
+
+
+def chosen(sizes: Sizes, names: Sequence[str]) -> list[Setup]:
+    """Those of these names, or all of a decoder's name; plain decoding is always there. All if no name is given."""
+    every = setups(sizes)
+    if not names:
+        return every
+    allowed = {setup.name for setup in every} | {setup.method for setup in every}
+    if _BY_WALL_CLOCK in names:
+        raise UserError("method auto plans by the wall clock and cannot be simulated")
+    for name in names:
+        if name not in allowed:
+            raise unknown("method", name, allowed)
+    known = {setup.name for setup in every}
+    return [
+        setup
+        for setup in every
+        if setup.name in names or setup.method == PLAIN or (setup.method in names and setup.method not in known)
+    ]

@@ -1,0 +1,310 @@
+"""The simulator: the recorded text comes out of every method, and known formulas of its time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doubles import collect_warnings, decode, make_drafter, write
+from test_card_fuzz import TARGETS, random_clock, random_requests
+
+from outpace.candidates.cache import Candidate, CandidateCache, Layer, Sight
+from outpace.candidates.inline import InlineWorker
+from outpace.core.errors import UserError
+from outpace.core.tree import Role
+from outpace.core.types import Verdict
+from outpace.engine import EngineOptions
+from outpace.models.base import PREFIX, Part, chain
+from outpace.simulate import costs, models
+from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
+from outpace.simulate.run import Outcome, run_setup, simulate
+from outpace.simulate.script import Scripts, limited, scripts_of
+from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
+from outpace.simulate.stated import stated_trace
+from outpace.trace import Trace
+
+SIZES = Sizes(nodes=8, width=3, tree_nodes=64)
+SETUPS = {setup.name: setup for setup in setups(SIZES)}
+PUBLISHED = SETUPS["card-published"]
+SMALLER = {"width": 10, "tree_nodes": 500}  # a hundred wide takes its time
+SETUPS["card-published"] = replace(PUBLISHED, options={**PUBLISHED.options, **SMALLER})
+CHAIN = {"width": 1, "tree_nodes": 64, "floor": 0.0}
+PERFECT, GARBAGE = stated_trace(1.0, 1, 240), stated_trace(0.0, 1, 60)
+MIXED = stated_trace(0.6, 3, 40)
+
+
+def run(trace: Trace, setup: Setup, ratio: float, devices: int = 2, length: int | None = None) -> Outcome:
+    return run_setup(scripts_of(trace, setup.ranks), setup, costs.by_ratio(ratio), devices, length)
+
+
+def card(nodes: int = 64, **options: Any) -> Setup:
+    return Setup("card", "card", "card", nodes, CHAIN | options)
+
+
+def in_turn(length: int) -> Setup:
+    return Setup("chain", "chain", "speculative", length + 1, CHAIN)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
+    setup = replace(SETUPS[name], lengths=SETUPS[name].lengths[:2])
+    plain = SETUPS[PLAIN]
+    *_, outcome = simulate(MIXED, [plain, setup], [costs.by_ratio(5)], devices)  # it raises where the text differs
+    assert outcome.figures.emitted == outcome.tokens == 120
+    assert 0 <= outcome.target_idle < 1
+    assert 0 <= outcome.draft_idle <= 1
+    assert (outcome.figures.accepted > 0) == (name != PLAIN)
+
+
+def test_another_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ReplayTarget._rows
+
+    def wrong(self: ReplayTarget, places: Any) -> torch.Tensor:
+        return rows(self, places).roll(int(any(place.place == 7 for place in places)), 1)
+
+    monkeypatch.setattr(ReplayTarget, "_rows", wrong)
+    with pytest.raises(RuntimeError, match="another text"):
+        run(MIXED, SETUPS[PLAIN], 5)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 3.5, 7.0])
+def test_plain_decoding_takes_a_pass_a_token(ratio: float) -> None:
+    outcome = run(MIXED, SETUPS[PLAIN], ratio)
+    assert outcome.seconds == 120 * ratio
+    assert (outcome.target_idle, outcome.draft_idle) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_perfect_draft_in_turn(length: int) -> None:
+    """(gamma + 1) tokens for gamma draft steps and a pass."""
+    outcome = run(PERFECT, in_turn(length), 5.0, length=length)
+    assert outcome.seconds == 240 / (length + 1) * (length + 5.0)
+    assert outcome.target_idle == pytest.approx(length / (length + 5.0))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_chain_in_turn_against_counting(length: int) -> None:
+    """Each pass accepts the leading tokens that the draft has first; counted from the trace alone."""
+    rounds = steps = 0
+    for answer in MIXED.answers:
+        hits = (answer.draft_tokens[:, 0] == np.array(answer.tokens)).tolist()
+        place = 0
+        while place < len(hits):
+            accepted = 0
+            while accepted < length and place + accepted < len(hits) and hits[place + accepted]:
+                accepted += 1
+            rounds += 1
+            steps += min(length, len(hits) - place + 2)  # behind the end there is no room
+            place += accepted + 1
+    outcome = run(MIXED, in_turn(length), 4.0, length=length)
+    assert outcome.figures.passes == rounds
+    assert outcome.seconds == steps + rounds * 4.0
+
+
+@pytest.mark.parametrize("ratio", [2.0, 7.0, 15.0])
+def test_card_with_a_perfect_chain_is_as_fast_as_its_drafter(ratio: float) -> None:
+    outcome = run(PERFECT, card(), ratio)
+    assert 240 <= outcome.seconds <= 240 + 2 * ratio + 2  # a draft step a token; at first and at last a pass alone
+    assert outcome.figures.misses <= 1  # behind the end
+    assert outcome.draft_idle < 0.1
+
+
+@pytest.mark.parametrize("options", [CHAIN, {"width": 4, "tree_nodes": 128, "floor": 0.0}])
+@pytest.mark.parametrize("ratio", [0.5, 3.5, 15.0])
+def test_a_garbage_draft_beside_costs_nothing(options: dict[str, Any], ratio: float) -> None:
+    outcome = run(GARBAGE, Setup("card", "", "card", 16, options | {"just_in_time": 0}), ratio)
+    assert outcome.seconds == 60 * ratio
+    assert outcome.figures.accepted == 0
+
+
+def test_waiting_for_a_garbage_draft_costs_two_forwards_at_most() -> None:
+    outcome = run(GARBAGE, card(just_in_time=1), 4.0)
+    assert 60 * (4.0 + 1) <= outcome.seconds <= 60 * (4.0 + 2)
+
+
+def test_on_one_device_both_take_their_time() -> None:
+    """A garbage draft that never rests halves the device; a perfect one costs what it costs in turn."""
+    assert run(GARBAGE, card(just_in_time=0), 4.0, devices=1).seconds == 60 * 8.0
+    outcome = run(PERFECT, card(), 4.0, devices=1)
+    assert outcome.seconds == pytest.approx(240 / 4 * 8.0, rel=0.05)
+
+
+def test_the_same_again() -> None:
+    for name in ("card", "speculative-tree", "card-published"):
+        first, again = (run(MIXED, SETUPS[name], 5.0, length=3 if "tree" in name else None) for _ in range(2))
+        assert first == again
+
+
+def test_the_best_draft_length_is_found() -> None:
+    rows = [SETUPS[PLAIN], SETUPS["speculative-chain"]]
+    cheap, dear = (list(simulate(MIXED, rows, [costs.by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))
+    assert cheap.draft_length is not None
+    assert dear.draft_length is not None
+    assert cheap.draft_length > dear.draft_length == 1
+    for length in (2, 8):
+        other = run(MIXED, SETUPS["speculative-chain"], 20.0, length=length)
+        assert cheap.seconds <= other.seconds
+
+
+def test_each_part_of_card_does_something() -> None:
+    """On a trace with much to gain each switch changes the outcome; what the paper had is the slowest but for one."""
+    trace = stated_trace(0.7, 1, 60)
+    found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card")}
+    assert len({outcome.seconds for outcome in found.values()}) == len(found)
+    assert found["card-chain"].seconds > found["card"].seconds
+    assert found["card-no-late"].figures.hits == 0  # what was drafted before a pass is below another root
+    assert found["card-no-wait"].target_idle == 0.0 < found["card"].target_idle
+
+
+def session_with(scripts: Scripts, model: Any, tokens: Any) -> Any:
+    session = model.open(100, 50)
+    model.score([chain(session, tokens)])
+    session.keep(range(len(tokens)))
+    return session
+
+
+def test_rows_on_the_path_and_off_it() -> None:
+    scripts = scripts_of(MIXED)
+    script, draft = scripts.scripts[1], ReplayDraft(scripts, lambda rows: 1.0)
+    session = session_with(scripts, draft, script.text[: script.start + 3])
+    right, wrong = script.text[script.start + 3], (script.text[script.start + 3] + 1) % scripts.names
+    after = script.text[script.start + 4]
+    rows = draft.score([Part(session, (right, wrong, after, after, after), (PREFIX, PREFIX, 0, 1, 1), range(5))])
+    assert [mark == ON_PATH for mark in session.marks[session.length : session.length + 5]] == [True, False] * 2 + [
+        False
+    ]
+    for row, place in ((0, 4), (2, 5)):
+        best = int(rows[row].argmax())
+        assert best == script.draft_tokens[place][0]
+    assert torch.equal(rows[3], rows[4])  # the same path has the same row
+    assert all(int(row.isfinite().sum()) == script.draft_tokens.shape[1] for row in rows)
+    assert draft.seconds() == 1.0
+    assert draft.seconds() == 0.0
+
+
+def test_the_texts_numbers_say_the_same() -> None:
+    scripts = scripts_of(MIXED, ranks=4)
+    for answer, script in zip(MIXED.answers, scripts.scripts, strict=True):
+        same = np.array(answer.tokens)[:, None] == answer.draft_tokens[:, :4]
+        assert np.array_equal(same, np.array(script.tokens)[:, None] == script.draft_tokens)
+        assert len(script.tokens) == len(answer.tokens)
+        assert max(script.text) < scripts.vocab_size
+
+
+def test_a_stated_chance_comes_out() -> None:
+    trace = stated_trace(0.7, 4, 2000)
+    for rank in (1, 2, 3):
+        assert trace.acceptance(rank) == pytest.approx(1 - 0.3**rank, abs=0.02)
+    assert stated_trace(0.7, 1, 20, seed=3).answers[0].tokens == stated_trace(0.7, 1, 20, seed=3).answers[0].tokens
+    for acceptance in (-0.1, 1.1, float("nan")):
+        with pytest.raises(UserError, match="acceptance"):
+            stated_trace(acceptance)
+
+
+def test_some_answers_alone() -> None:
+    assert limited(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
+    assert len(limited(MIXED, 9).answers) == 3
+    with pytest.raises(UserError, match="it has stated"):
+        limited(MIXED, None, ["gsm8k"])
+
+
+def test_measured_times_lie_on_lines() -> None:
+    cost = costs.curve("target-times", "1:6.0,4:6.3,8:7.1")
+    found = [cost(rows) for rows in (1, 2, 4, 6, 8, 16)]
+    assert found == pytest.approx([6.0, 6.1, 6.3, 6.7, 7.1, 8.7])
+    assert costs.curve("x", "4:5,8:4")(16) == 4.0  # more rows are never the cheaper ones
+    assert costs.measured("1:6", "1:1.5").ratio == 4.0
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:x", "0:3", "1:0", "1:nan", "1:-2", "1:2,,"])
+def test_times_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="target-times"):
+        costs.curve("target-times", text)
+
+
+def test_names_of_methods() -> None:
+    assert [setup.name for setup in chosen(SIZES, ["card"])] == [PLAIN, "card"]
+    names = [setup.name for setup in chosen(SIZES, ["speculative", "card-chain"])]
+    assert names == [PLAIN, "speculative-chain", "speculative-tree", "card-chain"]
+    with pytest.raises(UserError, match="did you mean 'card'"):
+        chosen(SIZES, ["cart"])
+    with pytest.raises(UserError, match="wall clock"):
+        chosen(SIZES, ["auto"])
+
+
+def filled() -> CandidateCache:
+    """Below the root 1 and 2 (primary), 3 and 4 (B); 3 was taken up; below 1 stands 5, below 2 stand 6 and 7."""
+    cache = CandidateCache(0)
+    main, rest = Role.PRIMARY, Role.SECONDARY
+    rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
+    rows += [(5, 1, -0.1, main), (6, 2, -1.5, main), (7, 2, -1.4, rest), (8, 3, -0.1, main)]
+    cache.insert(Layer(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows]))
+    return cache
+
+
+def test_a_chain_walks_down_the_best_children() -> None:
+    cache = filled()
+    cache.sight = Sight(chain=True)
+    assert cache.query(8).tokens == [0, 2, 7]
+    assert cache.query(2).tokens == [0, 2]
+    cache.sight = Sight(chain=True, secondary=False)
+    assert cache.query(8).tokens == [0, 2, 6]
+    assert CandidateCache(5).query(4).tokens == [5]
+
+
+@pytest.mark.parametrize(("secondary", "kinds"), [(True, {3: "secondary", 4: "secondary"}), (False, {4: "miss"})])
+def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[int, str]) -> None:
+    for token, kind in ({1: "primary", 9: "miss"} | kinds).items():
+        cache = filled()
+        cache.sight = Sight(secondary=secondary)
+        tree = cache.query(99)
+        assert set(tree.tokens) == ({0, 1, 2, 3, 5, 6, 8} | ({4, 7} if secondary else set()))
+        assert cache.correct(cache.query(1), Verdict([0], token), 1)[0] == kind
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
+    cache = filled()
+    cache.sight = Sight(late=late)
+    tree = cache.query(2)
+    cache.insert(Layer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)]))
+    assert cache.late(tree) == (2 if late else 0)
+    kind, correction = cache.correct(tree, Verdict([0], 10), 2)
+    assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))
+
+
+def test_switches_never_change_the_text() -> None:
+    """Random switches under random interleavings, on toy targets that have rows off the path too."""
+    for seed in range(40):
+        chance = random.Random(seed)
+        target = chance.choice(TARGETS)
+        requests = random_requests(chance, target)
+        switches = {name: chance.random() < 0.5 for name in ("chain", "secondary", "late")}
+        drafter = make_drafter(chance.choice(("model", "both", "perfect")), target, width=chance.randint(1, 5))
+        worker = InlineWorker(drafter, random_clock(chance))
+        worker.clock.shared = chance.random() < 0.5
+        engine = EngineOptions(nodes=chance.randint(1, 10), rows=24, chunk=chance.randint(1, 6), batch=3)
+        options = switches | {"just_in_time": chance.randrange(3)}
+        found, messages = collect_warnings(
+            lambda requests=requests, worker=worker, target=target, engine=engine, options=options: decode(
+                requests, "card", worker=worker, target=target, engine=engine, **options
+            )
+        )
+        assert found.texts == [write(target, request) for request in requests], f"interleaving {seed}"
+        assert not messages
+
+
+def test_a_mark_depends_on_the_whole_path() -> None:
+    script = scripts_of(MIXED).scripts[0]
+    position = script.start + 2
+    wrong = [token for token in range(20) if token != script.text[position]]
+    marks = [models._mark(script, position, ON_PATH, token) for token in wrong]
+    marks += [models._mark(script, position + 1, ON_PATH, token) for token in range(20, 40)]
+    marks += [models._mark(script, position + 1, mark, 5) for mark in marks]
+    assert ON_PATH not in marks
+    assert len(set(marks)) == len(marks)

@@ -1,0 +1,78 @@
+"""`outpace simulate`: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.simulate.stated import stated_trace
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["simulate", *arguments])
+        said = capsys.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return call
+
+
+def test_a_stated_pair(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL)
+    assert code == 0, err
+    assert "in turn, chain" in out
+    found = json.loads(out.strip().splitlines()[-1])
+    assert [row["method"] for row in found["rows"]] == ["autoregressive", "speculative-chain", "card"]
+    assert (found["nodes"], found["width"], found["devices"]) == (8, 3, 2)
+    assert found["rows"][0]["speedup"] == 1.0
+    assert found["rows"][2]["speedup"] > 1.0
+    assert found["rows"][2]["hits"]["miss"] > 0
+
+
+def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
+    stated_trace(0.5, 2, 40).save(tmp_path / "a.trace")
+    times = ("--target-times", "1:6,8:7", "--draft-times", "1:1,4:1.2", "--devices", "1")
+    files = ("--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png"))
+    code, out, err = run(
+        "--trace", str(tmp_path / "a.trace"), "--markdown", "--methods", "card", *SMALL, *times, *files
+    )
+    assert code == 0, err
+    assert out.startswith("| T_target / T_draft | 6 measured |")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows == json.loads(out.strip().splitlines()[-1])["rows"]
+    assert rows[-1]["ratio"] == 6.0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--trace FILE"),
+        (("--acceptance", "0.5", "--trace", "x"), "not both"),
+        (("--acceptance", "1.5"), "acceptance is 1.5"),
+        (("--trace", "nowhere"), "there is no file nowhere"),
+        (("--acceptance", "0.5", "--ratio", "3,x"), "ratio is '3,x'"),
+        (("--acceptance", "0.5", "--ratio", "0"), "ratio is 0"),
+        (("--acceptance", "0.5", "--target-times", "1:3"), "go together"),
+        (("--acceptance", "0.5", "--methods", "cart"), "did you mean 'card'"),
+        (("--acceptance", "0.5", "--devices", "3"), "devices is 3"),
+        (("--acceptance", "0.5", "--nodes", "0"), "nodes is 0"),
+        (("--acceptance", "0.5", "--width", "0"), "width is 0"),
+        (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
+        (("--acceptance", "0.5", "--tasks", "gsm8k"), "tasks are those of a trace"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(run: Run, words: tuple[str, ...], said: str) -> None:
+    code, _, err = run(*words)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1

@@ -1,0 +1,136 @@
+"""Traces: what is recorded is what a slow reading gives, a file gives back what was saved, a torn one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doubles import QuickToy, make_request, write
+from safetensors.numpy import load_file, save_file
+
+from outpace.assemble import Loaded
+from outpace.core.errors import UserError
+from outpace.trace import FORMAT, RecordOptions, Trace, load, record
+
+TARGET, DRAFT = QuickToy(16, 3, 5), QuickToy(16, 3, 5, 0.6)
+LONG = [number * 7 % 16 for number in range(300)]  # more than a forward of the draft takes
+PROMPTS = [[1, 2, 3], LONG, [4]]
+
+
+def loaded(model: Any, name: str) -> Loaded:
+    return Loaded(model, SimpleNamespace(stop_ids=frozenset()), name)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    options = RecordOptions(max_tokens=20, ranks=5)
+    return record(
+        loaded(TARGET, "/somewhere/target"), loaded(DRAFT, "a/draft"), PROMPTS, options, tasks=["a", "b", "a"]
+    )
+
+
+def test_tokens_are_the_targets_and_rows_the_drafts(trace: Trace) -> None:
+    assert (trace.target, trace.draft, trace.vocab_size, trace.ranks) == ("target", "a/draft", 16, 5)
+    for prompt, answer in zip(PROMPTS, trace.answers, strict=True):
+        assert list(answer.tokens) == write(TARGET, make_request(prompt, max_tokens=20))
+        text = [*prompt, *answer.tokens]
+        for place in range(20):
+            before = text[: len(prompt) + place]
+            log_q = torch.log_softmax(DRAFT._row(before).float(), -1)
+            best = torch.topk(log_q, 5)
+            assert answer.draft_tokens[place].tolist() == best.indices.tolist()
+            np.testing.assert_allclose(answer.draft_logprobs[place], best.values, atol=1e-6)
+            log_p = torch.log_softmax(TARGET._row(before), -1)[answer.tokens[place]]
+            assert answer.target_logprobs[place] == pytest.approx(float(log_p), abs=1e-5)
+
+
+def test_acceptance_counts_the_first_ranks(trace: Trace) -> None:
+    places = [(a.tokens[n], a.draft_tokens[n].tolist()) for a in trace.answers for n in range(len(a.tokens))]
+    for rank in (1, 3):
+        assert trace.acceptance(rank) == pytest.approx(sum(token in row[:rank] for token, row in places) / len(places))
+
+
+def test_a_file_gives_back_what_was_saved(trace: Trace, tmp_path: Path) -> None:
+    trace.save(tmp_path / "a.trace")
+    again = load(tmp_path / "a.trace")
+    assert (again.target, again.draft, again.vocab_size) == (trace.target, trace.draft, trace.vocab_size)
+    for mine, other in zip(trace.answers, again.answers, strict=True):
+        assert (mine.prompt, mine.tokens, mine.task) == (other.prompt, other.tokens, other.task)
+        for name in ("target_logprobs", "draft_tokens", "draft_logprobs"):
+            assert np.array_equal(getattr(mine, name), getattr(other, name))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.trace"]
+
+
+def test_a_draft_with_few_tokens_or_a_short_context(tmp_path: Path) -> None:
+    options = RecordOptions(max_tokens=8, ranks=32)
+    found = record(loaded(TARGET, "t"), loaded(QuickToy(12, 3, 5), "d"), [[15, 14]], options)
+    assert found.ranks == 12
+    short = QuickToy(16, 3, 5)
+    short.max_positions = 9
+    with pytest.raises(UserError, match="does not fit the draft's context of 9"):
+        record(loaded(TARGET, "t"), loaded(short, "d"), [[1, 2]], options)
+    with pytest.raises(UserError, match="no prompts"):
+        record(loaded(TARGET, "t"), loaded(DRAFT, "d"), [], options)
+
+
+def rewritten(trace: Trace, file: Path, about: dict[str, str] | None = None, **arrays: Any) -> Path:
+    """The trace's file with some tensors (None: left out) and some of the manifest replaced."""
+    trace.save(file)
+    tensors: dict[str, Any] = {**load_file(file), **arrays}
+    manifest = {"format": FORMAT, "version": "1", "target": "t", "draft": "d", "ranks": "5", "vocab_size": "16"}
+    manifest |= {"tasks": '["a", "b", "a"]'} | (about or {})
+    save_file({name: array for name, array in tensors.items() if array is not None}, file, metadata=manifest)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"tokens": None}, "tokens is missing"),
+        ({"tokens": np.zeros(60, np.int64)}, "tokens is missing or of another type"),
+        ({"draft_tokens": np.zeros(60, np.int32)}, "draft_tokens is missing or of another type"),
+        ({"tokens": np.full(60, 16, np.int32)}, "beyond the vocabulary of 16"),
+        ({"prompt_tokens": np.full(304, -1, np.int32)}, "beyond the vocabulary"),
+        ({"starts": np.array([0, 20, 40, 61])}, "starts does not cut the 60 tokens"),
+        ({"starts": np.array([0, 40, 20, 60])}, "starts does not cut"),
+        ({"starts": np.array([0, 60])}, "more answers than prompts"),
+        ({"starts": np.zeros(0, np.int64)}, "starts does not cut"),
+        ({"draft_tokens": np.zeros((59, 5), np.int32)}, "the draft's rows"),
+        ({"draft_logprobs": np.full((60, 5), np.nan, np.float32)}, "fall from rank to rank"),
+        ({"draft_logprobs": np.tile(np.arange(5, dtype=np.float32), (60, 1))}, "fall from rank to rank"),
+        ({"target_logprobs": np.zeros(3, np.float32)}, "target_logprobs"),
+        ({"about": {"tasks": '["a"]'}}, "names 1 tasks for 3 answers"),
+        ({"about": {"tasks": "["}}, "its manifest"),
+        ({"about": {"vocab_size": "many"}}, "its manifest"),
+        ({"about": {"version": "2"}}, "of version 2"),
+        ({"about": {"format": "pictures"}}, "is no trace"),
+    ],
+)
+def test_what_cannot_be_is_refused(trace: Trace, tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load(rewritten(trace, tmp_path / "a.trace", **arrays))
+
+
+def test_the_sound_file_is_not_refused(trace: Trace, tmp_path: Path) -> None:
+    assert load(rewritten(trace, tmp_path / "a.trace")).tokens == 60
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_torn_file(trace: Trace, tmp_path: Path, share: float) -> None:
+    file = tmp_path / "a.trace"
+    trace.save(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(UserError, match="cannot be read as a trace"):
+        load(file)
+    with pytest.raises(UserError, match="there is no file"):
+        load(tmp_path / "b.trace")
+
+
+def test_a_folder_that_is_not_there(trace: Trace, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        trace.save(tmp_path / "missing" / "a.trace")
