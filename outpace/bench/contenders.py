@@ -1,0 +1,112 @@
+"""Who takes part: our own methods with their options, and other engines, each by the name that tables show."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from outpace.bench import peers
+from outpace.core import registry
+from outpace.core.errors import UserError, unknown
+
+PLAIN = "autoregressive"
+AUTO = "auto"
+SYNTAX = (
+    "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, several joined by commas, as in card:drafter=model+ngram,nodes=8"
+)
+WHOLE = ("nodes", "draft_threads")  # of the engine, not of a method
+YES_OR_NO = ("profile",)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`label` is what was asked for; `options` are those of the library, by name."""
+
+    label: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_peer: bool = False
+
+
+def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
+    """Our own methods; plain decoding is always one of them and comes first: it is what all are held against.
+
+    `common` are options for every method that has a drafter and names no others. UserError for anything unknown.
+    """
+    found = {PLAIN: Contender(PLAIN, PLAIN)}
+    for label, name, own in _split(text):
+        has_drafter = name == AUTO or registry.find("decoders", name).NEEDS is not None
+        values = {option: _value(option, value) for option, value in own.items()}
+        if name == PLAIN and not values:
+            continue
+        if label in found:
+            raise UserError(f"methods has {label} twice")
+        found[label] = Contender(label, name, {**common, **values} if has_drafter else values)
+    return list(found.values())
+
+
+def parse_peers(text: str) -> list[Contender]:
+    """Other engines, by the names of their files."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in peer_names():
+            raise unknown("peer", name, peer_names())
+        if names.count(name) > 1:
+            raise UserError(f"peers has {name} twice")
+    return [Contender(name, name, is_peer=True) for name in names]
+
+
+def peer_names() -> list[str]:
+    """All peers that there are, installed or not."""
+    return sorted(found.name for found in pkgutil.iter_modules(peers.__path__) if not found.name.startswith("_"))
+
+
+def find_peer(name: str) -> ModuleType:
+    """The module of a peer."""
+    return importlib.import_module(f"{peers.__name__}.{name}")
+
+
+def _split(text: str) -> list[tuple[str, str, dict[str, str]]]:
+    """(label, name, options) of each; a part with = and without : is one more option of what stands before it."""
+    found: list[tuple[str, str, dict[str, str]]] = []
+    for part in (part.strip() for part in text.split(",")):
+        head, colon, tail = part.partition(":")
+        is_option = not colon and "=" in part
+        if not part or (is_option and not found):
+            raise UserError(f"methods is {text!r}: {SYNTAX}")
+        if not is_option:
+            found.append((part, head, {}))
+        label, name, options = found[-1]
+        if is_option:
+            found[-1] = (f"{label},{part}" if options else f"{label}:{part}", name, options)
+        if is_option or colon:
+            _add(options, part if is_option else tail, text)
+    return found
+
+
+def _add(options: dict[str, str], part: str, text: str) -> None:
+    option, equals, value = (piece.strip() for piece in part.partition("="))
+    option = option.replace("-", "_")
+    if not (option and equals and value):
+        raise UserError(f"methods is {text!r}: {SYNTAX}")
+    if option in options:
+        raise UserError(f"methods is {text!r}, which gives {option} twice")
+    options[option] = value
+
+
+def _value(option: str, value: str) -> Any:
+    """The engine's own options in their types; those of methods and drafters are read by the library."""
+    if option in YES_OR_NO:
+        if value not in ("true", "false"):
+            raise UserError(f"{option} is {value!r}, it must be true or false")
+        return value == "true"
+    if option in WHOLE:
+        try:
+            return int(value)
+        except ValueError:
+            raise UserError(f"{option} is {value!r}, it must be a whole number") from None
+    return value

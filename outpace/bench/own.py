@@ -1,0 +1,115 @@
+"""Our own methods, seen as any other engine is: one LLM a method over one loaded target and draft."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outpace.asking import Asking
+from outpace.bench.contenders import Contender
+from outpace.bench.peer import Answered
+from outpace.core.types import Step
+from outpace.library import LLM
+from outpace.models.base import chain
+from outpace.running import Running
+
+CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
+
+
+@dataclass(frozen=True)
+class OwnAnswered(Answered):
+    """`positions[i]`: rounds that offered an (i+1)-th token after accepting i, and rounds that accepted it."""
+
+    positions: tuple[tuple[int, int], ...] = ()
+    hits: int = 0
+    misses: int = 0
+
+
+class Own:
+    """One of our methods. Keys and values are not reused between answers, so each reads its own prompt; a planner knows
+    nothing of earlier runs, unless its options say so."""
+
+    def __init__(self, contender: Contender, models: LLM, asking: Asking, most: int) -> None:
+        """`models` has them loaded; `most` answers are written at once at most."""
+        self.name, self.asking, self.precision = contender.label, asking, precision(models)
+        draft = None if contender.name == "autoregressive" else models.draft
+        options: dict[str, Any] = {"batch": max(most, 1), "reuse": False, "profile": False, **contender.options}
+        self.llm = LLM(models.target, draft, method=contender.name, **options)
+
+    def close(self) -> None:
+        """Ends the method's worker."""
+        self.llm.close()
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> OwnAnswered:
+        """As `Peer.answer`; text is made too, as a user has it."""
+        asking = replace(self.asking, max_tokens=max_tokens)
+        called = time.perf_counter()
+        arrivals: list[float] = []
+        counts: list[int] = []
+        rounds = 0
+        with closing(self.llm.stream(list(prompt), asking)) as stream:
+            run: Running = self.llm.engine.waiting[-1]
+            for piece in stream:
+                now = time.perf_counter() - called
+                if len(run.steps) > rounds:
+                    rounds = len(run.steps)
+                    arrivals.append(now)
+                    counts.append(0)
+                counts[-1] += len(piece.tokens)  # a round's drafted tokens are one piece, its last token another
+            result = stream.result
+        return OwnAnswered(
+            tokens=result.tokens,
+            seconds=time.perf_counter() - called,
+            first_token=arrivals[0],
+            arrivals=tuple(arrivals),
+            counts=tuple(counts),
+            drafted=result.figures.drafted,
+            accepted=result.figures.accepted,
+            by_position=tuple(kept / reached for reached, kept in positions(run.steps)),
+            hit_rate=result.figures.hit_rate,
+            positions=positions(run.steps),
+            hits=result.figures.hits,
+            misses=result.figures.misses,
+        )
+
+    def together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
+        """All answers at once: their tokens, and the seconds from the call to the last one's end."""
+        called = time.perf_counter()
+        results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.asking, max_tokens=max_tokens))
+        return [result.tokens for result in results], time.perf_counter() - called
+
+
+def positions(steps: Sequence[Step]) -> tuple[tuple[int, int], ...]:
+    """For each position of a branch: rounds that offered a token there after accepting all before it, and of them those
+    that accepted it."""
+    found = []
+    for place in range(1, max((step.depth_offered for step in steps), default=0) + 1):
+        reached = [step for step in steps if step.depth_offered >= place and step.accepted >= place - 1]
+        if not reached:
+            break
+        found.append((len(reached), sum(step.accepted >= place for step in reached)))
+    return tuple(found)
+
+
+def precision(llm: LLM) -> str:
+    """What the target computes in: int8 by the native kernels, else its dtype."""
+    model = llm.target.model
+    if hasattr(model, "kernels"):
+        return "int8"
+    return str(getattr(model, "dtype", "unknown")).removeprefix("torch.")
+
+
+def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:
+    """How much higher than the second of two tokens the target scores the first after `text` (logits)."""
+    session = model.open(len(text), CHUNK)
+    keep: Sequence[int] = ()
+    for start in range(0, len(text), CHUNK):
+        part = text[start : start + CHUNK]
+        last = [len(part) - 1] if start + CHUNK >= len(text) else []
+        scores = model.score([chain(session, part, last, keep)])
+        keep = range(len(part))
+    first, second = (float(scores[-1, token]) for token in tokens)
+    return first - second

@@ -1,0 +1,171 @@
+"""Writes a model folder as a GGUF file of a wanted precision, once; tokens go in and out as ids, so it has no words.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those that
+`models/gguf_config.py` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.find import cache_folder, resolve, shipped_model
+from outpace.models.gguf_config import LAYER_PARTS, OUTER_PARTS
+from outpace.models.gguf_header import open_gguf
+
+FORMAT_VERSION = 1  # part of the file's name: a change of what is written must raise it
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+TABLES = ("token_embd", "output")  # of 8 bits at least, as llama.cpp's own converter has it
+WIDE = "Q8_0"
+LONGEST_NAME = 80  # characters of the model's own name in the file's
+
+
+def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> Path:
+    """A GGUF file of the model with matrices of `kind`, as Q8_0, Q4_1 or F32: the file that `spec` names if it is one
+    of that kind, else one written under `cache`. UserError for a model that cannot be written, or if the disk refuses.
+    """
+    own = shipped_model() if spec is None else Path(spec).expanduser()
+    if own.is_file() and main_kind(own) == kind:
+        return own
+    folder = resolve(None if spec is None else str(spec))
+    file = (cache or cache_folder()) / "gguf" / f"{folder.name[:LONGEST_NAME]}-{_identity(folder)}-{kind}.gguf"
+    if not file.is_file():
+        _write_whole(folder, kind, file)
+    return file
+
+
+def main_kind(file: Path) -> str:
+    """The name of the type that most matrices of the layers have."""
+    from gguf.constants import GGMLQuantizationType
+
+    counts: Counter[int] = Counter()
+    with open_gguf(file) as header:
+        for name, entry in header.tensors.items():
+            if name.startswith("blk.") and len(entry.shape) == 2:
+                counts[entry.kind] += math.prod(entry.shape)
+    return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
+
+
+def _identity(folder: Path) -> str:
+    """A short name for what the folder holds, by its files' sizes and times: another draft at its place is another."""
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {folder.resolve()}".encode())
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".json", ".safetensors"):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _write_whole(folder: Path, kind: str, file: Path) -> None:
+    """A file of that name is always whole: it takes the name when all of it is written."""
+    with Checkpoint.open(folder) as checkpoint:
+        architecture = _architecture(checkpoint)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.part-", dir=file.parent)
+            os.close(handle)
+            try:
+                write(checkpoint, architecture, kind, Path(temporary))
+                os.replace(temporary, file)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({error.strerror or error})") from error
+
+
+def _architecture(checkpoint: Checkpoint) -> str:
+    """What llama.cpp calls it; UserError for what would come out wrong."""
+    config = from_dict(checkpoint.config)
+    checkpoint.check_shapes(tensor_shapes(config))
+    model_type = str(checkpoint.config.get("model_type", "llama"))
+    is_plain = config.rope_scaling is None and all(window is None for window in config.windows)
+    if model_type not in ARCHITECTURES or not is_plain or not all(config.rotary_layers):
+        allowed = f"{', '.join(ARCHITECTURES)} without scaled positions and windows; or name a GGUF file of that type"
+        raise UserError(f"{checkpoint.path} cannot be written for llama.cpp, allowed are {allowed}")
+    return ARCHITECTURES[model_type]
+
+
+def write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path) -> None:
+    """All tensors, one after the other: memory holds one of them."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    config = from_dict(checkpoint.config)
+    writer = GGUFWriter(file, architecture)
+    _add_fields(writer, config)
+    kinds = {}
+    for name, shape in tensor_shapes(config).items():
+        kinds[name] = GGMLQuantizationType[_kind_of(name, shape, kind)]
+        size = _stored_shape(shape, kinds[name])
+        stored = np.dtype(np.float32 if kinds[name].name == "F32" else np.uint8)
+        writer.add_tensor_info(gguf_name(name), size, stored, math.prod(size) * stored.itemsize, kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, quantisation in kinds.items():
+        values = checkpoint.tensor(name).float().numpy()
+        if architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            values = _side_by_side(values, config.head_dim)
+        writer.write_tensor_data(np.ascontiguousarray(quantize(values, quantisation)))
+    writer.close()
+
+
+def _add_fields(writer: Any, config: LlamaConfig) -> None:
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_quantization_version(2)
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in a GGUF file, from its Hugging Face name."""
+    stem, _, end = name.rpartition(".")
+    outer = {theirs: ours for ours, theirs in OUTER_PARTS.items()}
+    if stem in outer:
+        return f"{outer[stem]}.{end}"
+    number, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{number}.{ {theirs: ours for ours, theirs in LAYER_PARTS.items()}[part] }.{end}"
+
+
+def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
+    """Norms and biases stay float32, and so do rows that are no whole number of blocks."""
+    if len(shape) < 2 or shape[-1] % 32:
+        return "F32"
+    is_table = gguf_name(name).partition(".")[0] in TABLES
+    return WIDE if is_table and kind.startswith("Q") else kind
+
+
+def _stored_shape(shape: tuple[int, ...], kind: Any) -> tuple[int, ...]:
+    """In bytes where values are quantised, in values where not."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    if kind.name == "F32":
+        return shape
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return (*shape[:-1], shape[-1] // block * block_bytes)
+
+
+def _side_by_side(values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows (i, i + d/2) of every head, which turn together, become neighbours. [heads * head_dim, ...]"""
+    halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])  # [heads, 2, head_dim / 2, ...]
+    return halves.swapaxes(1, 2).reshape(values.shape)

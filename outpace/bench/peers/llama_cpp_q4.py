@@ -1,0 +1,14 @@
+"""llama.cpp with 4-bit weights (Q4_1): greedy, by llama-cpp-python; of the shipped model the very file.
+
+llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q4_1 has a scale and a least value for 32 weights.
+"""
+
+from __future__ import annotations
+
+from outpace.bench.peer import Peer, PeerSettings
+from outpace.bench.peers._llama import LlamaCpp
+
+
+def build(settings: PeerSettings) -> Peer:
+    """The peer on the target's file, or on its weights converted once; UserError where it is not installed."""
+    return LlamaCpp("llama_cpp_q4", settings, "Q4_1")

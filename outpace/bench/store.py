@@ -1,0 +1,171 @@
+"""What was measured, kept as it comes: one line a finished answer, so that a bench that stopped goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outpace.core.errors import UserError
+
+ANSWERS = "answers.jsonl"
+SETTINGS = "settings.json"
+ROWS = "rows.json"
+PLOT = "bench.png"
+
+
+class Key(NamedTuple):
+    """Which answer. `batch` prompts at once; with more than one, `prompt` names the group and `task` is "all"."""
+
+    label: str
+    task: str
+    prompt: str
+    round: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished answer, or why there is none (`failed`). With a batch, `texts` has each prompt's tokens.
+
+    Seconds and counts as in `peer.Answered`. `prompts` names the batch's prompts, (task, name) each.
+    """
+
+    label: str
+    task: str
+    prompt: str
+    round: int
+    batch: int = 1
+    is_peer: bool = False
+    precision: str = ""
+    failed: str | None = None
+    tokens: tuple[int, ...] = ()
+    seconds: float = 0.0
+    first_token: float = 0.0
+    arrivals: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    drafted: int | None = None
+    accepted: int | None = None
+    by_position: tuple[float, ...] = ()
+    positions: tuple[tuple[int, int], ...] = ()
+    hit_rate: float | None = None
+    hits: int = 0
+    misses: int = 0
+    prompts: tuple[tuple[str, str], ...] = ()
+    texts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return Key(self.label, self.task, self.prompt, self.round, self.batch)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first round's tokens to the last's."""
+        return self.arrivals[-1] - self.arrivals[0] if len(self.arrivals) > 1 else 0.0
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that arrived in that time."""
+        return sum(self.counts[1:])
+
+
+class Store:
+    """Records by key; with a folder they are written there as they come, and read from there at the start."""
+
+    def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
+        """UserError where the folder holds a bench with other settings, or lines that are no records."""
+        self.folder = folder
+        self.records: dict[Key, Record] = {}
+        self.settings = dict(settings)
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror})") from error
+        self._check_settings(folder / SETTINGS)
+        if (folder / ANSWERS).exists():
+            _mend(folder / ANSWERS)
+            self.records = {record.key: record for record in read_records(folder) if record.failed is None}
+
+    def add(self, record: Record) -> None:
+        """Keeps one; on disk before it counts."""
+        if self.folder is not None:
+            with (self.folder / ANSWERS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        self.records[record.key] = record
+
+    def has(self, key: Key) -> bool:
+        """Whether it is there; one that failed is tried again by the next run."""
+        return key in self.records
+
+    def _check_settings(self, file: Path) -> None:
+        if not file.exists():
+            file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+            return
+        found = read_object(file)
+        for name, value in self.settings.items():
+            if found.get(name) != value:
+                said = f"was made with {name} {found.get(name)!r}, now it is {value!r}"
+                raise UserError(f"{file.parent} {said}; name another folder with --out")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """With what a bench was made; {} where it is not said."""
+    file = folder / SETTINGS
+    return read_object(file) if file.exists() else {}
+
+
+def read_records(folder: Path) -> Iterator[Record]:
+    """All kept records of a folder; UserError for a line that is none."""
+    file = folder / ANSWERS
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    for place, line in enumerate(lines, start=1):
+        if line.endswith("\n"):  # else it is being written, or was torn off
+            yield _record(file, place, line)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A file with one JSON object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is no JSON object ({error})") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is no JSON object")
+    return found
+
+
+def _record(file: Path, place: int, line: str) -> Record:
+    try:
+        found = json.loads(line)
+        known = {field.name for field in fields(Record)}
+        made = Record(**{name: _frozen(value) for name, value in found.items() if name in known})
+        numbers = (made.seconds, made.first_token, *made.arrivals, *made.counts, *made.tokens, made.round, made.batch)
+        if not all(isinstance(number, int | float) for number in numbers) or len(made.arrivals) != len(made.counts):
+            raise ValueError("numbers are missing")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file}, line {place} is no finished answer ({error}); take it out or start anew") from error
+    return made
+
+
+def _frozen(value: Any) -> Any:
+    """JSON's lists as tuples, as they were written."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def _mend(file: Path) -> None:
+    """Cuts off a last line that was torn while it was written."""
+    data = file.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with file.open("r+b") as stream:
+            stream.truncate(whole)

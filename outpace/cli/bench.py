@@ -1,0 +1,271 @@
+"""`outpace bench`: methods and other engines side by side, on the same prompts, in turn."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from outpace.cli import display
+from outpace.cli.generate import INTERRUPTED
+from outpace.cli.options import Loading, flags
+from outpace.cli.writing import MaxTokens, Seed, Temperature
+from outpace.core.errors import UserError, check_whole
+
+if TYPE_CHECKING:
+    from outpace.library import LLM
+
+MEASURED, KEPT = "What is measured", "What is kept"
+QUIET = 60.0  # seconds between two lines where there is no terminal
+WIDTH = 120  # that the table takes at least; a narrower terminal breaks its lines
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Who takes part, on what, and how often."""
+
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Joined by commas: .jsonl files (an object with turns a line), builtin, hub:NAME, or gsm8k, humaneval,"
+            " mgsm, mt_bench from the hub.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = "builtin"
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Joined by commas, each with options of its own if need be:"
+            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always there.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = "auto,card,speculative"
+    peers: Annotated[
+        str, typer.Option(help="Other engines, joined by commas; all: every one.", rich_help_panel=MEASURED)
+    ] = ""
+    prompts: Annotated[int, typer.Option(help="Of each task, the first ones.", rich_help_panel=MEASURED)] = 10
+    rounds: Annotated[int, typer.Option(help="Runs of everything.", rich_help_panel=MEASURED)] = 1
+    batch: Annotated[
+        str, typer.Option(help="Requests at once, as in 1,2,8,16; own methods only.", rich_help_panel=MEASURED)
+    ] = "1"
+    inflate: Annotated[
+        int,
+        typer.Option(help="The target with the cost of one so many times as large.", rich_help_panel=MEASURED),
+    ] = 1
+    max_tokens: MaxTokens = 128
+    temperature: Temperature = 0.0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where results go."""
+
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results as they finish; a bench that stopped goes on.", rich_help_panel=KEPT),
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None
+    plot: Annotated[Path | None, typer.Option(help="File for a picture: .png, .svg, .pdf.", rich_help_panel=KEPT)] = (
+        None
+    )
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Only record what the draft would propose, for outpace simulate.", rich_help_panel=KEPT),
+    ] = None
+
+
+@flags
+def bench(
+    loading: Loading,
+    measuring: Measuring,
+    keeping: Keeping,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Only set two results side by side: files of --json, folders of --out."),
+    ] = None,
+) -> None:
+    """Measure methods and other engines on the same prompts, in turn; is the text the same?"""
+    if compare is not None:
+        _compare(*compare)
+        return
+    options = _options(loading, measuring)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is shown, as after Ctrl-C
+    with _open(loading, options) as llm:
+        if keeping.trace is not None:
+            _trace(llm, options, keeping.trace)
+        elif not _measure(llm, options, keeping, loading.device):
+            raise typer.Exit(INTERRUPTED)
+
+
+def _options(loading: Loading, measuring: Measuring) -> Any:
+    """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
+    from outpace.asking import Asking
+    from outpace.bench import contenders
+    from outpace.bench.run import BenchOptions
+    from outpace.bench.tasks import collect
+
+    if loading.method != "auto":
+        raise UserError(f"--method is {loading.method!r}, a bench takes several: write --methods {loading.method}")
+    check_whole("inflate", measuring.inflate, 1, 64)
+    common = _common(loading)
+    peers = ",".join(contenders.peer_names()) if measuring.peers == "all" else measuring.peers
+    options = BenchOptions(
+        tasks=tuple(part.strip() for part in measuring.tasks.split(",") if part.strip()),
+        methods=tuple(contenders.parse_methods(measuring.methods, common)),
+        peers=tuple(contenders.parse_peers(peers)),
+        prompts=measuring.prompts,
+        rounds=measuring.rounds,
+        batch=_counts(measuring.batch),
+        inflate=measuring.inflate,
+        target=loading.target,
+        asking=Asking(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed),
+    )
+    collect(options.tasks, options.prompts)
+    if options.inflate > 1:
+        _check_inflated(loading, options)
+    return options
+
+
+def _common(loading: Loading) -> dict[str, Any]:
+    """The flags that are options of every method with a drafter, where they were given."""
+    names = ("drafter", "rule", "worker", "draft_threads", "nodes")
+    return {name: value for name in names if (value := getattr(loading, name)) != getattr(Loading, name)}
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--batch is {text!r}, it must be whole numbers joined by commas, as in 1,2,8") from None
+
+
+def _check_inflated(loading: Loading, options: Any) -> None:
+    """Layers that write nothing would be drafted with, or skipped: both would flatter us."""
+    drafters = [str(contender.options.get("drafter", "")) for contender in options.methods]
+    skips = next((name for name in drafters if "layer" in name), None)
+    if str(loading.draft).startswith("layers:") or skips:
+        named = skips or loading.draft
+        raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
+
+
+def _open(loading: Loading, options: Any) -> LLM:
+    extra = {"inflate": options.inflate, "profile": False}
+    return replace(loading, nodes=None, rule="auto", worker="thread", draft_threads=1).open(extra)
+
+
+def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:
+    """Runs what is not there yet, and shows all that is finished; False after Ctrl-C."""
+    from outpace.bench import report
+    from outpace.bench.run import Bench
+    from outpace.bench.store import Store
+
+    facts = report.about(llm, options.inflate, shlex.join(["outpace", *sys.argv[1:]]), device)
+    store = Store(keeping.out, options.settings(llm))
+    with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
+        whole = _run(running)
+        _show(running, facts, keeping)
+    return whole
+
+
+def _run(running: Any) -> bool:
+    """With a bar on stderr where somebody looks on, else a line a minute."""
+    console = display.stderr()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("warming up", total=None)
+
+        said = time.monotonic()
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal said
+            progress.update(task, description=what, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - said > QUIET:
+                said = time.monotonic()
+                display.say(f"{done} of {total}, {what}")
+
+        try:
+            running.measure(report)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> None:
+    """The table, the files, and the line of JSON."""
+    from outpace.bench import report
+    from outpace.bench.plot import plot
+    from outpace.bench.run import with_gaps
+    from outpace.bench.store import PLOT, ROWS
+
+    found = with_gaps(running.rows(), running)
+    plain = report.plain_rows(found, facts)
+    _page().print(report.tables(found, facts))
+    for file in (keeping.json, keeping.out and keeping.out / ROWS):
+        if file is not None:
+            report.write_json(file, plain)
+    pictures = [file for file in (keeping.plot, keeping.out and keeping.out / PLOT) if file is not None]
+    try:
+        for picture in pictures if found else []:
+            plot(found, facts, picture)
+            display.say(f"plot: {picture}")
+    except UserError as error:  # all that was measured is there without it
+        display.say(f"warning: {error}", "yellow")
+    display.print_json({"rows": plain, **facts})
+
+
+def _page() -> Console:
+    console = display.stdout()
+    console.width = max(console.width, WIDTH)
+    return console
+
+
+def _compare(one: Path, other: Path) -> None:
+    from outpace.bench import compare
+
+    first, second = compare.read(one), compare.read(other)
+    found = compare.side_by_side(first, second)
+    console = _page()
+    console.print(compare.table(found))
+    for line in (f"A: {one}", f"B: {other}", *compare.differences(first, second)):
+        console.print(line, style=display.GREY)
+    display.print_json({"a": str(one), "b": str(other), "rows": found})
+
+
+def _trace(llm: LLM, options: Any, file: Path) -> None:
+    """Plain decoding's text and the draft's proposals at every place of it."""
+    from outpace.bench.run import tokens
+    from outpace.bench.tasks import collect
+    from outpace.trace import RecordOptions, record
+
+    if llm.draft is None:
+        raise UserError("--trace records a pair, name a draft with --draft")
+    if not options.asking.sampling.is_greedy:
+        raise UserError("a trace is recorded greedily, leave out --temperature")
+    asked = collect(options.tasks, options.prompts)
+    prompts: Sequence[Sequence[int]] = [tokens(llm, one.text) for one in asked]
+    console = display.stderr()
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("recording", total=len(prompts))
+        settings = RecordOptions(max_tokens=options.asking.max_tokens)
+        trace = record(
+            llm.target,
+            llm.draft,
+            prompts,
+            settings,
+            tasks=[one.task for one in asked],
+            progress=lambda done, total: progress.update(task, completed=done),
+        )
+    trace.save(file)
+    found = {"trace": str(file), "answers": len(prompts), "tokens": trace.tokens}
+    display.say(f"trace: {file}, {trace.tokens} tokens of {len(prompts)} answers")
+    display.print_json(found | {"acceptance": round(trace.acceptance(), 4)})

@@ -1,0 +1,70 @@
+"""Stand-in peers for the bench's tests: files that `outpace.bench.peers` finds beside its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.bench import peers
+
+HEAD = '''"""A stand-in for another engine."""
+
+from outpace.bench.peer import Answered
+from outpace.core.errors import UserError
+from outpace.loading import load
+
+
+class Engine:
+    name, precision = "stand-in", "float32"
+
+    def __init__(self, settings):
+        options = {"runtime": "llama", "dtype": "float32", "method": "autoregressive"}
+        self.llm = load(settings.target, **options)
+
+    def tokens(self, prompt, max_tokens):
+        return self.llm.generate([list(prompt)], max_tokens=max_tokens)[0].tokens
+
+    def answer(self, prompt, max_tokens):
+        tokens = self.tokens(prompt, max_tokens)
+        times = tuple(0.5 + 0.25 * place for place in range(len(tokens)))
+        return Answered(tokens, times[-1], times[0], times, (1,) * len(tokens))
+
+    def close(self):
+        self.llm.close()
+'''
+BODIES = {
+    "right": "def build(settings):\n    return Engine(settings)\n",
+    "coarse": "def build(settings):\n    engine = Engine(settings)\n    engine.precision = 'Q4_0'\n    return engine\n",
+    "wrong": (
+        "class Wrong(Engine):\n"
+        "    def tokens(self, prompt, max_tokens):\n"
+        "        found = list(super().tokens(prompt, max_tokens))\n"
+        "        found[3] = 5 if found[3] != 5 else 6\n"
+        "        return tuple(found)\n\n\n"
+        "def build(settings):\n    return Wrong(settings)\n"
+    ),
+    "failing": (
+        "class Failing(Engine):\n"
+        "    def tokens(self, prompt, max_tokens):\n"
+        "        raise RuntimeError('out of paper')\n\n\n"
+        "def build(settings):\n    return Failing(settings)\n"
+    ),
+    "silent": (
+        "class Silent(Engine):\n"
+        "    def answer(self, prompt, max_tokens):\n"
+        "        return Answered((), 0.0, 0.0, (), ())\n\n\n"
+        "def build(settings):\n    return Silent(settings)\n"
+    ),
+    "absent": "def build(settings):\n    raise UserError('peer absent is not installed: run `pip install absent`')\n",
+    "crashing": "def build(settings):\n    raise OSError('no such library')\n",
+}
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes them to `folder` and lets the bench find them there, until the test is over."""
+    for name, body in BODIES.items():
+        (folder / f"{name}.py").write_text(f"{HEAD}\n\n{body}")
+        monkeypatch.delitem(sys.modules, f"{peers.__name__}.{name}", raising=False)
+    monkeypatch.setattr(peers, "__path__", [*peers.__path__, str(folder)])

@@ -1,0 +1,249 @@
+"""`outpace bench` on a tiny random model with stand-in peers: what it measures, keeps, shows; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from files import weights, write_gguf
+
+from outpace import machine
+from outpace.bench import run as bench_run
+from outpace.bench.contenders import Contender
+from outpace.bench.own import Own, score_gap
+from outpace.bench.run import Bench, BenchOptions, rotated
+from outpace.bench.store import ANSWERS, Store
+from outpace.cli.main import main
+from outpace.loading import load
+
+Run = Callable[..., tuple[int, str, str]]
+COLUMNS = {"task", "method", "peer", "tokens_per_second", "speedup", "mean_accepted_length", "hit_rate", "equal_text"}
+PROMPTS = (("a", "one", "hello world 12 hello"), ("b", "two", "12 12 12"), ("c", "two", "world or world"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tasks") / "prompts.jsonl"
+    lines = [json.dumps({"id": name, "task": task, "turns": [text]}) + "\n" for name, task, text in PROMPTS]
+    file.write_text("".join(lines))
+    return file
+
+
+@pytest.fixture
+def run(
+    tiny: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs a bench on the tiny model: exit code, stdout, stderr."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "peers").mkdir()
+    stand_ins.install(tmp_path / "peers", monkeypatch)
+    monkeypatch.setattr(bench_run, "REST", 0.0)
+    monkeypatch.setattr("outpace.machine.BUFFER", 8192)
+    threads = torch.get_num_threads()
+    common = ("--target", tiny, "--runtime", "llama", "--dtype", "float32", "--tasks", asked, "--max-tokens", 8)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["bench", *map(str, common), *map(str, arguments)])
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err, shown.err
+        return int(end.value.code or 0), shown.out, shown.err
+
+    yield call
+    torch.set_num_threads(threads)
+
+
+def last(out: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def by_label(out: str, task: str = "all", batch: int = 1) -> dict[str, dict[str, Any]]:
+    rows = [row for row in last(out)["rows"] if row["task"] == task and row["batch"] == batch]
+    return {row["method"] or row["peer"]: row for row in rows}
+
+
+def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) -> None:
+    methods = "card:worker=inline,speculative:drafter=ngram,draft_length=2"
+    kept = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "bench.png")
+    code, out, _ = run("--draft", tiny, "--methods", methods, "--peers", "right,coarse", "--batch", "1,2", *kept)
+    assert code == 0
+    found = by_label(out)
+    assert list(found) == ["autoregressive", *methods.split(",s")[:1], "s" + methods.split(",s")[1], "right", "coarse"]
+    for label, row in found.items():
+        assert row.keys() >= COLUMNS
+        assert (row["prompts"], row["failed"]) == (3, 0)
+        assert row["equal_text"] is (None if label == "coarse" else True), label
+        assert row["tokens"] == found["autoregressive"]["tokens"]
+    assert found["card:worker=inline"]["mean_accepted_length"] > 2, "the draft is the target"
+    assert found["card:worker=inline"]["hit_rate"] > 0
+    assert found["card:worker=inline"]["acceptance_by_position"][0] == 1.0
+    assert found["right"]["tokens_per_second"] == pytest.approx(4.0), "as the stand-in says"
+    assert (found["right"]["method"], found["right"]["peer"]) == (None, "right")
+    together = by_label(out, batch=2)
+    assert [row["equal_text"] for row in together.values()] == [True] * 3, "own methods only"
+    assert json.loads((tmp_path / "rows.json").read_text()) == last(out)["rows"]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last(out).keys()
+
+
+def test_a_peer_that_writes_something_else_is_told_where(run: Run, tiny: Path) -> None:
+    _, out, _ = run("--methods", "speculative", "--peers", "wrong")
+    row = by_label(out)["wrong"]
+    assert (row["equal_text"], row["different"], row["compared"]) == (False, 3, 3)
+    assert row["divergence"]["position"] == 3
+    assert row["divergence"]["score_gap"] > 0, "greedy decoding took the token that the target scores highest"
+    assert "wrote token" in out
+
+
+def test_a_peer_that_fails_is_a_row_and_the_others_go_on(run: Run) -> None:
+    code, out, _ = run("--methods", "speculative", "--peers", "failing,silent,right")
+    assert code == 0
+    found = by_label(out)
+    assert (found["failing"]["failed"], found["failing"]["reason"]) == (3, "RuntimeError: out of paper")
+    assert (found["silent"]["failed"], found["silent"]["tokens_per_second"]) == (3, None)
+    assert found["right"]["failed"] == 0
+    assert "failing failed on 2 answers of two: RuntimeError: out of paper" in out
+
+
+def test_peers_that_are_not_to_be_had_are_named(run: Run) -> None:
+    code, out, err = run("--methods", "speculative", "--peers", "absent,crashing,right")
+    assert code == 0
+    assert "absent is left out: peer absent is not installed: run `pip install absent`" in err
+    assert "crashing is left out, it failed to start (OSError: no such library)" in err
+    assert set(by_label(out)) == {"autoregressive", "speculative", "right"}
+
+
+def test_a_bench_goes_on_with_what_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--methods", "speculative", "--out", tmp_path / "out")
+    wrote = Own.answer
+    left = [8]
+
+    def answer(self: Own, prompt: Any, max_tokens: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return wrote(self, prompt, max_tokens)
+
+    monkeypatch.setattr(Own, "answer", answer)
+    code, out, _ = run(*arguments)
+    assert code == 130
+    assert sum(row["prompts"] for row in by_label(out).values()) == 4, "two warm-ups each, then what was finished"
+    monkeypatch.setattr(Own, "answer", wrote)
+    before = (tmp_path / "out" / ANSWERS).read_text()
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert (tmp_path / "out" / ANSWERS).read_text().startswith(before), "nothing is measured twice"
+    assert [row["prompts"] for row in by_label(out).values()] == [3, 3]
+    monkeypatch.setattr(Own, "answer", answer)
+    assert run(*arguments)[0] == 0, "all is there: no answer is asked for"
+    assert (tmp_path / "out" / "rows.json").exists()
+    code, out, _ = run("--compare", tmp_path / "out", tmp_path / "out")
+    assert code == 0
+    assert {row["ratio"] for row in last(out)["rows"]} == {1.0}
+
+
+def test_another_bench_in_the_same_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    assert run("--methods", "speculative", "--out", tmp_path / "out")[0] == 0
+    code, _, err = run("--methods", "speculative", "--out", tmp_path / "out", "--seed", 5)
+    assert code == 2
+    assert "was made with seed 0, now it is 5" in err
+
+
+def test_sampled_texts_are_equal_too_and_nothing_is_learnt(run: Run, tmp_path: Path) -> None:
+    methods = ("auto", "speculative:drafter=ngram")
+    _, out, _ = run("--methods", ",".join(methods), "--temperature", 0.9, "--seed", 3, "--rounds", 2)
+    for row in (by_label(out)[name] for name in methods):
+        assert (row["equal_text"], row["compared"], row["prompts"]) == (True, 6, 3)
+    assert not list(tmp_path.glob("cache/profiles/*")), "a bench starts cold and leaves no profile"
+
+
+def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
+    from outpace import trace
+
+    code, out, _ = run("--draft", tiny, "--trace", tmp_path / "t.trace")
+    assert code == 0
+    found = trace.load(tmp_path / "t.trace")
+    assert [answer.task for answer in found.answers] == ["one", "two", "two"]
+    assert last(out)["acceptance"] == 1.0, "the draft is the target"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "crad"), "did you mean 'card'"),
+        (("--methods", "speculative:breadth=2"), "unknown option of method speculative"),
+        (("--method", "card"), "write --methods card"),
+        (("--peers", "vllm"), "unknown peer 'vllm'"),
+        (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
+        (("--peers", "right", "--inflate", "2"), "an inflated target is ours alone"),
+        (("--inflate", "0"), "inflate is 0"),
+        (("--inflate", "2", "--draft", "layers:0"), "--inflate does not go with layers:0"),
+        (("--batch", "1,x"), "--batch is '1,x'"),
+        (("--batch", "0"), "batch is 0"),
+        (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
+        (("--prompts", "0"), "prompts is 0"),
+        (("--rounds", "0"), "rounds is 0"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--tasks", "/nowhere/p.jsonl"), "/nowhere/p.jsonl cannot be read"),
+        (("--trace", "t.trace", "--draft", "none"), "--trace records a pair"),
+        (("--compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a cannot be read"),
+    ],
+)
+def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path) -> None:
+    _, plain, _ = run("--methods", "speculative")
+    code, out, _ = run("--methods", "speculative", "--inflate", 3, "--plot", tmp_path / "p.svg")
+    assert code == 0
+    assert "INFLATED 3 times" in out
+    assert {row["inflate"] for row in last(out)["rows"]} == {3}
+    assert "INFLATED" in (tmp_path / "p.svg").read_text()
+    assert last(out)["weight_bytes"] > last(plain)["weight_bytes"]
+    assert by_label(out)["speculative"]["tokens"] == by_label(plain)["speculative"]["tokens"]
+
+
+def test_who_comes_first_moves_on() -> None:
+    three = [Contender(name, name) for name in "abc"]
+    assert [[one.label for one in rotated(three, by)] for by in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]
+
+
+def test_a_prompt_that_does_not_fit_is_a_failed_answer(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"turns": ["x" * 500]}) + "\n" + json.dumps({"turns": ["hello"]}) + "\n")
+    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
+        options = BenchOptions((str(file),), (Contender("autoregressive", "autoregressive"),))
+        with Bench(llm, options, Store(None, {}), lambda text: None) as bench:
+            bench.measure(lambda what, done, total: None)
+            (row,) = bench.rows()
+    assert (row.prompts, row.failed) == (1, 1)
+    assert "the target's context holds 128" in str(row.reason)
+
+
+def test_the_gap_of_two_tokens_is_the_targets(tiny: Path) -> None:
+    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
+        text = [5, 6, 7, 8]
+        result = llm.generate([text], max_tokens=1, logprobs=300)[0]
+        best, second = (token for token, _ in result.logprobs[0].top[:2])
+        expected = result.logprobs[0].top[0][1] - result.logprobs[0].top[1][1]
+        assert score_gap(llm.target.model, text, (best, second)) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_pass_reads_the_weights_once(tiny: Path) -> None:
+    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
+        assert machine.weight_bytes(llm.target.model) == sum(values.nbytes for values in weights().values())
+    assert machine.weight_bytes(object()) is None, "a model that does not tell"

@@ -1,0 +1,110 @@
+"""What is written for llama.cpp: it reads back, is written once and whole, and what would come out wrong is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import model_folder, write_gguf
+
+from outpace.bench.peers import _gguf
+from outpace.core.errors import UserError
+from outpace.models.checkpoint import Checkpoint
+from outpace.models.config import from_dict, tensor_shapes
+from outpace.models.find import cache_folder
+from outpace.models.gguf_config import read_model
+from outpace.models.gguf_header import open_gguf
+from outpace.models.gguf_weights import write_weights
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    where = tmp_path_factory.mktemp("models")
+    return model_folder(where, "target"), model_folder(where, "other", seed=5)
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3", "untied"])
+def any_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    families = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    changes: dict[str, Any] = {"tie_word_embeddings": request.param != "untied"}
+    if request.param in families:
+        changes |= {"model_type": request.param, "architectures": [families[request.param]], "head_dim": 16}
+    return model_folder(tmp_path, request.param, **changes)
+
+
+def read_back(file: Path, where: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The config and the tensors of a GGUF file, by our own reader."""
+    from safetensors.torch import load_file
+
+    with open_gguf(file) as header:
+        model = read_model(header)
+        write_weights(header, model, where, lambda stage, fraction: None)
+    return model.config, load_file(where)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("F32", 0.0), ("Q8_0", 1 / 127), ("Q4_1", 1 / 7)])
+def test_what_is_written_for_llama_cpp_reads_back(any_folder: Path, kind: str, error: float, tmp_path: Path) -> None:
+    file = _gguf.gguf_file(any_folder, kind)
+    assert _gguf.main_kind(file) == kind
+    config, tensors = read_back(file, tmp_path / "back.safetensors")
+    with Checkpoint.open(any_folder) as checkpoint:
+        assert config == replace(from_dict(checkpoint.config), attention_bias=config.attention_bias)
+        assert set(tensors) == set(tensor_shapes(from_dict(checkpoint.config)))
+        for name, got in tensors.items():
+            value = checkpoint.tensor(name)
+            assert (got - value).abs().max() <= error * value.abs().max(), name
+
+
+def test_a_file_is_written_once_and_anew_for_other_weights(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    first = _gguf.gguf_file(folders[0], "Q8_0")
+    time = first.stat().st_mtime_ns
+    assert _gguf.gguf_file(folders[0], "Q8_0") == first
+    assert first.stat().st_mtime_ns == time
+    assert _gguf.gguf_file(folders[1], "Q8_0") != first
+    assert _gguf.gguf_file(folders[0], "Q4_1") != first
+    assert len(list(first.parent.iterdir())) == 3
+
+
+def test_a_file_that_fails_half_way_leaves_nothing(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 3
+
+    def tensor(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise OSError(28, "No space left on device")
+        return open_tensor(self, name)
+
+    open_tensor = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    with pytest.raises(UserError, match="cannot be written \\(No space left"):
+        _gguf.gguf_file(folders[0], "Q8_0")
+    assert list((cache_folder() / "gguf").iterdir()) == []
+    monkeypatch.undo()
+    assert _gguf.main_kind(_gguf.gguf_file(folders[0], "Q8_0")) == "Q8_0"
+
+
+def test_the_users_own_file_is_taken_where_it_is_of_that_kind(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "own.gguf", kind="Q8_0")
+    assert _gguf.gguf_file(file, "Q8_0") == file
+    assert _gguf.gguf_file(file, "Q4_1") != file
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
+    ],
+)
+def test_a_model_that_would_come_out_wrong_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be written for llama\.cpp, allowed are llama"):
+        _gguf.gguf_file(model_folder(tmp_path, "scaled", **changes), "Q8_0")
