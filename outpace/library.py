@@ -13,10 +13,13 @@ from typing import Any
 from outpace.answer import Answer, Piece, StopStrings
 from outpace.asking import Asking, asking_of, check_choices
 from outpace.assemble import (
+    PLANNED,
     Loaded,
     Parts,
     build_engine,
     check_rule,
+    choose_method,
+    default_drafter,
     find_rule,
 )
 from outpace.core import registry
@@ -24,9 +27,11 @@ from outpace.core.errors import UserError
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Request, Rule, TokenLogprobs
 from outpace.engine import EngineOptions
+from outpace.profiles import Profile, subject
 from outpace.running import Running
 from outpace.turns import Turns
 
+PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
 
 
@@ -148,26 +153,34 @@ class LLM(AbstractContextManager["LLM"]):
         rule: str = "auto",
         worker: str = "thread",
         draft_threads: int = 1,
-        nodes: int = 8,
+        nodes: int | None = None,
         batch: int = 16,
         kv_memory: float | None = None,
         reuse: bool = True,
+        profile: bool = True,
         **options: Any,
     ) -> None:
-        """`nodes`: tree nodes verified a pass; `batch`, `kv_memory`, `reuse` as in `EngineOptions`; `options` are those
-        of the method and the drafter, by name."""
+        """`nodes`: tree nodes verified a pass (None: 32 where they are planned, else 8); `batch`, `kv_memory`, `reuse`
+        as in `EngineOptions`; `profile`: what was learnt about this pair on this machine before is known from the start
+        by method "auto", and what is learnt is kept; `options` are those of the method and the drafter, by name."""
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
-        self.method = ("card" if draft else "speculative") if method == "auto" else method
+        self._profile = Profile(subject(target, draft)) if method == "auto" and profile else None
+        tuned = self._profile.method if self._profile else None
+        self.method = choose_method(target, draft, rule, tuned) if method == "auto" else method
         self.rule = rule
         self._turns = Turns()
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, options)  # a wrong value is said before a thread starts
+        nodes = nodes if nodes is not None else PLANNED_NODES if self.method == PLANNED else EngineOptions.nodes
         settings = EngineOptions(nodes=nodes, batch=batch, kv_memory=kv_memory, reuse=reuse)
+        drafter = drafter or default_drafter(self.method, draft is not None) if self._decoder.NEEDS else drafter
         check_rule(rule, self._decoder, drafter)
         parts = Parts(self.method, drafter, worker, draft_threads)
         self.engine = build_engine(target, draft, parts, settings, options)
+        if self._profile:
+            self._profile.begin(self.engine)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -175,6 +188,8 @@ class LLM(AbstractContextManager["LLM"]):
     def close(self) -> None:
         """Ends all answers, the drafter's worker and the process that renders chat templates."""
         with self._turns.turn():
+            if self._profile:
+                self._profile.keep(self.engine)
             self.engine.close()
         self.tokenizer.close()
 

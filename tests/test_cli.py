@@ -18,7 +18,8 @@ from outpace.cli.main import main
 from outpace.drafters.ngram import Ngram
 
 Run = Callable[..., tuple[int, str, str]]
-FIELDS = {"text", "tokens", "finish_reason", "method", "seed", "tokens_per_second", "time_to_first_token"} | {
+FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tokens_per_second"} | {
+    "time_to_first_token",
     "mean_accepted_length",
     "draft_acceptance",
     "hit_rate",
@@ -54,12 +55,12 @@ def generate(run: Run, tiny: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_generate_prints_the_text_on_stdout_and_the_figures_on_stderr(run: Run, tiny: Path) -> None:
-    found = generate(run, tiny)
-    assert set(found) == FIELDS
-    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12")
+    found = generate(run, tiny, "--dtype", "float32")
+    assert (set(found), found["precision"]) == (FIELDS, "float32")
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--dtype", "float32")
     assert code == 0
     assert out.rstrip("\n") == found["text"].rstrip("\n")
-    assert err.startswith("speculative: ")
+    assert err.startswith("auto: ")
     assert "tokens/s" in err
     assert err.count("\n") == 1
 
@@ -77,9 +78,9 @@ def test_every_method_writes_the_same(run: Run, tiny: Path, drawn: tuple[str, ..
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_options_of_parts_may_stand_anywhere(run: Run, tiny: Path, place: int) -> None:
     words = ["generate", "--max-tokens=4", PROMPT, "--target", str(tiny)]
-    words[1 + place : 1 + place] = ["--copies", "3", "--draft-length=2"]
+    words[1 + place : 1 + place] = ["--copies", "3", "--deepest=2"]
     code, _, err = run(*words)
-    assert (code, "speculative" in err) == (0, True)
+    assert (code, "auto" in err) == (0, True)
 
 
 def test_after_two_dashes_everything_is_the_prompt(run: Run, tiny: Path) -> None:
@@ -136,7 +137,7 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
     ],
 )
 def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: list[str], said: str) -> None:
-    code, out, err = run("generate", PROMPT, "--target", str(tiny), *words)
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--dtype", "float32", *words)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
@@ -181,13 +182,14 @@ def test_a_torn_file_and_a_draft_that_does_not_fit(run: Run, tiny: Path, tmp_pat
 def test_a_drafter_that_fails_is_one_warning(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    expected = generate(run, tiny, "--method", "autoregressive")["text"]
+    expected = generate(run, tiny, "--method", "autoregressive", "--dtype", "float32")["text"]
 
     def fail(*_: object) -> list[int]:
         raise RuntimeError("out of ideas")
 
     monkeypatch.setattr(Ngram, "grow", fail)
-    code, out, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--method", method)
+    options = ("--max-tokens", "12", "--method", method, "--dtype", "float32")
+    code, out, err = run("generate", PROMPT, "--target", str(tiny), *options)
     assert code == 0
     assert out.rstrip("\n") == expected.rstrip("\n")
     assert err.startswith("warning: the drafter failed")
@@ -227,7 +229,8 @@ def test_doctor_measures_the_shipped_model(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--json"])
     model = json.loads(capsys.readouterr().out)["model"]
-    assert (end.value.code, model["weight_bytes"]) == (0, 538060032)
+    expected = {"int8": 138682368, "float32": 538060032}  # with the native kernels, and without
+    assert (end.value.code, model["weight_bytes"]) == (0, expected[model["precision"]])
     assert 0 < model["floor_seconds"] < model["pass_seconds"] * 10
 
 

@@ -170,19 +170,20 @@ def test_a_bar_only_on_a_terminal_and_only_when_it_takes_long(monkeypatch: pytes
 
 def test_where_two_texts_part() -> None:
     one, same = answer("x", 1, 2, 3), answer("x", 1, 2, 3)
-    assert Comparison("", [one], [same]).differs_at is None
-    assert Comparison("", [one], [answer("y", 1, 5, 3)]).differs_at == 1
-    assert Comparison("", [one, same], [same, answer("y", 1, 2)]).differs_at == 2
-    assert Comparison("", [answer("", 7, 1), one], [answer("", 7, 1), one]).differs_at == 0
+    assert Comparison("", [one], {"card": [same]}).differs_at is None
+    assert Comparison("", [one], {"card": [answer("y", 1, 5, 3)]}).differs_at == 1
+    assert Comparison("", [one, same], {"card": [same], "speculative": [answer("y", 1, 2)]}).differs_at == 2
+    assert Comparison("", [answer("", 7, 1), one], {"card": [answer("", 7, 1), one]}).differs_at == 0
 
 
 def test_times_that_cannot_be_right_are_said() -> None:
     four_a_pass = fold([Step(drafted=3, accepted=3, emitted=4)])
     slow, fast = answer("", *range(10), seconds=2.0), answer("", *range(10), seconds=1.0)
     card = replace(fast, figures=four_a_pass)
-    assert not Comparison("", [slow], [card]).is_disturbed
-    assert Comparison("", [slow, fast], [card]).is_disturbed
-    assert Comparison("", [slow], [replace(card, tokens_per_second=30.0)]).is_disturbed
+    assert not Comparison("", [slow], {"card": [card]}).is_disturbed
+    assert Comparison("", [slow, fast], {"card": [card]}).is_disturbed
+    too_fast = replace(card, tokens_per_second=30.0)
+    assert Comparison("", [slow], {"card": [card], "speculative": [too_fast]}).is_disturbed
 
 
 def demo(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -197,10 +198,12 @@ def test_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert (code, out.count("tokens are equal")) == (0, 2)
     assert "speedup" in out
     assert "depends on the prompt" in " ".join(out.split())
-    code, out = demo(capsys, "--target", str(tiny), "--json", "--temperature", "1", "--draft", "layers:1")
-    found = json.loads(out)
-    assert (code, found["equal_text"], len(found["prompts"])) == (0, True, 2)
-    assert [row["method"] for row in found["prompts"][0]["methods"]] == ["plain decoding", "card, model"]
+    for draft, drafter in (("layers:1", "model+ngram"), ("none", "ngram")):
+        code, out = demo(capsys, "--target", str(tiny), "--json", "--temperature", "1", "--draft", draft)
+        found = json.loads(out)
+        assert (code, found["equal_text"], len(found["prompts"])) == (0, True, 2)
+        methods = ["plain decoding", f"card, {drafter}", f"speculative, {drafter}"]
+        assert [row["method"] for row in found["prompts"][0]["methods"]] == methods
 
 
 def test_demo_fails_when_the_texts_differ(

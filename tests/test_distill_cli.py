@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from distill_files import prompts_file, target_folder
 from outpace.cli.distill import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,13 @@ def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytes
     assert run(*common, *training, "--out", tmp_path / "out", "--tokens", 600, "--json") == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["task"] for row in found["rows"]} == {"held out"}
-    assert (tmp_path / "out" / "draft" / "README.md").read_text().startswith("---")
+    card = (tmp_path / "out" / "draft" / "README.md").read_text()
+    assert card.startswith("---")
+    for part in ("## Attribution", "## Measured", "## Learning curve", "temperatures 0, 0.8, 1", "asked.jsonl"):
+        assert part in card, part
+    state = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert state["training"]["rows"] == 2
+    assert len(state["commands"]) == 1
 
     assert run(*common, "--out", tmp_path / "again", "--evaluate", tmp_path / "out" / "draft", "--tasks", asked) == 0
     shown = capsys.readouterr().out
@@ -42,22 +51,25 @@ def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytes
 
 
 def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+    """Packed and made whole again; with the script that shows it, on the real pair too."""
+    from draft_in_transformers import answer, difference, load, load_assistant
 
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
     common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--rows", 32, "--tokens", 200]
-    training = ["--layers", "0,1", "--length", 64, "--batch-rows", 2, "--epochs", 1]
+    training = ["--layers", "0,1", "--length", 64, "--epochs", 1]
     assert run(*common, *training, "--out", tmp_path / "out", "--stage", "text") == 0
     assert run(*common, *training, "--out", tmp_path / "out", "--stage", "train") == 0
-    large, small = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (target, tmp_path / "out/draft")
-    )
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["training"]["rows"] == 1, "on a CPU"
+    assert run("--target", target, "--pack", tmp_path / "out", "--out", tmp_path / "packed") == 0
+    assert run("--target", target, "--unpack", tmp_path / "packed", "--out", tmp_path / "whole") == 0
+    large, small = load(target), load_assistant(tmp_path / "whole", 3)
     prompt = torch.tensor([[1, 50, 60, 70]])
-    plain, assisted = (
-        large.generate(prompt, max_new_tokens=10, do_sample=False, assistant_model=draft) for draft in (None, small)
-    )
-    assert plain.tolist() == assisted.tolist()
+    (plain, steps, _), (assisted, passes, _) = (answer(large, prompt, 10, draft) for draft in (None, small))
+    assert plain == assisted
+    assert difference(large, prompt, plain, assisted) is None
+    assert steps == 10
+    assert passes <= steps
+    assert difference(large, prompt, plain, [*plain[:4], 9, *plain[5:]]) > 0
 
 
 @pytest.mark.parametrize(
@@ -81,6 +93,9 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "9", "--stage", "tests"], "unknown stage 'tests'"),
         (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
         (["--tokens", "9", "--init", "random"], "unknown init 'random'"),
+        (["--tokens", "9", "--temperatures", "0,hot"], "temperatures is '0,hot'"),
+        (["--tokens", "9", "--temperatures", "-1"], "a temperature is -1"),
+        (["--tokens", "9", "--runtime", "fast"], "unknown runtime 'fast'"),
         (["--tokens", "9", "--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl cannot be read"),
         (["--tokens", "9", "--answer-tokens", "128"], "the target's context has 128"),
         (["--stage", "train"], "holds no text yet"),

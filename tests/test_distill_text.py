@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,18 @@ def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> N
             found.setdefault(text, []).append(float(shard.temperatures[n]))
     for temperatures in found.values():
         assert np.allclose(np.unique(temperatures), TEMPERATURES)
+
+
+def test_a_temperature_that_stands_twice_has_twice_the_share(target: Path, tmp_path: Path) -> None:
+    asked = prompts_file(tmp_path / "asked.jsonl", 6)
+    plan = TextPlan([str(asked)], WriterOptions(rows=6, cohort=2, max_tokens=10, top=4), 600, dtype=torch.float32)
+    write_text(target, "tiny", tmp_path / "text", replace(plan, temperatures=(0.0, 0.0, 0.7)), lambda figures: None)
+    found = np.concatenate([shard.temperatures for shard in read_shards(tmp_path / "text")])
+    greedy = float((found == 0).mean())
+    assert 0.5 < greedy < 0.85
+    assert np.allclose(np.unique(found), [0.0, 0.7])
+    with pytest.raises(UserError, match="temperatures are none"):
+        replace(plan, temperatures=())
 
 
 def test_a_torn_shard_is_dropped_and_said(target: Path, tmp_path: Path) -> None:

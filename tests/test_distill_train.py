@@ -17,7 +17,7 @@ from distill_files import prompts_file, target_folder
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import Row, Speed, predicted_speedups
+from outpace.distill.judge import POSITIONS, REACHED, Row, Speed, _conditional, predicted_speedups
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
@@ -251,6 +251,13 @@ def test_predicted_speedups_by_hand() -> None:
     assert found[3] == pytest.approx(2.2 / (0.3 + 1.4))
 
 
+def test_acceptance_by_position_is_told_as_far_as_it_was_reached() -> None:
+    assert _conditional([0.5, 0.2, 0.2, 0.1], 100) == pytest.approx([0.5, 0.4, 1.0, 0.5])
+    assert _conditional([0.5, 0.2, 0.05], 5 * REACHED) == pytest.approx([0.5, 0.4, 0.25])
+    assert _conditional([0.5, 0.2, 0.05], 5 * REACHED - 1) == pytest.approx([0.5, 0.4])
+    assert _conditional([0.0, 0.0], 100) == [0.0]
+
+
 def test_transformers_loads_the_draft(made: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -267,6 +274,8 @@ def test_judgement_and_its_files(target: Path, made: Path) -> None:
     assert found is not None
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
+    assert all(4 < len(row.by_position) <= POSITIONS and row.prompts == 20 for row in found.rows)
+    assert set(found.predicted) == set(range(1, POSITIONS + 1))
     assert json.loads((made / "judgement.json").read_text())["cost"] > 0
     assert "chain 4" in (made / "draft" / "README.md").read_text()
     assert write_plot(settings(target, made), found).stat().st_size > 10_000

@@ -113,7 +113,7 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
         ({"widht": 3, "draft": "layers:0"}, "unknown option .* 'widht'.*did you mean 'width'"),
         ({"copies": 0}, "copies is 0, it must be between 1 and 256"),
         ({"copies": "many"}, "copies is 'many', it must be a number"),
-        ({"draft_length": -1}, "draft_length is -1"),
+        ({"method": "speculative", "draft_length": -1}, "draft_length is -1"),
         ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
         ({"method": "card", "drafter": "model"}, "drafter model needs a draft model"),
         ({"draft": "layers:0,9"}, "a layer of layers:0,9 is 9, it must be between 0 and 1"),

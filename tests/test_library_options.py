@@ -122,7 +122,7 @@ def _by_number(bias: Mapping[Any, float], base: Mapping[str, Any]) -> dict[int, 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A tiny random model that is held to a dozen tokens, so that its text is one of letters that come again."""
-    target = load_model(folder(tmp_path_factory.mktemp("tiny"), "target"))
+    target = load_model(folder(tmp_path_factory.mktemp("tiny"), "target"), dtype="float32")  # as its slow twin
     words = ("a", "b", "d", "e", " ", "hello", " world", "o", "12", "é", ".")
     known = {token for word in words for token in target.tokenizer.continuation(word)} | target.tokenizer.stop_ids
     base = {"max_tokens": 20, "logit_bias": dict.fromkeys(known, 50.0), "ignore_eos": True}

@@ -112,7 +112,7 @@ def test_a_recipe_that_cannot_cross_is_refused() -> None:
 def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
     """The draft is the target once more, so all that it drafts is hit."""
     model = folder(tmp_path, "target")
-    with outpace.load(model, draft if draft.startswith("layers") else model, worker="process") as llm:
+    with outpace.load(model, draft if draft.startswith("layers") else model, method="card", worker="process") as llm:
         worker = llm.engine.worker
         assert isinstance(worker, ProcessWorker)
         until(lambda: worker.is_ready or bool(worker.failure), "a drafter")

@@ -224,7 +224,6 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
     ("options", "asked", "says"),
     [
         ({"method": "card"}, {}, "rule rejection judges drafts that were drawn in turn, use it with method specul"),
-        ({}, {}, "rule rejection judges drafts that were drawn in turn"),
         (
             {"method": "speculative", "drafter": "model+ngram"},
             {},
@@ -249,8 +248,9 @@ def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factor
     target = load_model(folder(tmp_path_factory.mktemp("library"), "target"))
     draft = outpace.assemble.load_draft("layers:0", target)
     asked = {"max_tokens": 30, "temperature": 1.2, "top_k": 8, "logprobs": 2, "min_tokens": 30, "seed": 4}
-    for drafter in ("model", "ngram"):
-        with closing(LLM(target, draft, method="speculative", rule="rejection", drafter=drafter)) as llm:
+    for drafter in ("model", "ngram", None):
+        with closing(LLM(target, draft, rule="rejection", drafter=drafter)) as llm:
+            assert llm.method == "speculative"  # a plan follows the clock, and the text would follow the plan
             first, again = (llm.stream("hello hello hello", bad_words=["b"], **asked).result for _ in range(2))
         assert (first.tokens, first.logprobs) == (again.tokens, again.logprobs)
         assert len(first.tokens) == len(first.logprobs) == 30

@@ -1,9 +1,10 @@
-"""`outpace demo`: the same prompt by plain decoding and by CARD, side by side in time, text and figures."""
+"""`outpace demo`: one prompt by plain decoding, by CARD and by draft-then-verify, side by side in time and text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ CAPTION = (
 DISTURBED = (
     "Other work on this machine disturbed these times: take none of them for granted, run it again when it is idle."
 )
+METHODS = {"card": "CARD, {drafter} drafting beside it", "speculative": "draft-then-verify, {drafter} in turn"}
 UNEVEN = 1.5  # rounds of plain decoding that differ by more than this were disturbed
 DIFFERENT = 1  # the exit status when the two texts differ
 
@@ -53,17 +55,17 @@ class Showing:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt's answers by plain decoding and by CARD, a round each."""
+    """One prompt's answers by plain decoding and by each of the other methods, a round each."""
 
     title: str
     plain: list[Result]
-    card: list[Result]
+    fast: Mapping[str, list[Result]]
 
     @property
     def differs_at(self) -> int | None:
-        """The first token at which a CARD answer left the plain one's text; None if all are equal."""
+        """The first token at which an answer left the first plain one's text; None if all are equal."""
         expected = self.plain[0].tokens
-        for result in (*self.plain, *self.card):
+        for result in (*self.plain, *(result for results in self.fast.values() for result in results)):
             if result.tokens != expected:
                 pairs = zip(expected, result.tokens, strict=False)
                 shorter = min(len(expected), len(result.tokens))
@@ -74,9 +76,11 @@ class Comparison:
     def is_disturbed(self) -> bool:
         """Whether the times cannot be right: plain runs differ widely, or a gain exceeds the mean accepted length."""
         plain = [result.tokens_per_second for result in self.plain]
-        bound = 1.1 * max(result.figures.mean_accepted_length for result in self.card)
-        card = median(result.tokens_per_second for result in self.card)
-        return max(plain) > UNEVEN * min(plain) or card > bound * median(plain)
+        return max(plain) > UNEVEN * min(plain) or any(
+            median(result.tokens_per_second for result in results)
+            > 1.1 * median(plain) * max(result.figures.mean_accepted_length for result in results)
+            for results in self.fast.values()
+        )
 
 
 @flags
@@ -87,14 +91,14 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """See plain decoding and CARD answer the same prompt, and whether the text is the same."""
+    """See plain decoding, CARD and draft-then-verify answer one prompt: by how much they differ in time, and whether
+    the text is the same."""
     writing = Writing(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
     writing.check()
     check_range("rounds", rounds, 1, 1000)
-    drafter = showing.drafter or ("model" if showing.draft else "ngram")
-    loading = Loading(target=showing.target, draft=showing.draft, drafter=drafter, method="card")
-    with loading.open(ctx.obj, quiet=as_json, bar_after=0.0) as llm:
-        show = Show(llm, writing, drafter, rounds, as_json)
+    with ExitStack() as stack:
+        drafter, llms = _open(showing, ctx.obj or {}, as_json, stack)
+        show = Show(llms, writing, drafter, rounds, as_json)
         found = [show.stream(prompt), show.time("a story", STORY)]
     if as_json:
         display.print_json(_record(found, drafter))
@@ -104,38 +108,85 @@ def demo(
         raise typer.Exit(DIFFERENT)
 
 
-class Show:
-    """Runs the two methods in turn on one engine, and shows the first round."""
+def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
+    """The drafter, and an LLM for each of METHODS over the same models; `extra` are options of methods and drafter."""
+    from outpace.library import LLM
 
-    def __init__(self, llm: LLM, writing: Writing, drafter: str, rounds: int, quiet: bool) -> None:
-        self._llm, self._drafter, self._rounds, self._quiet = llm, drafter, rounds, quiet
+    first, *others = METHODS
+    chosen = showing.drafter or ("model+ngram" if _has_draft(showing) else "ngram")
+    loading = Loading(target=showing.target, draft=showing.draft, drafter=chosen, method=first)
+    llm = stack.enter_context(loading.open(_known(extra, first, chosen), quiet=quiet, bar_after=0.0))
+    llms = {first: llm}
+    for name in others:
+        known = _known(extra, name, chosen)
+        llms[name] = stack.enter_context(LLM(llm.target, llm.draft, method=name, drafter=chosen, **known))
+    return chosen, llms
+
+
+def _has_draft(showing: Showing) -> bool:
+    from outpace.models.find import shipped_model
+    from outpace.models.pairs import NO_DRAFT, shipped_draft
+
+    if showing.draft is not None or showing.target is not None:
+        return showing.draft not in (None, NO_DRAFT)
+    return shipped_draft(shipped_model().stem) is not None
+
+
+def _known(extra: Mapping[str, Any], method: str, drafter: str) -> dict[str, Any]:
+    """Those options that this method or the drafter has, and those that no method has, which it then refuses."""
+    from outpace.core import registry
+
+    def names(module: Any) -> set[str]:
+        return {field.name for field in fields(module.Options)}
+
+    others = set().union(*(names(registry.find("decoders", name)) for name in METHODS if name != method))
+    own = names(registry.find("decoders", method)).union(*(names(m) for m in _drafters(drafter)))
+    return {name: value for name, value in extra.items() if name in own or name not in others}
+
+
+def _drafters(names: str) -> list[Any]:
+    from outpace.core import registry
+
+    return [registry.find("drafters", name) for name in names.split("+")]
+
+
+class Show:
+    """Runs the methods in turn over the same models, and shows the first round."""
+
+    def __init__(self, llms: Mapping[str, LLM], writing: Writing, drafter: str, rounds: int, quiet: bool) -> None:
+        self._llms, self._drafter, self._rounds, self._quiet = llms, drafter, rounds, quiet
+        self._first = next(iter(llms))
         self._options = writing.options()
 
     def stream(self, prompt: str) -> Comparison:
-        """The first answer of each is streamed where somebody looks on, the other rounds are silent."""
+        """The first answers, plain and by the first method, are streamed where somebody looks on."""
         self._warm_up()
         if self._quiet:
             return self.time("your prompt", prompt)
         console = display.stdout()
         console.print("Prompt", style="bold")
         console.print(prompt, style=display.GREY)
-        answers = []
-        for title, plain in (("Plain decoding", True), (f"CARD, {self._drafter} drafting beside it", False)):
+        shown: dict[str | None, Result] = {}
+        for title, method in (("Plain decoding", None), (self._title(self._first), self._first)):
             console.print(f"\n{title}", style="bold")
-            answers.append([self._answer(prompt, plain, display.Page(color=True))])
-        later = self._later("the same again", prompt, self._rounds - 1)
-        return Comparison("the prompt above", answers[0] + later[0], answers[1] + later[1])
+            shown[method] = self._answer(prompt, method, display.Page(color=True))
+        return self._compare("the prompt above", "the same again", prompt, shown)
 
     def time(self, title: str, prompt: str) -> Comparison:
         """All rounds in silence."""
-        return Comparison(title, *self._later(title, prompt, self._rounds))
+        return self._compare(title, title, prompt, {})
+
+    def _title(self, method: str) -> str:
+        return METHODS[method].format(drafter=self._drafter)
 
     def _warm_up(self) -> None:
-        for plain in (True, False):
-            self._llm.generate(["one two three one two three"], max_tokens=8, plain=plain)
+        for llm in self._llms.values():
+            for plain in (True, False):
+                llm.generate(["one two three one two three"], max_tokens=8, plain=plain)
 
-    def _answer(self, prompt: str, plain: bool, page: display.Page | None = None) -> Result:
-        stream = self._llm.stream([{"role": "user", "content": prompt}], plain=plain, **self._options)
+    def _answer(self, prompt: str, method: str | None, page: display.Page | None = None) -> Result:
+        llm = self._llms[method or self._first]
+        stream = llm.stream([{"role": "user", "content": prompt}], plain=method is None, **self._options)
         whole = display.write_answer(stream, page.show if page else lambda piece: None)
         if page:
             page.end()
@@ -143,19 +194,20 @@ class Show:
             raise KeyboardInterrupt
         return stream.result
 
-    def _later(self, title: str, prompt: str, rounds: int) -> tuple[list[Result], list[Result]]:
+    def _compare(self, title: str, doing: str, prompt: str, shown: Mapping[str | None, Result]) -> Comparison:
+        """All rounds of all methods, in turn; those `shown` already stand for the first."""
         console = display.stderr()
-        plain: list[Result] = []
-        card: list[Result] = []
+        found: dict[str | None, list[Result]] = {method: [] for method in (None, *self._llms)}
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
         hidden = self._quiet or not console.is_terminal
         with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
             task = progress.add_task("")
-            for number in range(rounds):
-                progress.update(task, description=f"timing {title}: round {number + 1} of {rounds}")
-                plain.append(self._answer(prompt, plain=True))
-                card.append(self._answer(prompt, plain=False))
-        return plain, card
+            for number in range(self._rounds):
+                progress.update(task, description=f"timing {doing}: round {number + 1} of {self._rounds}")
+                for method, results in found.items():
+                    is_shown = number == 0 and method in shown
+                    results.append(shown[method] if is_shown else self._answer(prompt, method))
+        return Comparison(title, found.pop(None), {str(method): results for method, results in found.items()})
 
 
 def _report(found: Sequence[Comparison], drafter: str) -> None:
@@ -165,7 +217,7 @@ def _report(found: Sequence[Comparison], drafter: str) -> None:
     for comparison in found:
         count, place = len(comparison.plain[0].tokens), comparison.differs_at
         if place is None:
-            console.print(f"Same text by both, {comparison.title}: all {count} tokens are equal.", style="bold green")
+            console.print(f"Same text by all, {comparison.title}: all {count} tokens are equal.", style="bold green")
         else:
             console.print(f"DIFFERENT TEXT, {comparison.title}: from token {place + 1} on.", style="bold red")
     console.print(_table(found, drafter))
@@ -177,7 +229,7 @@ def _report(found: Sequence[Comparison], drafter: str) -> None:
 
 
 def _table(found: Sequence[Comparison], drafter: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("method", no_wrap=True)
     for name in ("tokens/s", "speedup", "mean\naccepted\nlength", "draft\nacceptance", "hit\nrate"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -198,7 +250,8 @@ def _table(found: Sequence[Comparison], drafter: str) -> Table:
 def _rows(comparison: Comparison, drafter: str) -> list[dict[str, Any]]:
     base = median(result.tokens_per_second for result in comparison.plain)
     rows = []
-    for method, results in (("plain decoding", comparison.plain), (f"card, {drafter}", comparison.card)):
+    fast = {f"{method}, {drafter}": results for method, results in comparison.fast.items()}
+    for method, results in ({"plain decoding": comparison.plain} | fast).items():
         rate = median(result.tokens_per_second for result in results)
         middle = sorted(results, key=lambda result: result.tokens_per_second)[len(results) // 2]
         shown = display.figures(middle) | {"tokens_per_second": round(rate, 3)}

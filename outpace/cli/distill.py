@@ -1,4 +1,4 @@
-"""`outpace distill`: trains a draft for a target from nothing but the target, or judges one."""
+"""`outpace distill`: trains a draft for a target from nothing but the target; judges, packs or unpacks one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,8 @@ from outpace.cli.options import Json, Target, flags
 from outpace.cli.writing import Seed
 from outpace.core.errors import UserError
 
-AMOUNT, SHAPE, TRAINING, JUDGING = "Amount", "Draft", "Training", "Judging"
+AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "Draft", "Training", "Judging", "Storing"
+CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -36,6 +37,13 @@ class Amount:
     epochs: Annotated[float, typer.Option(help="How often training sees them.", rich_help_panel=AMOUNT)] = 3.0
     answer_tokens: Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=AMOUNT)] = 256
     rows: Annotated[int, typer.Option(help="Answers written at once.", rich_help_panel=AMOUNT)] = 128
+    temperatures: Annotated[
+        str,
+        typer.Option(
+            help="Each prompt is answered at these in turn; one that stands twice has twice the share.",
+            rich_help_panel=AMOUNT,
+        ),
+    ] = "0,0.8,1"
     stage: Annotated[str, typer.Option(help="text, train, judge or all.", rich_help_panel=AMOUNT)] = "all"
 
 
@@ -63,7 +71,11 @@ class Training:
     cooldown: Annotated[
         float, typer.Option(help="Share of training over which it falls.", rich_help_panel=TRAINING)
     ] = 1.0
-    batch_rows: Annotated[int, typer.Option(help="Rows of --length tokens a step.", rich_help_panel=TRAINING)] = 8
+    warmup: Annotated[int, typer.Option(help="Steps over which it rises.", rich_help_panel=TRAINING)] = 40
+    batch_rows: Annotated[
+        int | None,
+        typer.Option(help="Rows of --length tokens a step; else 1 on a CPU, 8 elsewhere.", rich_help_panel=TRAINING),
+    ] = None
     length: Annotated[int, typer.Option(help="Tokens a row.", rich_help_panel=TRAINING)] = 512
     divergence: Annotated[
         str, typer.Option(help="forward_kl, reverse_kl or total_variation.", rich_help_panel=TRAINING)
@@ -82,6 +94,26 @@ class Judging:
         list[str] | None, typer.Option(help="A .jsonl file of prompts; may be repeated.", rich_help_panel=JUDGING)
     ] = None
     judged: Annotated[int, typer.Option(help="Prompts of each task.", rich_help_panel=JUDGING)] = 20
+    runtime: Annotated[
+        str, typer.Option(help="By which both models run: auto, llama, native, ...", rich_help_panel=JUDGING)
+    ] = "auto"
+
+
+@dataclass(frozen=True)
+class Storing:
+    """A draft without what its target has too, and the way back; both write to `--out`."""
+
+    pack: Annotated[
+        str | None,
+        typer.Option(
+            help="Store this run's draft without its target's embeddings; with --tasks it is judged first.",
+            rich_help_panel=STORING,
+        ),
+    ] = None
+    unpack: Annotated[
+        str | None,
+        typer.Option(help="Make this packed draft whole, for transformers and others.", rich_help_panel=STORING),
+    ] = None
 
 
 @flags
@@ -90,23 +122,59 @@ def distill(
     draft: Draft,
     training: Training,
     judging: Judging,
+    storing: Storing,
     target: Target = None,
     out: Annotated[Path, typer.Option(help="Folder of the run; it goes on with what is there.")] = Path("distilled"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a draft for a target from the target's own text, or judge one."""
+    """Train a draft for a target from the target's own text; or judge, pack or unpack one."""
+    if storing.pack is not None or storing.unpack is not None:
+        amount = replace(amount, stage="judge")  # nothing is written or trained
     options = _options(amount, draft, training, judging, target, out, device, seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is kept, as after Ctrl-C
+    if storing.pack is not None and storing.unpack is not None:
+        raise UserError("--pack and --unpack are two ways, choose one")
+    if storing.unpack is not None:
+        _unpack(Path(storing.unpack), target, out)
+    elif storing.pack is not None:
+        _pack(Path(storing.pack), options, as_json)
+    else:
+        _run(options, judging.evaluate, as_json)
+
+
+def _unpack(draft: Path, target: str | None, out: Path) -> None:
+    from outpace.models.find import resolve
+    from outpace.models.packed import unpack
+
+    unpack(draft, resolve(target), out)
+    display.say(f"whole: {out}")
+
+
+def _pack(folder: Path, options: Any, as_json: bool) -> None:
+    """Where there are tasks, the run's draft is judged on them first."""
+    from outpace.distill.run import pack_run
+    from outpace.models.find import resolve
+
+    if options.out.exists():
+        raise UserError(f"{options.out} already exists")
+    if options.tasks:
+        _run(replace(options, out=folder, stage="judge"), None, as_json)
+    pack_run(folder, resolve(options.target), options.out)
+    display.say(f"packed: {options.out}, {sum(file.stat().st_size for file in options.out.iterdir()) / 1e6:.1f} MB")
+
+
+def _run(options: Any, evaluated: str | None, as_json: bool) -> None:
+    """The stages that were asked for, or the judgement of a draft; shows what was measured."""
     from outpace.distill import report, run
     from outpace.distill.screen import Screen
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is kept, as after Ctrl-C
     with Screen(as_json) as screen:
-        if judging.evaluate is None:
+        if evaluated is None:
             found = run.distill(options, screen.report)
         else:
-            found = run.judge_stage(options, judging.evaluate, screen.report)
+            found = run.judge_stage(options, evaluated, screen.report)
     if found is None:
         return
     if as_json:
@@ -138,12 +206,15 @@ def _options(
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
+    has_gpu = not device.startswith("cpu")
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
         target=target,
         out=out,
         prompts=tuple(amount.prompts or (BUILT_IN,)),
         stage="judge" if judging.evaluate is not None else amount.stage,
+        temperatures=_temperatures(amount.temperatures),
+        runtime=judging.runtime,
         tokens=amount.tokens,
         seconds=None if amount.budget is None else seconds(amount.budget),
         epochs=amount.epochs,
@@ -154,7 +225,8 @@ def _options(
         train=TrainOptions(
             learning_rate=training.learning_rate,
             cooldown=training.cooldown,
-            rows=training.batch_rows,
+            warmup=training.warmup,
+            rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
             length=training.length,
             seed=seed,
             save_every=training.save_every,
@@ -163,6 +235,13 @@ def _options(
         judge=JudgeOptions(judging.judged, seed=seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"temperatures is {text!r}, it must be numbers as in 0,0.8,1") from None
 
 
 def seconds(text: str) -> float:

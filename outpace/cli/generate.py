@@ -55,7 +55,7 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The options of methods and drafters (see outpace methods) are flags too: --draft-length 6, --copies 8.
+    The options of methods and drafters (see outpace methods) are flags too: --method speculative --draft-length 6.
     """
     from outpace.asking import Asking, check_choices
 
@@ -64,19 +64,20 @@ def generate(
     asked = _asked(prompt, system, raw)
     with loading.open(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(asked, asking, choice=choice) for choice in range(wanted.n)]
-        whole = all(_write(stream, as_json, streams[-1]) for stream in streams)
+        precision = llm.target.precision
+        whole = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
     if not whole:
         raise typer.Exit(INTERRUPTED)
 
 
-def _write(stream: Stream, as_json: bool, last: Stream) -> bool:
+def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
     """Shows one answer as it comes, with its grey line; or one line of JSON. False if Ctrl-C ended it."""
     page = display.Page()
     whole = display.write_answer(stream, page.show if not as_json else lambda piece: None)
     page.end()
     result = stream.result
     if as_json:
-        display.print_json(_record(result, several=last.choice > 0))
+        display.print_json(_record(result, precision, several=last.choice > 0))
     else:
         display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
         if stream is not last:
@@ -103,12 +104,13 @@ def _from_stdin() -> str:
         raise UserError(f"standard input is not text in {error.encoding} (byte {error.start})") from error
 
 
-def _record(result: Result, several: bool) -> dict[str, object]:
+def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
     record: dict[str, object] = {
         "text": result.text,
         "tokens": list(result.tokens),
         "finish_reason": result.finish_reason,
         "method": result.method,
+        "precision": precision,
         "seed": result.seed,
         **display.figures(result),
     }

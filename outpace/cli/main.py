@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from outpace.cli import display
+from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.demo import demo
 from outpace.cli.distill import distill
@@ -18,6 +19,8 @@ from outpace.cli.doctor import doctor
 from outpace.cli.extra import ExtraFlags
 from outpace.cli.generate import INTERRUPTED, generate
 from outpace.cli.methods import methods
+from outpace.cli.simulate import simulate
+from outpace.cli.tune import tune
 from outpace.core.errors import UserError
 
 app = typer.Typer(
@@ -30,7 +33,10 @@ app = typer.Typer(
 app.command(cls=ExtraFlags)(generate)
 app.command(cls=ExtraFlags)(chat)
 app.command(cls=ExtraFlags)(demo)
+app.command()(bench)
 app.command()(distill)
+app.command()(tune)
+app.command()(simulate)
 app.command()(methods)
 app.command()(doctor)
 

@@ -26,7 +26,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A smaller model; auto: the known sibling; or some of the target's layers: layers:0,1,28,29",
+        help="A smaller model; auto: the known one; some of the target's layers: layers:0,1,28,29; or none. The shipped"
+        " model has one of its own.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -47,7 +48,13 @@ class Loading:
     draft_device: Annotated[
         str | None, typer.Option(help="The draft's own; else the target's.", rich_help_panel=MODEL)
     ] = None
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=MODEL)] = "float32"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="int8 (on a CPU), float32, bfloat16 or float16; auto: int8 where it is to be had, bfloat16 on a GPU.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "auto"
     exact: Annotated[
         bool | None,
         typer.Option(
@@ -59,7 +66,8 @@ class Loading:
     runtime: Annotated[
         str,
         typer.Option(
-            help="auto, llama (our own), native (int8 on a CPU) or transformers (any causal LM).", rich_help_panel=MODEL
+            help="auto, native (int8 on a CPU), llama (our own, by torch) or transformers (any causal LM).",
+            rich_help_panel=MODEL,
         ),
     ] = "auto"
     trust_remote_code: Annotated[
@@ -68,7 +76,10 @@ class Loading:
     ] = False
     threads: Annotated[int | None, typer.Option(help="CPU threads of the target's pass.", rich_help_panel=MODEL)] = None
     method: Annotated[
-        str, typer.Option(help="card, speculative, autoregressive, ...; see outpace methods.", rich_help_panel=METHOD)
+        str,
+        typer.Option(
+            help="auto plans every round; card, speculative, ...: see outpace methods.", rich_help_panel=METHOD
+        ),
     ] = "auto"
     drafter: Drafter = None
     rule: Annotated[
@@ -81,8 +92,12 @@ class Loading:
         int, typer.Option(help="CPU threads of the drafter beside the target.", rich_help_panel=METHOD)
     ] = 1
     nodes: Annotated[
-        int, typer.Option(help="Tokens verified a pass, the last written one included.", rich_help_panel=METHOD)
-    ] = 8
+        int | None,
+        typer.Option(
+            help="Tokens verified a pass at most, the last written one included; else 32 by method auto, 8 by others.",
+            rich_help_panel=METHOD,
+        ),
+    ] = None
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Loads the models; `extra` are the method's and the drafter's own options. Names are checked first."""
@@ -96,7 +111,7 @@ class Loading:
             llm = load(progress=progress, **given, **extra)
         if self.exact and not llm.target.model.exact:
             llm.close()
-            raise UserError("exact mode is not to be had here, it needs float32 on a CPU; leave out --exact")
+            raise UserError("exact mode is not to be had here, it needs a CPU and no float16; leave out --exact")
         for loaded in (llm.target, llm.draft):
             if loaded and not quiet and (notice := getattr(loaded.model, "notice", None)):
                 say(f"{loaded.name}: {notice}")
@@ -106,8 +121,7 @@ class Loading:
         """What can be told wrong before a model is loaded."""
         from outpace.core import registry
 
-        if self.method != "auto":
-            registry.find("decoders", self.method)
+        registry.find("decoders", self.method)
         if self.rule != "auto":
             registry.find("rules", self.rule)
         for part in self.drafter.split("+") if self.drafter is not None else ():
@@ -115,7 +129,9 @@ class Loading:
         if self.threads is not None:
             import torch
 
-            check_range("threads", self.threads, 1, 1024)
+            from outpace.machine import cores
+
+            check_range("threads", self.threads, 1, cores())
             torch.set_num_threads(self.threads)
 
 

@@ -14,19 +14,9 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.student import Student
 from outpace.models.checkpoint import new_folder
+from outpace.models.packed import TOKENIZER_FILES
 
 VOCAB_FILE = "draft_vocab.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-)
 
 
 def write_draft(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from outpace.assemble import Loaded
 from outpace.core.errors import check_whole
 from outpace.core.stats import Figures
@@ -15,9 +17,11 @@ from outpace.library import LLM
 from outpace.models.base import chain
 
 POSITIONS = 8  # the chain by which acceptance by position is measured
-CHAIN, TREE, TREE_WIDTH = 4, 16, 4
+CHAIN, TREE, TREE_WIDTH, TREE_DEPTH = 4, 16, 4, 6
 TEMPERATURES = (0.0, 0.8)
 TIMED = 9  # passes, of which the median counts
+REACHED = 10  # rounds that must come to a position for its acceptance to be told
+UNEVEN = 1.5  # a median so many times the minimum was disturbed
 CONTEXT = 200  # tokens that stand before a timed pass
 
 Report = Callable[[dict[str, float]], None]
@@ -46,6 +50,7 @@ class Row:
     tree: float
     by_position: tuple[float, ...]  # that the i-th token of a chain is accepted, once those before it were
     tokens: int
+    prompts: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Speed:
 
     draft_step: float
     passes: Mapping[int, float]
+    is_disturbed: bool = False  # by other work on this machine, so that nothing follows from these times
 
     @property
     def cost(self) -> float:
@@ -70,6 +76,7 @@ class Judgement:
     rows: tuple[Row, ...]
     speed: Speed
     predicted: Mapping[int, float] = field(default_factory=dict)  # speedup at temperature 0, by draft length
+    where: str = ""  # runtime and threads
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -86,8 +93,10 @@ def judge(
         for temperature in TEMPERATURES:
             rows.append(_row(target, draft, task, prompts[: options.prompts], temperature, options))
             report({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
-    speed = Speed(_seconds(draft.model, 1), {count: _seconds(target.model, count) for count in range(1, POSITIONS + 2)})
-    return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed))
+    speed = _speed(target.model, draft.model)
+    runtime = type(target.model).__module__.rpartition(".")[2]
+    where = f"runtime {runtime}, threads {torch.get_num_threads()}"
+    return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
 
 
 def predicted_speedups(rows: Sequence[Row], speed: Speed) -> dict[int, float]:
@@ -108,39 +117,41 @@ def predicted_speedups(rows: Sequence[Row], speed: Speed) -> dict[int, float]:
 def _row(
     target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: JudgeOptions
 ) -> Row:
-    def decode(nodes: int, width: int) -> Figures:
-        return _decode(target, draft, prompts, nodes, width, temperature=temperature, options=options)
+    def decode(nodes: int, width: int, depth: int) -> Figures:
+        shape = {"nodes": nodes + 1, "width": width, "draft_length": depth}
+        return _decode(target, draft, prompts, shape, temperature=temperature, options=options)
 
-    long, chained = decode(POSITIONS + 1, 1), decode(CHAIN + 1, 1)
-    tree = decode(TREE + 1, TREE_WIDTH)
+    long, chained = (decode(length, 1, length) for length in (POSITIONS, CHAIN))
+    tree = decode(TREE, TREE_WIDTH, TREE_DEPTH)
     return Row(
         task,
         temperature,
         round(chained.mean_accepted_length, 3),
         round(tree.mean_accepted_length, 3),
-        tuple(round(rate, 4) for rate in _conditional(long.acceptance_by_position)),
+        tuple(round(rate, 4) for rate in _conditional(long.acceptance_by_position, long.passes)),
         long.emitted,
+        len(prompts),
     )
 
 
-def _conditional(reached: Sequence[float]) -> list[float]:
-    """From the chance that at least i tokens are accepted to the chance of the i-th, given those before it."""
+def _conditional(reached: Sequence[float], rounds: int) -> list[float]:
+    """From the chance that at least i tokens are accepted to the chance of the i-th, given those before it; as far as
+    REACHED rounds came."""
     before = [1.0, *reached]
-    return [rate / last if last else 0.0 for last, rate in zip(before, reached, strict=False)]
+    return [rate / last for last, rate in zip(before, reached, strict=False) if last * rounds >= REACHED]
 
 
 def _decode(
     target: Loaded,
     draft: Loaded,
     prompts: Sequence[str],
-    nodes: int,
-    width: int,
+    shape: Mapping[str, int],
     *,
     temperature: float,
     options: JudgeOptions,
 ) -> Figures:
     """All answers' rounds together. The last round of an answer offers what does not fit any more: it counts too."""
-    with LLM(target, draft, method="speculative", drafter="model", nodes=nodes, batch=4, width=width, floor=0.0) as llm:
+    with LLM(target, draft, method="speculative", drafter="model", batch=4, floor=0.0, **shape) as llm:  # type: ignore[arg-type]
         asked = [_prompt(target, text) for text in prompts]
         results = llm.generate(asked, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
     return _together([result.figures for result in results])
@@ -172,16 +183,28 @@ def _prompt(target: Loaded, text: str) -> Any:
     return [{"role": "user", "content": text}] if has_template(target.tokenizer) else text
 
 
-def _seconds(model: Any, rows: int) -> float:
-    """The median time of one pass over so many rows behind CONTEXT tokens."""
-    session = model.open(min(CONTEXT, model.max_positions // 2) + 1, max(rows, CONTEXT) + 1)
-    prefix = [1] * min(CONTEXT, model.max_positions // 2)
-    model.score([chain(session, prefix)])
-    keep = list(range(len(prefix)))
-    times = []
-    for _ in range(TIMED):
+def _speed(target: Any, draft: Any) -> Speed:
+    """Median times of the draft's step and of the target's passes, taken in turn: what disturbs one disturbs all."""
+    counts = range(1, POSITIONS + 2)
+    passes = [_pass(draft, 1), *(_pass(target, count) for count in counts)]
+    times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
+    step, *rest = (statistics.median(column) for column in times)
+    is_disturbed = any(statistics.median(column) > UNEVEN * min(column) for column in times)
+    return Speed(step, dict(zip(counts, rest, strict=True)), is_disturbed)
+
+
+def _pass(model: Any, rows: int) -> Callable[[], float]:
+    """Times one pass over so many rows behind CONTEXT tokens, each time anew."""
+    context = min(CONTEXT, model.max_positions // 2)
+    session = model.open(context + 1, max(rows, context) + 1)
+    model.score([chain(session, [1] * context)])
+    keep = list(range(context))
+
+    def timed() -> float:
+        nonlocal keep
         started = time.perf_counter()
         model.score([chain(session, [1] * rows, range(rows), keep)])
-        times.append(time.perf_counter() - started)
         keep = []
-    return statistics.median(times)
+        return time.perf_counter() - started
+
+    return timed

@@ -1,4 +1,4 @@
-"""What a distillation shows at its end: a table, a plot, and the draft's model card."""
+"""What a distillation shows at its end: a table and a plot."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def table(judgement: Judgement) -> Table:
         rates = [f"{rate:.2f}" for rate in row.by_position[:3]]
         lengths = (f"{row.chain:.2f}", f"{row.tree:.2f}", str(row.tokens))
         made.add_row(row.task, f"{row.temperature:g}", *(rates + ["-"] * 3)[:3], *lengths)
-    made.caption = _times(judgement)
+    made.caption = times(judgement)
     made.caption_justify = "left"
     return made
 
 
-def _times(judgement: Judgement) -> str:
+def times(judgement: Judgement) -> str:
+    """Both models' times, and the speedup that they and the acceptance predict."""
     speed = judgement.speed
     text = (
         f"draft step {speed.draft_step * 1e3:.2f} ms, target pass {speed.passes[1] * 1e3:.2f} ms: c = {speed.cost:.3f}"
@@ -40,7 +41,7 @@ def _times(judgement: Judgement) -> str:
     if judgement.predicted:
         length, best = max(judgement.predicted.items(), key=lambda item: item[1])
         text += f"; predicted speedup at temperature 0: {best:.2f} by chains of {length}"
-    return text
+    return text + ("; other work disturbed these times: judge again on an idle machine" if speed.is_disturbed else "")
 
 
 def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -61,40 +62,20 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
     middle.axhline(1.0, color="grey", linewidth=0.8)
     middle.set(title="predicted speedup, temperature 0", xlabel="draft length")
     right.plot([point["tokens"] / 1e6 for point in curve], [point["top1"] for point in curve], marker=".")
-    right.set(title="held-out top-1 agreement", xlabel="million answer tokens trained on", ylim=(0, 1))
+    right.set(title="held-out answers", xlabel="million answer tokens trained on", ylim=(0, 1))
+    right.set_ylabel("top-1 agreement", color="C0")
+    _plot_lengths(right.twinx(), curve)
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
 
 
-def model_card(judgement: Judgement, facts: Mapping[str, str], licence: str | None) -> str:
-    """README.md of the draft. `facts` are shown as a list; `licence` is the target's, by its name on the hub."""
-    head = ["---", f"license: {licence}"] if licence else ["---"]
-    lines = [*head, "library_name: transformers", "tags: [speculative-decoding, draft]", "---", ""]
-    lines += [f"# A draft for {judgement.target}", ""]
-    lines += [
-        f"A small model that proposes tokens for {judgement.target} to verify. It was made by `outpace distill` from",
-        "nothing but the target: its weights and its own answers. Alone it writes poor text; it is of use beside its",
-        "target only, whose text it does not change.",
-        "",
-    ]
-    lines += [f"- {name}: {value}" for name, value in facts.items()]
-    terms = f"`{licence}`" if licence else "not named in its files: look it up before you pass this draft on"
-    lines += ["", "## Attribution", ""]
-    lines += [
-        f"Embeddings, output layer and starting weights are those of {judgement.target}, and the training text was",
-        f"written by it. The target's licence ({terms}) therefore applies to this draft as well.",
-        "",
-        "## Measured",
-        "",
-        f"| task | temperature | acceptance by position | chain {CHAIN} | tree {TREE} |",
-        "|---|---|---|---|---|",
-    ]
-    for row in judgement.rows:
-        rates = ", ".join(f"{rate:.2f}" for rate in row.by_position)
-        lines.append(f"| {row.task} | {row.temperature:g} | {rates} | {row.chain:.2f} | {row.tree:.2f} |")
-    lines += ["", f"Lengths are emitted tokens a target pass. On this machine: {_times(judgement)}.", ""]
-    return "\n".join(lines)
+def _plot_lengths(axes: Any, curve: Sequence[Mapping[str, Any]]) -> None:
+    """The learning curve's mean accepted lengths, on an axis of their own."""
+    found = [(point["tokens"] / 1e6, point["chain"]) for point in curve if point.get("chain") is not None]
+    axes.plot(*zip(*found, strict=True) if found else ((), ()), color="C1", marker=".")
+    axes.set_ylim(1, CHAIN + 1)
+    axes.set_ylabel(f"tokens a pass, chain {CHAIN}", color="C1")
 
 
 def read_curve(file: Path) -> list[dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +16,28 @@ from torch import Tensor
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
+from outpace.distill.card import Making, model_card
 from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, write_draft
+from outpace.distill.facts import facts, licence, notes, read_state, record
 from outpace.distill.judge import Judgement, JudgeOptions, judge
-from outpace.distill.report import PLOT, model_card, plot, read_curve
+from outpace.distill.report import PLOT, plot, read_curve
 from outpace.distill.start import Shape, draft_config, new_student
 from outpace.distill.student import Student
-from outpace.distill.text import TextPlan, write_text
+from outpace.distill.text import TEMPERATURES, TextPlan, write_text
 from outpace.distill.train import CURVE, Trainer, TrainOptions
 from outpace.distill.writer import WriterOptions
 from outpace.models.checkpoint import read_json
 from outpace.models.find import resolve, shipped_model
+from outpace.models.packed import pack
+from outpace.models.runtimes import RUNTIMES
 from outpace.models.tokenizer import Tokenizer
 
 STAGES = ("text", "train", "judge", "all")
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; judging takes the rest
 TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
-JUDGEMENT, STATE = "judgement.json", "run.json"
+JUDGEMENT = "judgement.json"
+
+UNSAID = ("save_every", "seconds")  # options that leave the weights alone
 
 Report = Callable[[str, dict[str, float]], None]
 
@@ -45,7 +53,9 @@ class DistillOptions:
     tokens: int | None = None
     seconds: float | None = None
     epochs: float = 3.0  # how often training sees the text, where `tokens` says how much there is
+    temperatures: Sequence[float] = TEMPERATURES  # at which a prompt is answered, in turn
     device: str = "cpu"
+    runtime: str = "auto"  # by which the draft is judged
     tasks: Sequence[str] = ()  # files of prompts to judge on; none: the held-out prompts
     shape: Shape = field(default_factory=Shape)
     writer: WriterOptions = field(default_factory=WriterOptions)
@@ -56,6 +66,8 @@ class DistillOptions:
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
             raise unknown("stage", self.stage, STAGES)
+        if self.runtime not in RUNTIMES:
+            raise unknown("runtime", self.runtime, RUNTIMES)
         if self.tokens is not None:
             check_whole("tokens", self.tokens, 1)
         if self.seconds is not None:
@@ -80,10 +92,11 @@ def distill(options: DistillOptions, report: Report) -> Judgement | None:
 
 def text_stage(options: DistillOptions, target: Path, name: str, report: Report) -> None:
     """Writes the target's text, until there is enough of it or its share of the time is over."""
-    state_file = options.out / STATE
-    spent = read_json(state_file).get("text_seconds", 0.0) if state_file.exists() else 0.0
+    spent = read_state(options.out).get("text_seconds", 0.0)
     seconds = None if options.seconds is None else max(options.seconds * TEXT_SHARE - spent, 0.0)
-    plan = TextPlan(options.prompts, options.writer, options.tokens, seconds, options.device)
+    plan = TextPlan(
+        options.prompts, options.writer, options.tokens, seconds, options.device, temperatures=options.temperatures
+    )
     if options.device == "cpu" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         plan = replace(plan, dtype=torch.float32)
     started = time.monotonic()
@@ -92,7 +105,8 @@ def text_stage(options: DistillOptions, target: Path, name: str, report: Report)
     finally:
         if options.out.is_dir():
             spent += time.monotonic() - started
-            state_file.write_text(json.dumps({"text_seconds": round(spent, 1)}) + "\n", encoding="utf-8")
+            made = {"prompts": list(options.prompts), "temperatures": list(options.temperatures)}
+            record(options.out, options.command, text_seconds=round(spent, 1), **made)
 
 
 def train_stage(options: DistillOptions, target: Path, report: Report) -> Path:
@@ -107,6 +121,11 @@ def train_stage(options: DistillOptions, target: Path, report: Report) -> Path:
     student = _student(options, target, folder)
     trainer = Trainer(student, text, folder, train)
     trainer.resume()
+    record(
+        options.out,
+        options.command,
+        training={name: value for name, value in asdict(train).items() if name not in UNSAID},
+    )
     ids = None if student.ids is None else student.ids.tolist()
     config = draft_config(read_json(target / "config.json"), options.shape, ids)
     draft = options.out / DRAFT
@@ -120,22 +139,46 @@ def judge_stage(options: DistillOptions, draft: Path | str, report: Report) -> J
     """Judges a draft; writes figures, plot and model card where it was made here."""
     from outpace.assemble import load_draft, load_model
 
-    target = load_model(options.target, device=options.device)
-    small = load_draft(str(draft), target, device=options.device)
+    common: dict[str, Any] = {"device": options.device, "runtime": options.runtime}
+    target = load_model(options.target, **common)
+    small = load_draft(str(draft), target, **common)
     found = judge(target, small, _tasks(options), options.judge, lambda figures: report("judgement", figures))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if Path(draft) == options.out / DRAFT:
-        card = model_card(found, _facts(options, Path(draft)), _licence(options.target))
-        (Path(draft) / "README.md").write_text(card, encoding="utf-8")
+        write_card(options, found)
     return found
 
 
+def write_card(options: DistillOptions, found: Judgement) -> None:
+    """The model card of the draft that was made here; it shows the plot if that is there."""
+    draft, curve = options.out / DRAFT, options.out / TRAINING / CURVE
+    making = Making(
+        facts(options.out, draft, curve),
+        licence(options.target),
+        notes(options.out),
+        read_state(options.out).get("commands", ()),
+        read_curve(curve),
+        (draft / PLOT).is_file(),
+    )
+    (draft / "README.md").write_text(model_card(found, making), encoding="utf-8")
+
+
 def write_plot(options: DistillOptions, found: Judgement) -> Path:
-    """The plot beside the other results; UserError where matplotlib is not installed."""
-    file = options.out / PLOT
+    """The plot beside the other results, and in the draft's folder where that is the one that was judged; UserError
+    where matplotlib is not installed."""
+    file, draft = options.out / PLOT, options.out / DRAFT
     plot(found, read_curve(options.out / TRAINING / CURVE), file)
+    if found.draft == str(draft):
+        shutil.copyfile(file, draft / PLOT)
+        write_card(options, found)
     return file
+
+
+def pack_run(run: Path, target: Path, out: Path) -> None:
+    """Packs a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
+    draft = run / DRAFT if (run / DRAFT).is_dir() else run
+    pack(draft, target, out, [run / name for name in (JUDGEMENT, PLOT, f"{TRAINING}/{CURVE}")])
 
 
 def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
@@ -172,37 +215,3 @@ def _tasks(options: DistillOptions) -> dict[str, list[str]]:
     if not held_out:
         raise UserError("none of the prompts is held out, so there is nothing to judge on: name files with --tasks")
     return {"held out": sorted(held_out, key=prompts.number)}
-
-
-def _facts(options: DistillOptions, draft: Path) -> dict[str, str]:
-    config = read_json(draft / "config.json")
-    curve = read_curve(options.out / TRAINING / CURVE)
-    facts = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
-    facts |= {"from the target's layers": str(config.get("outpace", {}).get("target_layers") or "none, fresh weights")}
-    if "draft_vocab_size" in config.get("outpace", {}):
-        facts["tokens that it writes"] = f"{config['outpace']['draft_vocab_size']} of {config['vocab_size']}"
-    facts["prompts"] = ", ".join(Path(name).name for name in options.prompts)
-    if curve:
-        last = curve[-1]
-        facts["the target's text"] = f"{last['text_tokens']:,} answer tokens, greedy and at temperatures 0.8 and 1"
-        facts["trained on"] = (
-            f"{last['tokens']:,} answer tokens, {last['step']:,} steps, {last['seconds'] / 60:.0f} min"
-        )
-        facts["held-out agreement"] = f"{last['top1']:.3f} (likeliest token, the target's own text before it)"
-    facts["losses"] = str(asdict(options.train.loss))
-    return facts | ({"made by": f"`{options.command}`"} if options.command else {})
-
-
-def _licence(target: str | None) -> str | None:
-    """As the target's own files name it: the .gguf file's header, or the front matter of its card."""
-    path = shipped_model() if target is None else Path(target).expanduser()
-    if path.is_file():
-        from outpace.models.gguf_header import open_gguf
-
-        with open_gguf(path) as header:
-            found = header.metadata.get("general.license")
-        return found if isinstance(found, str) else None
-    card = resolve(target) / "README.md"
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()[:40] if card.is_file() else []
-    named = [line.split(":", 1)[1].strip().strip("\"'") for line in lines if line.startswith("license:")]
-    return named[0] if named and named[0] else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_range
 from outpace.distill import prompts
 from outpace.distill.engine_writer import EngineWriter
 from outpace.distill.shards import TextFolder
@@ -22,7 +22,7 @@ from outpace.models.checkpoint import Checkpoint
 from outpace.models.config import from_dict
 from outpace.models.tokenizer import Tokenizer
 
-TEMPERATURES = (0.0, 0.8, 1.0)  # a prompt is answered with each in turn, round by round
+TEMPERATURES = (0.0, 0.8, 1.0)
 LONGEST_PROMPT = 768  # tokens; longer ones are left out
 SHARD = 256  # answers
 WINDOW = 512  # jobs sorted by length, so that prompts of a cohort are alike
@@ -30,7 +30,8 @@ WINDOW = 512  # jobs sorted by length, so that prompts of a cohort are alike
 
 @dataclass(frozen=True)
 class TextPlan:
-    """How much to write: until `tokens` are there, or `seconds` have passed."""
+    """How much to write: until `tokens` are there, or `seconds` have passed. A prompt is answered with each of
+    `temperatures` in turn, round by round; one that stands there twice has twice the share."""
 
     prompts: Sequence[str]
     writer: WriterOptions = field(default_factory=WriterOptions)
@@ -38,6 +39,13 @@ class TextPlan:
     seconds: float | None = None
     device: str = "cpu"
     dtype: torch.dtype = torch.bfloat16
+    temperatures: Sequence[float] = TEMPERATURES
+
+    def __post_init__(self) -> None:
+        if not self.temperatures:
+            raise UserError("temperatures are none, there must be one at least")
+        for temperature in self.temperatures:
+            check_range("a temperature", temperature, 0.0, 10.0)
 
 
 Report = Callable[[dict[str, float]], None]
@@ -59,7 +67,7 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, report: Re
     if longest < 1:
         raise UserError(f"max_tokens is {options.max_tokens}, the target's context has {writer.max_positions}")
     clock = _Clock(store, plan)
-    jobs = _until(clock, _jobs(texts, tokenizer, longest, store.finished))
+    jobs = _until(clock, _jobs(texts, plan.temperatures, tokenizer, longest, store.finished))
     _fill(store, writer.answers(jobs), clock, report)
     return store
 
@@ -131,7 +139,9 @@ def _until(clock: _Clock, jobs: Iterator[Job]) -> Iterator[Job]:
         yield job
 
 
-def _jobs(texts: Sequence[str], tokenizer: Tokenizer, longest: int, finished: set[int]) -> Iterator[Job]:
+def _jobs(
+    texts: Sequence[str], temperatures: Sequence[float], tokenizer: Tokenizer, longest: int, finished: set[int]
+) -> Iterator[Job]:
     """Every prompt once a round, shuffled by its number, for ever; windows are sorted by length."""
     encode = _encoder(tokenizer)
     found = False
@@ -145,7 +155,7 @@ def _jobs(texts: Sequence[str], tokenizer: Tokenizer, longest: int, finished: se
             ids = tuple(encode(text))
             if not 1 <= len(ids) <= longest:
                 continue
-            temperature = TEMPERATURES[(prompts.number(text) + turn) % len(TEMPERATURES)]
+            temperature = temperatures[(prompts.number(text) + turn) % len(temperatures)]
             window.append(Job(number, ids, temperature, prompts.is_held_out(text)))
             if len(window) == WINDOW:
                 found = True

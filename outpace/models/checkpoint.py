@@ -21,6 +21,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64", "F32", "F16", "BF16"}
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_RUNTIME = "`--runtime transformers`"
+EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding where a draft has none of its own
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def _file(self, name: str) -> Any:
         if name not in self._shards:
-            raise UserError(f"{self.path} holds no tensor {name!r}")
+            packed = "; it is its target's: load this as that one's draft, or see `outpace distill --unpack`"
+            raise UserError(f"{self.path} holds no tensor {name!r}{packed if lacks_embedding(self.config) else ''}")
         if name not in self._files:
             raise RuntimeError(f"{self.path} is closed")
         return self._files[name]
@@ -137,6 +139,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise UserError(
                 f"{self.path / 'config.json'}: {said}, but the weight files hold {len(self._shards)} tensors"
             )
+
+
+def lacks_embedding(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a draft stored without embeddings, which are its target's (see packed.py)."""
+    ours = config.get("outpace")
+    return isinstance(ours, Mapping) and ours.get(EMBEDDING) == OF_TARGET
 
 
 def is_finite(value: torch.Tensor) -> bool:

@@ -90,16 +90,25 @@ PAIRS = (
 )
 
 # Drafts that come with this package, by a pattern of the target's name: folders below outpace/drafts/.
-SHIPPED: tuple[tuple[str, str], ...] = ()
+SHIPPED: tuple[tuple[str, str], ...] = (("smollm2-135m-instruct", "smollm2-135m-instruct"),)
 SHIPPED_FOLDER = Path(__file__).parents[1] / "drafts"
+NO_DRAFT = "none"
+
+
+def shipped_draft(*names: str) -> str | None:
+    """The folder of the draft that comes with this package for a target of one of these names; None: there is none."""
+    for pattern, folder in SHIPPED:
+        path = SHIPPED_FOLDER / folder
+        if any(re.search(pattern, _plain(name)) for name in names) and (path / "config.json").is_file():
+            return str(path)
+    return None
 
 
 def find_draft(name: str, config: Mapping[str, Any]) -> str:
     """The draft for a target of this name and config.json: a hub id or a folder. UserError where none is known."""
     names = [_plain(text) for text in (name, config.get("_name_or_path")) if isinstance(text, str)]
-    for pattern, folder in SHIPPED:
-        if any(re.search(pattern, text) for text in names):
-            return str(SHIPPED_FOLDER / folder)
+    if (shipped := shipped_draft(*names)) is not None:
+        return shipped
     pair = _find_pair(names, config)
     if pair is None:
         known = ", ".join(dict.fromkeys(pair.family for pair in PAIRS))
