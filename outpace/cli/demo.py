@@ -1,4 +1,4 @@
-"""`outpace demo`: one prompt by plain decoding, by CARD and by draft-then-verify, side by side in time and text."""
+"""`outpace demo`: one prompt by plain decoding and by three methods, side by side in time and text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ CAPTION = (
 DISTURBED = (
     "Other work on this machine disturbed these times: take none of them for granted, run it again when it is idle."
 )
-METHODS = {"card": "CARD, {drafter} drafting beside it", "speculative": "draft-then-verify, {drafter} in turn"}
+METHODS = {
+    "auto": "the default: {drafter}, as much as pays",
+    "card": "CARD, {drafter} drafting beside it",
+    "speculative": "draft-then-verify, {drafter} in turn",
+}
 UNEVEN = 1.5  # rounds of plain decoding that differ by more than this were disturbed
 DIFFERENT = 1  # the exit status when the two texts differ
 
@@ -91,8 +95,8 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """See plain decoding, CARD and draft-then-verify answer one prompt: by how much they differ in time, and whether
-    the text is the same."""
+    """See plain decoding, the default, CARD and draft-then-verify answer one prompt: by how much they differ in time,
+    and whether the text is the same."""
     writing = Writing(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
     writing.check()
     check_range("rounds", rounds, 1, 1000)

@@ -99,7 +99,7 @@ class Trainer:
         return True
 
     def run(self, report: Report, save: Callable[[Student], None] = lambda student: None) -> None:
-        """Trains to the end, with a checkpoint every `save_every` seconds and one when it is interrupted."""
+        """Trains to the end, with a checkpoint every `save_every` seconds: a stopped run goes on from there."""
         options, progress = self.options, self.progress
         if options.tokens is not None:
             progress.total = options.tokens
