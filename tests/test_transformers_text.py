@@ -162,7 +162,7 @@ def test_the_library_takes_a_loaded_model(tokenizer: Tokenizer) -> None:
     with outpace.load(module, near, tokenizer=tokenizer, worker="inline") as llm:
         result = llm.stream(PROMPT, max_tokens=30).result
     assert list(result.tokens) == generate(module, tokenizer, 30)
-    assert result.method == "card"
+    assert result.method == "auto"
 
 
 def test_options_of_one_runtime_are_refused_by_the_other(tmp_path: Path) -> None:

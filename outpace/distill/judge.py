@@ -14,7 +14,7 @@ from outpace.assemble import Loaded
 from outpace.core.errors import check_whole
 from outpace.core.stats import Figures
 from outpace.library import LLM
-from outpace.models.base import chain
+from outpace.models.base import chain, score_held
 
 POSITIONS = 8  # the chain by which acceptance by position is measured
 CHAIN, TREE, TREE_WIDTH, TREE_DEPTH = 4, 16, 4, 6
@@ -184,13 +184,15 @@ def _prompt(target: Loaded, text: str) -> Any:
 
 
 def _speed(target: Any, draft: Any) -> Speed:
-    """Median times of the draft's step and of the target's passes, taken in turn: what disturbs one disturbs all."""
+    """Median times of the draft's step, as a share of a chain of CHAIN, and of the target's passes, taken in turn: what
+    disturbs one disturbs all."""
     counts = range(1, POSITIONS + 2)
-    passes = [_pass(draft, 1), *(_pass(target, count) for count in counts)]
+    step = _pass(draft, 1)
+    passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_pass(target, count) for count in counts)]
     times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
-    step, *rest = (statistics.median(column) for column in times)
+    draft_step, *rest = (statistics.median(column) for column in times)
     is_disturbed = any(statistics.median(column) > UNEVEN * min(column) for column in times)
-    return Speed(step, dict(zip(counts, rest, strict=True)), is_disturbed)
+    return Speed(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed)
 
 
 def _pass(model: Any, rows: int) -> Callable[[], float]:
@@ -203,7 +205,7 @@ def _pass(model: Any, rows: int) -> Callable[[], float]:
     def timed() -> float:
         nonlocal keep
         started = time.perf_counter()
-        model.score([chain(session, [1] * rows, range(rows), keep)])
+        score_held(model, [chain(session, [1] * rows, range(rows), keep)])
         keep = []
         return time.perf_counter() - started
 

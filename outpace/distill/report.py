@@ -57,7 +57,7 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
         places = range(1, len(row.by_position) + 1)
         left.plot(places, row.by_position, style, marker="o", label=f"{row.task}, T = {row.temperature:g}")
     left.set(title="acceptance by position", xlabel="position in the chain", ylim=(0, 1), xlim=(0.8, POSITIONS + 0.2))
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, loc="upper left", ncols=2)
     middle.plot(list(judgement.predicted), list(judgement.predicted.values()), marker="o")
     middle.axhline(1.0, color="grey", linewidth=0.8)
     middle.set(title="predicted speedup, temperature 0", xlabel="draft length")
