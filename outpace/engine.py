@@ -254,8 +254,10 @@ class Engine(AbstractContextManager["Engine"]):
         return chunks
 
     def _note(self, trees: Sequence[tuple[Running, TokenTree]], drafting: float, seconds: float) -> None:
-        """Remembers what a round cost and gave."""
-        steps = [run.steps[-1] for run, _ in trees if run.steps]
+        """Remembers what a round cost and gave; not an answer's first one, which finds other things in the caches."""
+        steps = [run.steps[-1] for run, _ in trees if len(run.steps) > 1]
+        if len(steps) < len(trees):
+            return
         rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)
         if rows:
             self.costs.round(len(trees), rows, tokens, seconds, drafting)

@@ -17,16 +17,18 @@ import torch
 
 from outpace import machine
 from outpace.assemble import Loaded
+from outpace.core.costs import Costs
 from outpace.engine import Engine
 from outpace.models.find import cache_folder
 
 VERSION = 1
+GROWTHS = len(Costs().remember()["growth"])
 FEWEST = 50  # rounds to go by
 FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
     "trust": float,
-    "growth": float,
+    "growth": list,
     "drafters": dict,
     "method": (str, type(None)),
 }
@@ -141,7 +143,8 @@ def _checked(learnt: Any) -> dict[str, Any]:
     seconds = [*learnt["rounds"].values(), *learnt["draft"].values()]
     if not all(_is_positive(value) for value in [*seconds, *map(_whole, learnt["rounds"])]):
         raise ValueError("a time or a row count is not a number above 0")
-    if not all(0 <= learnt[name] < math.inf for name in ("trust", "growth")):
+    shares = [learnt["trust"], *learnt["growth"]]
+    if len(shares) != 1 + GROWTHS or not all(0 <= value < math.inf for value in shares):
         raise ValueError("trust or growth is not a number from 0")
     return learnt
 

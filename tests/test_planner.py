@@ -92,8 +92,8 @@ def test_a_draft_that_recovers_is_taken_up_again() -> None:
     assert 2000 * PASS / (world.seconds - before) > 1.5
 
 
-def test_a_draft_as_slow_as_the_target_is_not_used() -> None:
-    world = World(0.9, lambda place: True, step=6.0)
+def test_a_draft_slower_than_the_target_is_not_used() -> None:
+    world = World(0.9, lambda place: True, step=9.0)
     assert world.run(512) > 0.97
     assert world.asked < 20
 

@@ -15,7 +15,10 @@ from typing import Any
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
-_LEAST_ROW = 0.01  # of a one-row pass: what one more row costs at least, until it is measured
+_EVERY = 12  # of so many rounds one may be for the sake of knowing its time
+_STALE = 96  # rounds after which a row count is measured again
+_LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
+_LEAST_ROW = 0.02  # of a one-row pass: what one more row costs at least, until it is measured
 
 
 class Mean:
@@ -41,19 +44,38 @@ class Costs:
 
     def __init__(self) -> None:
         self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
+        self._last: dict[int, int] = {}  # rows -> the round in which they were seen last
         self.seen = 0  # rounds
+        self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
         self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self.trust = Mean(1.0, 2.0)  # accepted tokens over the chance that the drafter gave them
-        self.growth = Mean(0.8, 4.0)  # of the chance at the leaves, what one more layer puts below them
+        self._growth = [Mean(0.6, 4.0) for _ in range(_LAYERS)]
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
         self._rounds.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(seconds - drafting)
+        self._last[_bucket(rows)] = self.seen
         self._curve = None
         self.seen += 1
         self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
+
+    def worth_trying(self, *rows: int) -> int | None:
+        """The first of these row counts whose time is not known, or not any more; one round in `_EVERY` at most."""
+        if self.seen - self._tried < _EVERY:
+            return None
+        found = next((count for count in rows if self._is_stale(_bucket(count))), None)
+        if found is not None:
+            self._tried = self.seen
+        return found
+
+    def _is_stale(self, bucket: int) -> bool:
+        return len(self._rounds.get(bucket, ())) < _TRIED or self.seen - self._last.get(bucket, self.seen) > _STALE
+
+    def growth(self, layer: int) -> Mean:
+        """Of the chance at the leaves, what the draft's layer of this number puts below them."""
+        return self._growth[min(layer, _LAYERS - 1)]
 
     def drafted(self, seconds: float, free: bool) -> None:
         """The drafter grew all trees once. `free`: its parts that run no model."""
@@ -104,20 +126,24 @@ class Costs:
         """What a profile keeps."""
         rounds = {str(rows): median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
         draft = {name: self.draft(free) for name, free in (("free", True), ("model", False)) if self.draft(free)}
-        return {"rounds": rounds, "draft": draft, "trust": self.trust.value, "growth": self.growth.value}
+        growth = [mean.value for mean in self._growth]
+        return {"rounds": rounds, "draft": draft, "trust": self.trust.value, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
         for rows, seconds in profile["rounds"].items():
-            self._rounds[_bucket(int(rows))] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
+            bucket = _bucket(int(rows))
+            self._rounds[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
+            self._last[bucket] = self.seen
         for name, free in (("free", True), ("model", False)):
             if name in profile["draft"]:
                 self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
-        self.trust, self.growth = Mean(float(profile["trust"]), 2.0), Mean(float(profile["growth"]), 4.0)
+        self.trust = Mean(float(profile["trust"]), 2.0)
+        self._growth = [Mean(float(value), 4.0) for value in profile["growth"]]
         self._curve = None
 
 
 def _bucket(rows: int) -> int:
-    """Row counts that share their samples: all to 16, then in steps of 4, 16, 64."""
-    step = 1 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
+    """Row counts that share their samples: all to 8, then in steps of 2, 4, 16, 64."""
+    step = 1 if rows <= 8 else 2 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
     return -(-rows // step) * step

@@ -102,7 +102,7 @@ class _Planner:
         if self.layers >= (self._options.deepest if self._costs.draft(False) else 2):
             return False
         self._at_leaves = self._chance_at_leaves(tree)
-        gain = self._trust.value * self._costs.growth.value * self._at_leaves
+        gain = self._trust.value * self._costs.growth(self.layers).value * self._at_leaves
         if gain > self._layer_cost:
             return True
         self._is_trial = self._is_due()
@@ -110,21 +110,22 @@ class _Planner:
 
     def chance(self, tree: TokenTree) -> float:
         """Tokens that the drafter promises of the nodes which would be verified."""
-        return sum(nlargest(self._verified, map(exp, tree.scores[1:])))
+        count = max(self._verified, self.layers + 2)  # a chain that goes on is as long as that
+        return sum(nlargest(count, map(exp, tree.scores[1:])))
 
     def grown(self, tree: TokenTree, before: float) -> None:
         """A layer was added to a tree whose `chance` was `before`."""
+        self._costs.growth(self.layers).learn(self.chance(tree) - before, self._at_leaves)
         self.layers += 1
         if self._is_trial:
             self._trial_cost = self._costs.latest_draft(False)
-        self._costs.growth.learn(self.chance(tree) - before, self._at_leaves)
 
     def _is_due(self) -> bool:
         cost = max(self._trial_cost, 3 * self._costs.draft(False))
         return not self.layers and cost < self._options.trials * self._idle
 
     def nodes(self, tree: TokenTree) -> int:
-        """How many of the best nodes are verified, the root included."""
+        """How many of the best nodes are verified, the root included. Now and then fewer, to know what that costs."""
         if self._is_trial:
             return min(self.budget, 2)
         others = self._place.rows_of_others
@@ -136,7 +137,8 @@ class _Planner:
             worth = gain - self._price * (self._costs.target(others + count) - base)
             if worth > best_worth:
                 best, best_worth = count, worth
-        return best
+        tried = self._costs.worth_trying(others + (best + 1) // 2, others + 1) if best > 1 else None
+        return best if tried is None else tried - others
 
     def learn(self, tree: TokenTree, accepted: int) -> None:
         """The target has judged the tree."""
