@@ -27,7 +27,7 @@ FEWEST = 50  # rounds to go by
 FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
-    "trust": float,
+    "trust": dict,
     "growth": list,
     "drafters": dict,
     "method": (str, type(None)),
@@ -143,8 +143,8 @@ def _checked(learnt: Any) -> dict[str, Any]:
     seconds = [*learnt["rounds"].values(), *learnt["draft"].values()]
     if not all(_is_positive(value) for value in [*seconds, *map(_whole, learnt["rounds"])]):
         raise ValueError("a time or a row count is not a number above 0")
-    shares = [learnt["trust"], *learnt["growth"]]
-    if len(shares) != 1 + GROWTHS or not all(0 <= value < math.inf for value in shares):
+    shares = [learnt["trust"]["free"], learnt["trust"]["model"], *learnt["growth"]]
+    if len(shares) != 2 + GROWTHS or not all(0 <= value < math.inf for value in shares):
         raise ValueError("trust or growth is not a number from 0")
     return learnt
 

@@ -57,11 +57,13 @@ def test_the_price_is_at_least_plain_decodings() -> None:
     assert costs.price(4) == pytest.approx(4 / 50.0)
 
 
-def test_a_growth_that_read_a_prompt_does_not_count() -> None:
+def test_only_steps_of_the_draft_count_as_such() -> None:
     costs = Costs()
     assert costs.draft(False) == 0.0
-    for seconds in (30.0, 0.8, 0.7, 0.9):
+    for seconds, is_step in ((30.0, False), (0.8, True), (0.7, True), (0.9, True)):
         costs.drafted(seconds, free=False)
+        if is_step:
+            costs.stepped()
     assert costs.draft(False) == 0.8
     assert costs.draft(True) == 0.0
 
@@ -76,7 +78,7 @@ def test_a_mean_forgets() -> None:
 LEARNT = {
     "rounds": {"1": 6.0, "4": 6.5, "8": 7.5},
     "draft": {"model": 0.8, "free": 0.05},
-    "trust": 0.9,
+    "trust": {"free": 0.5, "model": 0.9},
     "growth": [0.6, 0.5, 0.4, 0.3],
     "method": "auto",
     "drafters": {},
@@ -101,7 +103,7 @@ def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
         lambda text: text.replace("6.0", "-6.0"),
         lambda text: text.replace("6.0", "NaN"),
         lambda text: text.replace('"8"', '"eight"'),
-        lambda text: text.replace('"trust": 0.9', '"trust": "much"'),
+        lambda text: text.replace('"model": 0.9', '"model": "much"'),
         lambda text: text.replace('"trust"', '"thrust"'),
         lambda text: text.replace('"name": "a"', '"name": "b"'),
     ],

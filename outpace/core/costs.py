@@ -15,6 +15,7 @@ from typing import Any
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
+_KINDS = {"free": True, "model": False}  # drafters that run no model, and those that do
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
@@ -45,12 +46,13 @@ class Costs:
     def __init__(self) -> None:
         self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
         self._last: dict[int, int] = {}  # rows -> the round in which they were seen last
+        self.latest_draft = 0.0  # seconds of the last growth
         self.seen = 0  # rounds
         self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
         self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
-        self.trust = Mean(1.0, 2.0)  # accepted tokens over the chance that the drafter gave them
+        self.trust = {free: Mean(1.0, 2.0) for free in (True, False)}  # accepted tokens over the chances given them
         self._growth = [Mean(0.6, 4.0) for _ in range(_LAYERS)]
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
@@ -79,16 +81,18 @@ class Costs:
 
     def drafted(self, seconds: float, free: bool) -> None:
         """The drafter grew all trees once. `free`: its parts that run no model."""
-        self._draft[free].append(seconds)
+        self.latest_draft = seconds
+        if free:
+            self._draft[True].append(seconds)
 
-    def latest_draft(self, free: bool) -> float:
-        """Seconds of the last growth."""
-        return self._draft[free][-1] if self._draft[free] else 0.0
+    def stepped(self) -> None:
+        """The latest growth was one step of the draft model, in which it read nothing but what it had proposed."""
+        self._draft[False].append(self.latest_draft)
 
     def draft(self, free: bool) -> float:
-        """Seconds of one growth; 0 until it is known. The lower quartile: now and then a growth reads many tokens."""
-        samples = sorted(self._draft[free])
-        return samples[len(samples) // 4] if len(samples) >= _TRIED else 0.0
+        """Seconds of one growth; 0 until it is known."""
+        samples = self._draft[free]
+        return median(samples) if len(samples) >= _TRIED else 0.0
 
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows, its drafting not counted; 0 until anything is known."""
@@ -125,9 +129,10 @@ class Costs:
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
         rounds = {str(rows): median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
-        draft = {name: self.draft(free) for name, free in (("free", True), ("model", False)) if self.draft(free)}
+        draft = {name: self.draft(free) for name, free in _KINDS.items() if self.draft(free)}
         growth = [mean.value for mean in self._growth]
-        return {"rounds": rounds, "draft": draft, "trust": self.trust.value, "growth": growth}
+        trust = {name: self.trust[free].value for name, free in _KINDS.items()}
+        return {"rounds": rounds, "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
@@ -135,10 +140,10 @@ class Costs:
             bucket = _bucket(int(rows))
             self._rounds[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
             self._last[bucket] = self.seen
-        for name, free in (("free", True), ("model", False)):
+        for name, free in _KINDS.items():
             if name in profile["draft"]:
                 self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
-        self.trust = Mean(float(profile["trust"]), 2.0)
+        self.trust = {free: Mean(float(profile["trust"][name]), 2.0) for name, free in _KINDS.items()}
         self._growth = [Mean(float(value), 4.0) for value in profile["growth"]]
         self._curve = None
 

@@ -11,15 +11,15 @@ and then, so seldom that all trials together cost a small share of the time.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from math import exp
 from typing import Any
 
 from outpace.core.costs import Costs, Mean
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.tree import Role, Siblings, TokenTree, best_nodes
+from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -54,10 +54,10 @@ def decode(place: Place, options: Options) -> Coroutine:
     while True:
         planner.begin()
         yield from _grow(tree, planner)
-        tree = tree.copy(best_nodes(tree, planner.nodes(tree)))
+        tree = tree.copy(planner.chosen(tree))
         picks = yield Verify(tree)
         verdict = place.request.rule.walk(tree, picks)
-        planner.learn(tree, len(verdict.path) - 1)
+        planner.learn(tree, verdict.path)
         tree = yield Commit(tree, verdict)
 
 
@@ -66,6 +66,7 @@ def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
     if planner.budget < 2:
         return
     yield Draft(tree, free=True)
+    planner.found(tree)
     while planner.pays(tree):
         chance = planner.chance(tree)
         if not (yield Draft(tree, free=False)):
@@ -79,10 +80,12 @@ class _Planner:
     def __init__(self, place: Place, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
-        self._trust = Mean(self._costs.trust.value, 2.0, _FADE)
+        self._trust = {free: Mean(mean.value, 2.0, _FADE) for free, mean in self._costs.trust.items()}
+        self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._idle = 0.0  # seconds of rounds since a model was asked last
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self._is_trial = False
+        self._is_following = False  # the draft has read all but what was written in the last round
         self._verified = _FIRST  # nodes in the last round that drafted
         self._at_leaves = 1.0
         self.layers = 0  # that the model grew in this round
@@ -93,17 +96,22 @@ class _Planner:
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it."""
-        self.layers, self._is_trial = 0, False
+        self.layers, self._is_trial, self._free = 0, False, set()
         self._price = self._costs.price(self._place.requests)
         self._layer_cost = self._price * self._costs.draft(False) / self._place.requests
+
+    def found(self, tree: TokenTree) -> None:
+        """These are the nodes that cost no model."""
+        self._free = set(tree.ids[1:])
 
     def pays(self, tree: TokenTree) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
         if self.layers >= (self._options.deepest if self._costs.draft(False) else 2):
             return False
-        self._at_leaves = self._chance_at_leaves(tree)
-        gain = self._trust.value * self._costs.growth(self.layers).value * self._at_leaves
-        if gain > self._layer_cost:
+        leaves = self._likely_leaves(tree)
+        self._at_leaves = min(1.0, sum(exp(tree.scores[node]) for node in leaves))
+        trusted = min(1.0, sum(exp(tree.scores[node]) * self._trust_in(tree, node) for node in leaves))
+        if self._costs.growth(self.layers).value * trusted > self._layer_cost:
             return True
         self._is_trial = self._is_due()
         return self._is_trial
@@ -116,48 +124,64 @@ class _Planner:
     def grown(self, tree: TokenTree, before: float) -> None:
         """A layer was added to a tree whose `chance` was `before`."""
         self._costs.growth(self.layers).learn(self.chance(tree) - before, self._at_leaves)
-        self.layers += 1
+        if self.layers or self._is_following:
+            self._costs.stepped()
         if self._is_trial:
-            self._trial_cost = self._costs.latest_draft(False)
+            self._trial_cost = self._costs.latest_draft
+        self.layers += 1
 
     def _is_due(self) -> bool:
         cost = max(self._trial_cost, 3 * self._costs.draft(False))
         return not self.layers and cost < self._options.trials * self._idle
 
-    def nodes(self, tree: TokenTree) -> int:
-        """How many of the best nodes are verified, the root included. Now and then fewer, to know what that costs."""
+    def chosen(self, tree: TokenTree) -> list[int]:
+        """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
+        Now and then fewer than pay, to know what so few cost."""
+        chances = [1.0]
+        for node in range(1, len(tree)):
+            own = exp(tree.scores[node]) * self._trust_in(tree, node)
+            chances.append(min(own, chances[tree.parents[node]]))
+        order = nsmallest(self.budget - 1, range(1, len(tree)), key=lambda node: (-chances[node], node))
+        return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
+
+    def _count(self, chances: Sequence[float]) -> int:
+        """How many rows pay, the root's included, of nodes with these falling chances."""
         if self._is_trial:
-            return min(self.budget, 2)
+            return 2
         others = self._place.rows_of_others
-        chances = nlargest(self.budget - 1, (exp(score) for score in tree.scores[1:]))
         base = self._costs.target(others + 1)
         best, best_worth, gain = 1, 0.0, 0.0
         for count, chance in enumerate(chances, 2):
-            gain += chance * self._trust.value
+            gain += chance
             worth = gain - self._price * (self._costs.target(others + count) - base)
             if worth > best_worth:
                 best, best_worth = count, worth
         tried = self._costs.worth_trying(others + (best + 1) // 2, others + 1) if best > 1 else None
         return best if tried is None else tried - others
 
-    def learn(self, tree: TokenTree, accepted: int) -> None:
-        """The target has judged the tree."""
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """The target has judged the tree and walked this path."""
+        self._is_following = self.layers > 0
         if self.layers:
             self._idle = 0.0
         else:
             self._idle += self._costs.target(self._place.requests)
-        if len(tree) == 1:
-            return
         self._verified = max(len(tree) - 1, _FIRST)
-        promised = sum(exp(score) for score in tree.scores[1:])
-        self._trust.learn(accepted, promised)
-        self._costs.trust.learn(accepted, promised)
+        for free in (True, False):
+            promised = sum(exp(tree.scores[node]) for node in range(1, len(tree)) if self._is_free(tree, node) is free)
+            if promised:
+                accepted = sum(self._is_free(tree, node) is free for node in path[1:])
+                self._trust[free].learn(accepted, promised)
+                self._costs.trust[free].learn(accepted, promised)
 
-    def _chance_at_leaves(self, tree: TokenTree) -> float:
-        """That the target walks to one of the nodes which the next layer would stand below: the likeliest leaves."""
-        leaves = (
-            exp(tree.scores[node])
-            for node in range(len(tree))
-            if not tree.children(node) and tree.roles[node] is not Role.PROBE
-        )
-        return min(1.0, sum(nlargest(_BEAM, leaves)))
+    def _is_free(self, tree: TokenTree, node: int) -> bool:
+        return tree.ids[node] in self._free
+
+    def _trust_in(self, tree: TokenTree, node: int) -> float:
+        """How far the chances of whoever proposed a node came true; what is to stand below the root is the model's."""
+        return self._trust[self._is_free(tree, node)].value
+
+    def _likely_leaves(self, tree: TokenTree) -> list[int]:
+        """Those below which the next layer is expected to stand."""
+        leaves = (node for node in range(len(tree)) if not tree.children(node) and tree.roles[node] is not Role.PROBE)
+        return nsmallest(_BEAM, leaves, key=lambda node: -tree.scores[node])
