@@ -96,7 +96,7 @@ class Drafting:
         trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
         added = self._guarded(partial(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees))
         seconds = time.perf_counter() - began
-        self._costs.drafted(seconds, bool(free))
+        self._costs.drafted(seconds, len(runs), bool(free))
         for run in runs:
             run.draft_seconds += seconds
         return added or [0] * len(runs)

@@ -16,13 +16,14 @@ from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders import auto
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
-RIGHT, WRONG = 1, 0
+RIGHT, WRONG, COPY = 1, 0, 2
 
 
 class World:
     """A target that always writes RIGHT and a drafter of chains, with stated times, served as by the engine."""
 
     def __init__(self, promise: float, is_right: Callable[[int], bool], step: float = STEP, **request: object) -> None:
+        self.free_promise = 0.0  # of a wrong token that a drafter without a model adds below the root
         self.promise, self.is_right, self.step = promise, is_right, step
         self.costs, self.seconds, self.written, self.asked, self.lag = Costs(), 0.0, 0, 0, 100
         rule = make_request((1,), **request)
@@ -36,9 +37,11 @@ class World:
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
+                if ask.free and self.free_promise:
+                    ask.tree.add(0, COPY, math.log(self.free_promise))
                 seconds = 0.0 if ask.free else self.step + self.lag * 0.05  # what was written is read first
                 drafting += seconds
-                self.costs.drafted(seconds, bool(ask.free))
+                self.costs.drafted(seconds, 1, bool(ask.free))
                 ask = coroutine.send(0 if ask.free else self.grow(ask.tree))
             elif isinstance(ask, Verify):
                 rows = len(ask.tree)
@@ -55,10 +58,15 @@ class World:
     def grow(self, tree: TokenTree) -> int:
         """One more token at the end of the chain, with the promised chance."""
         self.asked, self.lag = self.asked + 1, 0
-        leaf = len(tree) - 1
-        token = RIGHT if self.is_right(self.written + leaf) else WRONG
+        leaf = tree_end(tree)
+        token = RIGHT if self.is_right(self.written + tree.depth(leaf)) else WRONG
         tree.add(leaf, token, tree.scores[leaf] + math.log(self.promise))
         return 1
+
+
+def tree_end(tree: TokenTree) -> int:
+    """The end of the model's chain: the last node that is not a copy."""
+    return next(node for node in reversed(range(len(tree))) if tree.tokens[node] != COPY)
 
 
 def test_a_perfect_draft_gains_what_its_cost_allows() -> None:
@@ -90,6 +98,12 @@ def test_a_draft_that_recovers_is_taken_up_again() -> None:
     before = world.seconds
     world.run(2400)
     assert 2000 * PASS / (world.seconds - before) > 1.5
+
+
+def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
+    alone, beside = World(0.9, lambda place: True), World(0.9, lambda place: True)
+    beside.free_promise = 0.9
+    assert beside.run(600) > 0.8 * alone.run(600) > 3.0
 
 
 def test_a_draft_slower_than_the_target_is_not_used() -> None:

@@ -19,7 +19,7 @@ _KINDS = {"free": True, "model": False}  # drafters that run no model, and those
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
-_LEAST_ROW = 0.02  # of a one-row pass: what one more row costs at least, until it is measured
+_LEAST_ROW = 0.05  # of a one-row pass: what one more row is held to cost, until it is measured
 
 
 class Mean:
@@ -46,7 +46,7 @@ class Costs:
     def __init__(self) -> None:
         self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
         self._last: dict[int, int] = {}  # rows -> the round in which they were seen last
-        self.latest_draft = 0.0  # seconds of the last growth
+        self.latest_draft = 0.0  # seconds of the last growth, a request's share of them
         self.seen = 0  # rounds
         self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
@@ -79,18 +79,18 @@ class Costs:
         """Of the chance at the leaves, what the draft's layer of this number puts below them."""
         return self._growth[min(layer, _LAYERS - 1)]
 
-    def drafted(self, seconds: float, free: bool) -> None:
-        """The drafter grew all trees once. `free`: its parts that run no model."""
-        self.latest_draft = seconds
+    def drafted(self, seconds: float, requests: int, free: bool) -> None:
+        """The drafter grew so many requests' trees once. `free`: its parts that run no model."""
+        self.latest_draft = seconds / requests
         if free:
-            self._draft[True].append(seconds)
+            self._draft[True].append(self.latest_draft)
 
     def stepped(self) -> None:
         """The latest growth was one step of the draft model, in which it read nothing but what it had proposed."""
         self._draft[False].append(self.latest_draft)
 
     def draft(self, free: bool) -> float:
-        """Seconds of one growth; 0 until it is known."""
+        """Seconds of one growth, a request's share of it; 0 until it is known."""
         samples = self._draft[free]
         return median(samples) if len(samples) >= _TRIED else 0.0
 

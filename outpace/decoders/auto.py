@@ -27,6 +27,7 @@ LOSSLESS = True
 NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _BEAM = 4  # leaves that one layer is expected to expand
+_SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
 _FIRST = 4  # nodes that are expected to be verified, before any were, and at least
 
 
@@ -65,8 +66,9 @@ def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
     """Layers while they pay: first what costs no model, then the model's."""
     if planner.budget < 2:
         return
-    yield Draft(tree, free=True)
-    planner.found(tree)
+    if planner.copies_pay():
+        yield Draft(tree, free=True)
+        planner.found(tree)
     while planner.pays(tree):
         chance = planner.chance(tree)
         if not (yield Draft(tree, free=False)):
@@ -81,6 +83,8 @@ class _Planner:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
         self._trust = {free: Mean(mean.value, 2.0, _FADE) for free, mean in self._costs.trust.items()}
+        self._copied = Mean(0.2, 8.0)  # tokens that those without a model gave a round
+        self._skipped, self._has_copies = 0, False  # rounds since they were asked; in this round
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._idle = 0.0  # seconds of rounds since a model was asked last
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
@@ -98,7 +102,14 @@ class _Planner:
         """A round begins: the prices that hold in it."""
         self.layers, self._is_trial, self._free = 0, False, set()
         self._price = self._costs.price(self._place.requests)
-        self._layer_cost = self._price * self._costs.draft(False) / self._place.requests
+        self._layer_cost = self._price * self._costs.draft(False)
+
+    def copies_pay(self) -> bool:
+        """Whether the drafters that run no model are asked: they take some of the host's time."""
+        cost = self._price * self._costs.draft(True)
+        self._skipped = 0 if self._copied.value > cost else (self._skipped + 1) % _SKIPS
+        self._has_copies = not self._skipped
+        return self._has_copies
 
     def found(self, tree: TokenTree) -> None:
         """These are the nodes that cost no model."""
@@ -131,7 +142,7 @@ class _Planner:
         self.layers += 1
 
     def _is_due(self) -> bool:
-        cost = max(self._trial_cost, 3 * self._costs.draft(False))
+        cost = max(self._trial_cost, 3 * self._costs.draft(False)) * self._place.requests  # the others wait for it
         return not self.layers and cost < self._options.trials * self._idle
 
     def chosen(self, tree: TokenTree) -> list[int]:
@@ -167,6 +178,8 @@ class _Planner:
         else:
             self._idle += self._costs.target(self._place.requests)
         self._verified = max(len(tree) - 1, _FIRST)
+        if self._has_copies:
+            self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
         for free in (True, False):
             promised = sum(exp(tree.scores[node]) for node in range(1, len(tree)) if self._is_free(tree, node) is free)
             if promised:
@@ -182,6 +195,8 @@ class _Planner:
         return self._trust[self._is_free(tree, node)].value
 
     def _likely_leaves(self, tree: TokenTree) -> list[int]:
-        """Those below which the next layer is expected to stand."""
+        """Those below which the next layer is expected to stand: first the root, whatever copies stand there."""
+        if not self.layers:
+            return [0]
         leaves = (node for node in range(len(tree)) if not tree.children(node) and tree.roles[node] is not Role.PROBE)
         return nsmallest(_BEAM, leaves, key=lambda node: -tree.scores[node])
