@@ -85,6 +85,7 @@ class _Planner:
         self._trust = {free: Mean(mean.value, 2.0, _FADE) for free, mean in self._costs.trust.items()}
         self._copied = Mean(0.2, 8.0)  # tokens that those without a model gave a round
         self._skipped, self._has_copies = 0, False  # rounds since they were asked; in this round
+        self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._idle = 0.0  # seconds of rounds since a model was asked last
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
@@ -100,7 +101,7 @@ class _Planner:
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it."""
-        self.layers, self._is_trial, self._free = 0, False, set()
+        self.layers, self._is_trial, self._free, self._chances = 0, False, set(), []
         self._price = self._costs.price(self._place.requests)
         self._layer_cost = self._price * self._costs.draft(False)
 
@@ -119,18 +120,16 @@ class _Planner:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
         if self.layers >= (self._options.deepest if self._costs.draft(False) else 2):
             return False
-        leaves = self._likely_leaves(tree)
-        self._at_leaves = min(1.0, sum(exp(tree.scores[node]) for node in leaves))
-        trusted = min(1.0, sum(exp(tree.scores[node]) * self._trust_in(tree, node) for node in leaves))
-        if self._costs.growth(self.layers).value * trusted > self._layer_cost:
+        self._at_leaves = self._reach(tree)
+        if self._costs.growth(self.layers).value * self._at_leaves > self._layer_cost:
             return True
         self._is_trial = self._is_due()
         return self._is_trial
 
     def chance(self, tree: TokenTree) -> float:
-        """Tokens that the drafter promises of the nodes which would be verified."""
+        """Tokens to be expected of the nodes which would be verified."""
         count = max(self._verified, self.layers + 2)  # a chain that goes on is as long as that
-        return sum(nlargest(count, map(exp, tree.scores[1:])))
+        return sum(nlargest(count, self._weigh(tree)[1:]))
 
     def grown(self, tree: TokenTree, before: float) -> None:
         """A layer was added to a tree whose `chance` was `before`."""
@@ -148,10 +147,7 @@ class _Planner:
     def chosen(self, tree: TokenTree) -> list[int]:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
         Now and then fewer than pay, to know what so few cost."""
-        chances = [1.0]
-        for node in range(1, len(tree)):
-            own = exp(tree.scores[node]) * self._trust_in(tree, node)
-            chances.append(min(own, chances[tree.parents[node]]))
+        chances = self._weigh(tree)
         order = nsmallest(self.budget - 1, range(1, len(tree)), key=lambda node: (-chances[node], node))
         return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
 
@@ -190,13 +186,23 @@ class _Planner:
     def _is_free(self, tree: TokenTree, node: int) -> bool:
         return tree.ids[node] in self._free
 
-    def _trust_in(self, tree: TokenTree, node: int) -> float:
-        """How far the chances of whoever proposed a node came true; what is to stand below the root is the model's."""
-        return self._trust[self._is_free(tree, node)].value
+    def _weigh(self, tree: TokenTree) -> list[float]:
+        """The chance that the target walks to each node, trusted as far as those of its kind came true. It never
+        exceeds the parent's, so the best n are closed under ancestors."""
+        chances = self._chances
+        for node in range(len(chances), len(tree)):
+            own = exp(tree.scores[node]) * self._trust[self._is_free(tree, node)].value if node else 1.0
+            chances.append(min(own, chances[tree.parents[node]]) if node else own)
+        return chances
 
-    def _likely_leaves(self, tree: TokenTree) -> list[int]:
-        """Those below which the next layer is expected to stand: first the root, whatever copies stand there."""
+    def _reach(self, tree: TokenTree) -> float:
+        """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
+        first of all beside the copies below the root."""
+        chances, leaves = self._weigh(tree), []
+        for node in range(1, len(tree)):
+            if not tree.children(node) and tree.roles[node] is not Role.PROBE:
+                leaves.append(chances[node])
+        reach = sum(nlargest(_BEAM, leaves))
         if not self.layers:
-            return [0]
-        leaves = (node for node in range(len(tree)) if not tree.children(node) and tree.roles[node] is not Role.PROBE)
-        return nsmallest(_BEAM, leaves, key=lambda node: -tree.scores[node])
+            reach += self._trust[False].value * max(0.0, 1.0 - sum(chances[node] for node in tree.children(0)))
+        return min(1.0, reach)
