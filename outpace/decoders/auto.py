@@ -133,7 +133,8 @@ class _Planner:
 
     def grown(self, tree: TokenTree, before: float) -> None:
         """A layer was added to a tree whose `chance` was `before`."""
-        self._costs.growth(self.layers).learn(self.chance(tree) - before, self._at_leaves)
+        if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
+            self._costs.growth(self.layers).learn(self.chance(tree) - before, self._at_leaves)
         if self.layers or self._is_following:
             self._costs.stepped()
         if self._is_trial:
