@@ -22,13 +22,21 @@ RIGHT, WRONG, COPY = 1, 0, 2
 class World:
     """A target that always writes RIGHT and a drafter of chains, with stated times, served as by the engine."""
 
-    def __init__(self, promise: float, is_right: Callable[[int], bool], step: float = STEP, **request: object) -> None:
+    def __init__(
+        self,
+        promise: float,
+        is_right: Callable[[int], bool],
+        step: float = STEP,
+        row: float = ROW,
+        budget: int = 16,
+        **request: object,
+    ) -> None:
         self.free_promise = 0.0  # of a wrong token that a drafter without a model adds below the root
-        self.promise, self.is_right, self.step = promise, is_right, step
+        self.promise, self.is_right, self.step, self.row = promise, is_right, step, row
         self.costs, self.seconds, self.written, self.asked, self.lag = Costs(), 0.0, 0, 0, 100
         rule = make_request((1,), **request)
         self.place = SimpleNamespace(
-            request=rule, budget=16, requests=1, rows_of_others=0, costs=self.costs, last_token=RIGHT
+            request=rule, budget=budget, requests=1, rows_of_others=0, costs=self.costs, last_token=RIGHT
         )
 
     def run(self, tokens: int, options: auto.Options | None = None) -> float:
@@ -48,7 +56,7 @@ class World:
                 ask = coroutine.send([RIGHT] * rows)
                 assert isinstance(ask, Commit)
                 emitted = len(ask.verdict.path)
-                seconds = PASS + ROW * max(rows - 4, 0) + drafting
+                seconds = PASS + self.row * max(rows - 4, 0) + drafting
                 self.costs.round(1, rows, emitted, seconds, drafting)
                 self.seconds, self.written = self.seconds + seconds, self.written + emitted
                 self.lag += emitted
@@ -64,6 +72,19 @@ class World:
         return 1
 
 
+class WideWorld(World):
+    """A drafter of trees: four tokens below each of four leaves, the best of them with the promised chance."""
+
+    def grow(self, tree: TokenTree) -> int:
+        self.asked, self.lag = self.asked + 1, 0
+        for leaf in [node for node in range(len(tree)) if not tree.children(node)][:4]:
+            is_right = self.is_right(self.written + tree.depth(leaf))
+            for place, chance in enumerate((self.promise, 0.2, 0.1, 0.05)):
+                token = RIGHT if is_right and not place else 10 + place
+                tree.add(leaf, token, tree.scores[leaf] + math.log(chance))
+        return 16
+
+
 def tree_end(tree: TokenTree) -> int:
     """The end of the model's chain: the last node that is not a copy."""
     return next(node for node in reversed(range(len(tree))) if tree.tokens[node] != COPY)
@@ -76,6 +97,12 @@ def test_a_perfect_draft_gains_what_its_cost_allows() -> None:
 
 def test_a_draft_that_is_mostly_right_gains() -> None:
     assert World(0.7, lambda place: place % 10 < 7).run(600) > 1.4
+
+
+@pytest.mark.parametrize("right", [2, 3])
+def test_the_first_answer_does_not_pay_for_the_planners_ignorance(right: int) -> None:
+    """Rows that nobody has timed are tried from few to many: from many to few cost the first answer a fifth."""
+    assert WideWorld(right / 5, lambda place: place % 5 < right, row=0.45, budget=32).run(100) > 1.05
 
 
 @pytest.mark.parametrize("promise", [0.95, 0.5, 0.05])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -103,11 +103,24 @@ class Costs:
         counts, seconds = self._curve
         place = bisect.bisect_left(counts, rows)
         if place == len(counts):
-            return seconds[-1] + (rows - counts[-1]) * _LEAST_ROW * seconds[0]
+            return seconds[-1] + (rows - counts[-1]) * self._slope(counts, seconds)
         if place == 0:
             return seconds[0]
         share = (rows - counts[place - 1]) / (counts[place] - counts[place - 1])
         return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+    @staticmethod
+    def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """What one more row costs beyond the widest known: what the last did, as far as that is known."""
+        least = _LEAST_ROW * seconds[0]
+        if len(counts) < 2:
+            return least
+        return max(least, (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]))
+
+    @property
+    def widest(self) -> int:
+        """The most rows whose time is known."""
+        return max(self._rounds, default=0)
 
     def price(self, requests: int) -> float:
         """Tokens a second: what a second is worth. What is written now, at least plain decoding's; 0: unknown."""

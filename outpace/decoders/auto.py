@@ -3,10 +3,11 @@
 Our own. Chooses by what rounds cost and give here: a second has a price in tokens (Dinkelbach, 1967), and whatever is
 done must bring more than it costs. Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
 
-A node is worth the chance that the target walks it. One more layer of the draft is grown while the chance that it would
-put into the tree outweighs its seconds; of the tree the best n nodes are verified, n where chance minus price is
-largest. The drafter's chances are trusted as far as they came true. Where drafting does not pay it is tried again now
-and then, so seldom that all trials together cost a small share of the time.
+A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
+the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
+adds outweighs its seconds. The drafter's chances are trusted as far as they came true. Rows are tried from few to many,
+twice as many as are known at most. Where drafting does not pay it is tried again now and then, so seldom that all
+trials together cost a small share of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _BEAM = 4  # leaves that one layer is expected to expand
 _SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
-_FIRST = 4  # nodes that are expected to be verified, before any were, and at least
+_FIRST = 4  # nodes that may be verified before any times are known
+_UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,9 @@ def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
         yield Draft(tree, free=True)
         planner.found(tree)
     while planner.pays(tree):
-        chance = planner.chance(tree)
         if not (yield Draft(tree, free=False)):
             return
-        planner.grown(tree, chance)
+        planner.grown(tree)
 
 
 class _Planner:
@@ -86,12 +87,13 @@ class _Planner:
         self._copied = Mean(0.2, 8.0)  # tokens that those without a model gave a round
         self._skipped, self._has_copies = 0, False  # rounds since they were asked; in this round
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
+        self._prices: list[float] = []  # of this round's rows beside the root's: of one, of two, ...
+        self._worth = 0.0  # of this round's tree
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._idle = 0.0  # seconds of rounds since a model was asked last
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self._is_trial = False
         self._is_following = False  # the draft has read all but what was written in the last round
-        self._verified = _FIRST  # nodes in the last round that drafted
         self._at_leaves = 1.0
         self.layers = 0  # that the model grew in this round
 
@@ -101,9 +103,9 @@ class _Planner:
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it."""
-        self.layers, self._is_trial, self._free, self._chances = 0, False, set(), []
+        self.layers, self._is_trial, self._worth = 0, False, 0.0
+        self._free, self._chances, self._prices = set(), [], []
         self._price = self._costs.price(self._place.requests)
-        self._layer_cost = self._price * self._costs.draft(False)
 
     def copies_pay(self) -> bool:
         """Whether the drafters that run no model are asked: they take some of the host's time."""
@@ -118,23 +120,21 @@ class _Planner:
 
     def pays(self, tree: TokenTree) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
-        if self.layers >= (self._options.deepest if self._costs.draft(False) else 2):
+        cost = self._price * self._costs.draft(False)
+        if self.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
         self._at_leaves = self._reach(tree)
-        if self._costs.growth(self.layers).value * self._at_leaves > self._layer_cost:
+        if self._costs.growth(self.layers).value * self._at_leaves > cost:
             return True
         self._is_trial = self._is_due()
         return self._is_trial
 
-    def chance(self, tree: TokenTree) -> float:
-        """Tokens to be expected of the nodes which would be verified."""
-        count = max(self._verified, self.layers + 2)  # a chain that goes on is as long as that
-        return sum(nlargest(count, self._weigh(tree)[1:]))
-
-    def grown(self, tree: TokenTree, before: float) -> None:
-        """A layer was added to a tree whose `chance` was `before`."""
+    def grown(self, tree: TokenTree) -> None:
+        """The model has added a layer."""
         if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
-            self._costs.growth(self.layers).learn(self.chance(tree) - before, self._at_leaves)
+            before = self._worth
+            _, self._worth = self._best(nlargest(self.budget - 1, self._weigh(tree)[1:]))
+            self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
         if self.layers or self._is_following:
             self._costs.stepped()
         if self._is_trial:
@@ -153,19 +153,31 @@ class _Planner:
         return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
 
     def _count(self, chances: Sequence[float]) -> int:
-        """How many rows pay, the root's included, of nodes with these falling chances."""
+        """How many rows are verified, the root's included, of nodes with these falling chances."""
         if self._is_trial:
             return 2
         others = self._place.rows_of_others
-        base = self._costs.target(others + 1)
-        best, best_worth, gain = 1, 0.0, 0.0
-        for count, chance in enumerate(chances, 2):
-            gain += chance
-            worth = gain - self._price * (self._costs.target(others + count) - base)
-            if worth > best_worth:
-                best, best_worth = count, worth
+        best, _ = self._best(chances)
         tried = self._costs.worth_trying(others + (best + 1) // 2, others + 1) if best > 1 else None
         return best if tried is None else tried - others
+
+    def _best(self, chances: Sequence[float]) -> tuple[int, float]:
+        """How many rows pay, the root's included, and what they bring above their price."""
+        best, best_worth, gain = 0, 0.0, 0.0
+        for count, (chance, price) in enumerate(zip(chances, self._row_prices(), strict=False), 1):
+            gain += chance
+            if gain - price > best_worth:
+                best, best_worth = count, gain - price
+        return best + 1, best_worth
+
+    def _row_prices(self) -> Sequence[float]:
+        """What one row beside the root's costs, what two cost, and so on, as far as may be tried."""
+        if not self._prices:
+            others = self._place.rows_of_others
+            base, most = self._costs.target(others + 1), max(_FIRST, 2 * self._costs.widest - others - 1)
+            counts = range(others + 2, others + 2 + min(most, self.budget - 1))
+            self._prices = [self._price * (self._costs.target(rows) - base) for rows in counts]
+        return self._prices
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
@@ -174,7 +186,6 @@ class _Planner:
             self._idle = 0.0
         else:
             self._idle += self._costs.target(self._place.requests)
-        self._verified = max(len(tree) - 1, _FIRST)
         if self._has_copies:
             self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
         for free in (True, False):
