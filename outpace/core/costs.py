@@ -63,17 +63,23 @@ class Costs:
         self.seen += 1
         self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
 
-    def worth_trying(self, *rows: int) -> int | None:
-        """The first of these row counts whose time is not known, or not any more; one round in `_EVERY` at most."""
-        if self.seen - self._tried < _EVERY:
-            return None
-        found = next((count for count in rows if self._is_stale(_bucket(count))), None)
-        if found is not None:
-            self._tried = self.seen
-        return found
+    def knows(self, rows: int, samples: int = _TRIED) -> bool:
+        """Whether a pass over so many rows was timed, so often."""
+        return len(self._rounds.get(_bucket(rows), ())) >= samples
 
-    def _is_stale(self, bucket: int) -> bool:
-        return len(self._rounds.get(bucket, ())) < _TRIED or self.seen - self._last.get(bucket, self.seen) > _STALE
+    def is_worth_trying(self, rows: int) -> bool:
+        """Whether the time of so many rows is not known, or not any more; one round in `_EVERY` at most."""
+        due = self.seen - self._tried >= _EVERY and (not self.knows(rows) or self._is_stale(rows))
+        if due:
+            self._tried = self.seen
+        return due
+
+    def is_plain_stale(self, requests: int) -> bool:
+        """Whether all requests should write plainly for once: the same answer to all who ask in one round."""
+        return self.seen % _EVERY == 0 and self._is_stale(requests)
+
+    def _is_stale(self, rows: int) -> bool:
+        return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
 
     def growth(self, layer: int) -> Mean:
         """Of the chance at the leaves, what the draft's layer of this number puts below them."""

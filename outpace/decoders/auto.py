@@ -30,6 +30,8 @@ _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: s
 _BEAM = 4  # leaves that one layer is expected to expand
 _SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
 _FIRST = 4  # nodes that may be verified before any times are known
+_DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
+_PLAIN = 2  # rounds at the beginning of an answer that may be plain, to know what that costs
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -66,7 +68,7 @@ def decode(place: Place, options: Options) -> Coroutine:
 
 def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
     """Layers while they pay: first what costs no model, then the model's."""
-    if planner.budget < 2:
+    if planner.is_plain:
         return
     if planner.copies_pay():
         yield Draft(tree, free=True)
@@ -95,17 +97,18 @@ class _Planner:
         self._is_trial = False
         self._is_following = False  # the draft has read all but what was written in the last round
         self._at_leaves = 1.0
+        self._rounds = 0
+        self.is_plain = False  # this round writes plainly in any case
         self.layers = 0  # that the model grew in this round
 
-    @property
-    def budget(self) -> int:
-        return self._place.budget
-
     def begin(self) -> None:
-        """A round begins: the prices that hold in it."""
+        """A round begins: the prices that hold in it. It is plain where that has no price yet."""
         self.layers, self._is_trial, self._worth = 0, False, 0.0
         self._free, self._chances, self._prices = set(), [], []
-        self._price = self._costs.price(self._place.requests)
+        self._price = _DOUBT * self._costs.price(self._place.requests)
+        is_new = self._rounds < _PLAIN and not self._costs.knows(self._place.requests, 1)
+        self.is_plain = self._place.budget < 2 or is_new or self._costs.is_plain_stale(self._place.requests)
+        self._rounds += 1
 
     def copies_pay(self) -> bool:
         """Whether the drafters that run no model are asked: they take some of the host's time."""
@@ -133,7 +136,7 @@ class _Planner:
         """The model has added a layer."""
         if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
             before = self._worth
-            _, self._worth = self._best(nlargest(self.budget - 1, self._weigh(tree)[1:]))
+            _, self._worth = self._best(nlargest(self._place.budget - 1, self._weigh(tree)[1:]))
             self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
         if self.layers or self._is_following:
             self._costs.stepped()
@@ -149,7 +152,7 @@ class _Planner:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
         Now and then fewer than pay, to know what so few cost."""
         chances = self._weigh(tree)
-        order = nsmallest(self.budget - 1, range(1, len(tree)), key=lambda node: (-chances[node], node))
+        order = nsmallest(self._place.budget - 1, range(1, len(tree)), key=lambda node: (-chances[node], node))
         return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
 
     def _count(self, chances: Sequence[float]) -> int:
@@ -158,8 +161,8 @@ class _Planner:
             return 2
         others = self._place.rows_of_others
         best, _ = self._best(chances)
-        tried = self._costs.worth_trying(others + (best + 1) // 2, others + 1) if best > 1 else None
-        return best if tried is None else tried - others
+        fewer = (best + 1) // 2
+        return fewer if best > 1 and self._costs.is_worth_trying(others + fewer) else best
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many rows pay, the root's included, and what they bring above their price."""
@@ -175,7 +178,7 @@ class _Planner:
         if not self._prices:
             others = self._place.rows_of_others
             base, most = self._costs.target(others + 1), max(_FIRST, 2 * self._costs.widest - others - 1)
-            counts = range(others + 2, others + 2 + min(most, self.budget - 1))
+            counts = range(others + 2, others + 2 + min(most, self._place.budget - 1))
             self._prices = [self._price * (self._costs.target(rows) - base) for rows in counts]
         return self._prices
 
