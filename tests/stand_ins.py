@@ -51,6 +51,14 @@ BODIES = {
         "        raise RuntimeError('out of paper')\n\n\n"
         "def build(settings):\n    return Failing(settings)\n"
     ),
+    "dying": (
+        "import os\n\n\n"
+        "class Dying(Engine):\n"
+        "    def answer(self, prompt, max_tokens):\n"
+        "        print('on its way out')\n"
+        "        os._exit(3)\n\n\n"
+        "def build(settings):\n    return Dying(settings)\n"
+    ),
     "silent": (
         "class Silent(Engine):\n"
         "    def answer(self, prompt, max_tokens):\n"

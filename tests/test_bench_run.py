@@ -116,6 +116,18 @@ def test_a_peer_that_fails_is_a_row_and_the_others_go_on(run: Run) -> None:
     assert "failing failed on 2 answers of two: RuntimeError: out of paper" in out
 
 
+def test_a_peer_whose_process_ends_is_a_row_and_the_others_go_on(run: Run) -> None:
+    code, out, _ = run("--methods", "speculative", "--peers", "dying,right")
+    assert code == 0
+    assert last(out), "what a peer prints does not reach the last line"
+    found = by_label(out)
+    assert (found["dying"]["failed"], found["dying"]["reason"]) == (
+        3,
+        "PeerProcessError: its process ended with status 3",
+    )
+    assert found["right"]["failed"] == 0
+
+
 def test_peers_that_are_not_to_be_had_are_named(run: Run) -> None:
     code, out, err = run("--methods", "speculative", "--peers", "absent,crashing,right")
     assert code == 0

@@ -13,6 +13,7 @@ import torch
 from outpace.asking import Asking
 from outpace.bench import contenders as names
 from outpace.bench import own
+from outpace.bench.apart import Apart
 from outpace.bench.contenders import Contender
 from outpace.bench.figures import ALL, Row, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
@@ -156,7 +157,7 @@ class Bench:
             if contender.label not in needed:
                 continue
             try:
-                peer = names.find_peer(contender.name).build(settings)
+                peer = Apart(contender.name, settings)
             except UserError as error:
                 self._say(f"{contender.label} is left out: {error}")
             except Exception as error:  # another project's engine may fail in any way
