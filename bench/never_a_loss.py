@@ -1,0 +1,152 @@
+"""What a draft that is no good costs the default method: garbage from the first token on, and from mid-answer on.
+
+Run: python bench/never_a_loss.py [--target T] [--draft auto] [--tokens 512] [--turn 256] [--prompts FILE.jsonl] ...
+Each prompt is answered by plain decoding, with a draft that proposes what it likes least, with one that begins to do so
+after --turn tokens, and with the draft as it is; in turn, and rotated, with a planner that knows nothing. By drafts
+alone (--drafter model), since copies would gain what is lost. Decoding without prefill; of the draft that turns also
+the part behind the turn, over the same tokens of plain decoding. Exit 1 where a text differs. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace.asking import Asking
+from outpace.bench.contenders import Contender
+from outpace.bench.own import Own, OwnAnswered
+from outpace.bench.run import rotated, tokens
+from outpace.core.scores import Held
+from outpace.distill.prompts import read_prompts
+from outpace.library import LLM
+from outpace.loading import load
+from outpace.models.base import Part, score_held
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A shop sells pens at 3 dollars each. How much do 7 pens cost, and how much change is there from 50 dollars?",
+)
+PLAIN, GARBAGE, TURNING, BEHIND, GOOD = "plain", "garbage", "turns to garbage", "behind the turn", "as it is"
+
+
+@dataclass
+class Turning:
+    """A draft model that, from `place` tokens of a text on, likes best what it likes least."""
+
+    model: Any
+    place: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def score_held(self, forest: Sequence[Part]) -> Held:
+        """The draft's scores, turned around behind the place."""
+        places = [part.session.length for part in forest]  # before it reads on
+        held = score_held(self.model, forest)
+        return held._replace(values=-held.values) if max(places) >= self.place else held
+
+
+@dataclass
+class Times:
+    """Seconds and tokens of decoding, answer by answer."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, answer: OwnAnswered, first: int) -> None:
+        """Of this answer what came after its `first` tokens."""
+        written, start = 0, 0.0
+        for arrival, count in zip(answer.arrivals, answer.counts, strict=True):
+            if written < first:
+                written, start, begun = written + count, arrival, written + count
+            else:
+                written += count
+        self.seconds.append(answer.arrivals[-1] - start)
+        self.tokens.append(written - begun)
+
+    def ratios(self, plain: Times) -> list[float]:
+        """Of each answer's speed to plain decoding's."""
+        pairs = zip(self.seconds, self.tokens, plain.seconds, plain.tokens, strict=True)
+        return [(tokens / seconds) / (others / took) for seconds, tokens, took, others in pairs]
+
+    def ratio(self, plain: Times) -> float:
+        """Of all answers together."""
+        return (sum(self.tokens) / sum(self.seconds)) / (sum(plain.tokens) / sum(plain.seconds))
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[str, Times], int]:
+    """Times by row, plain decoding's times for each of them, and how many texts differ."""
+    asking = Asking(max_tokens=args.tokens, ignore_eos=True)
+    turning = {PLAIN: None, GARBAGE: 0, TURNING: args.turn, GOOD: 1 << 40}
+    found = {name: Times() for name in (PLAIN, GARBAGE, TURNING, BEHIND, GOOD)}
+    plain = {name: Times() for name in found}
+    different = 0
+    prompts = [tokens(llm, text) for text in (read_prompts(args.prompts) if args.prompts else PROMPTS)][: args.count]
+    for number, prompt in enumerate(prompts):
+        answers: dict[str, OwnAnswered] = {}
+        for name in rotated(list(turning), number):
+            with ExitStack() as parts:  # a new one each time: its planner knows nothing
+                answers[name] = _answer(parts, llm, args.drafter, turning[name], prompt, asking)
+        for name, times in found.items():
+            first = args.turn if name == BEHIND else 1
+            times.add(answers[TURNING if name == BEHIND else name], first)
+            plain[name].add(answers[PLAIN], first)
+        different += sum(answer.tokens != answers[PLAIN].tokens for answer in answers.values())
+    return found, plain, different
+
+
+def _answer(
+    parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: list[int], asking: Asking
+) -> OwnAnswered:
+    if turn is None:
+        contender, draft = Contender("autoregressive", "autoregressive"), None
+    else:
+        contender = Contender("auto", "auto", {"drafter": drafter})
+        assert llm.draft is not None
+        model = Turning(llm.draft.model, len(prompt) + turn if turn else 0)
+        draft = SimpleNamespace(**vars(llm.draft) | {"model": model, "again": None})
+    models: Any = SimpleNamespace(target=llm.target, draft=draft)
+    own = parts.enter_context(closing(Own(contender, models, asking, 1)))
+    return own.answer(prompt, asking.max_tokens)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--drafter", default="model")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--turn", type=int, default=256)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--count", type=int, default=3)
+    args = parser.parse_args()
+    with load(args.target, draft=args.draft, method="autoregressive") as llm:
+        found, plain, different = measure(llm, args)
+    table = Table(title=f"{args.tokens} tokens, turned after {args.turn}; ratios to plain decoding")
+    for column in ("draft", "tokens/s", "all together", "by answer"):
+        table.add_column(column)
+    rows = []
+    for name, times in found.items():
+        ratios = [round(ratio, 3) for ratio in times.ratios(plain[name])]
+        speed, ratio = sum(times.tokens) / sum(times.seconds), round(times.ratio(plain[name]), 3)
+        table.add_row(name, f"{speed:.1f}", f"{ratio:.3f}", ", ".join(map(str, ratios)))
+        rows.append({"draft": name, "tokens_per_second": round(speed, 2), "ratio": ratio, "by_answer": ratios})
+    Console().print(table)
+    print(json.dumps({"tokens": args.tokens, "turn": args.turn, "different": different, "rows": rows}))
+    sys.exit(1 if different else 0)
+
+
+if __name__ == "__main__":
+    main()
