@@ -16,6 +16,7 @@ _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
 _KINDS = {"free": True, "model": False}  # drafters that run no model, and those that do
+_RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
@@ -50,6 +51,7 @@ class Costs:
         self.seen = 0  # rounds
         self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
+        self._more: dict[int, list[float]] = {}  # see `more`
         self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self.trust = {free: Mean(1.0, 2.0) for free in (True, False)}  # accepted tokens over the chances given them
@@ -57,10 +59,13 @@ class Costs:
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
-        self._rounds.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(seconds - drafting)
-        self._last[_bucket(rows)] = self.seen
-        self._curve = None
+        bucket = _bucket(rows)
+        samples = self._rounds.setdefault(bucket, deque(maxlen=_KEPT))
+        samples.append(seconds - drafting)
+        self._last[bucket] = self.seen
         self.seen += 1
+        if len(samples) <= _TRIED or self.seen % _RENEWED == 0:
+            self._forget_curve()
         self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
 
     def knows(self, rows: int, samples: int = _TRIED) -> bool:
@@ -128,6 +133,17 @@ class Costs:
         """The most rows whose time is known."""
         return max(self._rounds, default=0)
 
+    def more(self, rows: int, count: int) -> Sequence[float]:
+        """By how much rounds over 1, 2, ... up to `count` more rows than `rows` take longer than one over `rows`."""
+        known = self._more.setdefault(rows, [])
+        if len(known) < count:
+            base = self.target(rows)
+            known += [self.target(rows + more) - base for more in range(len(known) + 1, count + 1)]
+        return known[:count]
+
+    def _forget_curve(self) -> None:
+        self._curve, self._more = None, {}
+
     def price(self, requests: int) -> float:
         """Tokens a second: what a second is worth. What is written now, at least plain decoding's; 0: unknown."""
         plain = self.target(requests)
@@ -164,7 +180,7 @@ class Costs:
                 self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
         self.trust = {free: Mean(float(profile["trust"][name]), 2.0) for name, free in _KINDS.items()}
         self._growth = [Mean(float(value), 4.0) for value in profile["growth"]]
-        self._curve = None
+        self._forget_curve()
 
 
 def _bucket(rows: int) -> int:

@@ -89,7 +89,6 @@ class _Planner:
         self._copied = Mean(0.2, 8.0)  # tokens that those without a model gave a round
         self._skipped, self._has_copies = 0, False  # rounds since they were asked; in this round
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
-        self._prices: list[float] = []  # of this round's rows beside the root's: of one, of two, ...
         self._worth = 0.0  # of this round's tree
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._idle = 0.0  # seconds of rounds since a model was asked last
@@ -104,7 +103,7 @@ class _Planner:
     def begin(self) -> None:
         """A round begins: the prices that hold in it. It is plain where that has no price yet."""
         self.layers, self._is_trial, self._worth = 0, False, 0.0
-        self._free, self._chances, self._prices = set(), [], []
+        self._free, self._chances = set(), []
         self._price = _DOUBT * self._costs.price(self._place.requests)
         is_new = self._rounds < _PLAIN and not self._costs.knows(self._place.requests, 1)
         self.is_plain = self._place.budget < 2 or is_new or self._costs.is_plain_stale(self._place.requests)
@@ -167,20 +166,15 @@ class _Planner:
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many rows pay, the root's included, and what they bring above their price."""
         best, best_worth, gain = 0, 0.0, 0.0
-        for count, (chance, price) in enumerate(zip(chances, self._row_prices(), strict=False), 1):
+        others = self._place.rows_of_others
+        most = max(_FIRST, 2 * self._costs.widest - others - 1)
+        more = self._costs.more(others + 1, min(most, len(chances)))
+        for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
             gain += chance
-            if gain - price > best_worth:
-                best, best_worth = count, gain - price
+            worth = gain - self._price * seconds
+            if worth > best_worth:
+                best, best_worth = count, worth
         return best + 1, best_worth
-
-    def _row_prices(self) -> Sequence[float]:
-        """What one row beside the root's costs, what two cost, and so on, as far as may be tried."""
-        if not self._prices:
-            others = self._place.rows_of_others
-            base, most = self._costs.target(others + 1), max(_FIRST, 2 * self._costs.widest - others - 1)
-            counts = range(others + 2, others + 2 + min(most, self._place.budget - 1))
-            self._prices = [self._price * (self._costs.target(rows) - base) for rows in counts]
-        return self._prices
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
