@@ -34,6 +34,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """What is certain to be written once `text` has come."""
+        if not self._stops:
+            return text
         if self.found is not None:
             return ""
         held = self._held + text

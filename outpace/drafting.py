@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,8 +22,10 @@ T = TypeVar("T")
 class Drafting:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
-    def __init__(self, drafter: Drafter | None, worker: Worker | None, costs: Costs) -> None:
-        self.drafter, self.worker, self._costs = drafter, worker, costs
+    def __init__(
+        self, drafter: Drafter | None, worker: Worker | None, costs: Costs, clock: Callable[[], float]
+    ) -> None:
+        self.drafter, self.worker, self._costs, self._clock = drafter, worker, costs, clock
         self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
         self._warned = False
 
@@ -42,12 +43,12 @@ class Drafting:
             run.correct = partial(self.worker.correct, run.key)
             self.worker.open(run.key, run.request, run.candidates)
         elif run.decoder.NEEDS == "drafter" and self.drafter:
-            run.draft_state = self._guarded(partial(self.drafter.open, run.request))
+            run.draft_state = self._guarded(self.drafter.open, run.request)
 
     def close(self, run: Running) -> None:
         """A request is over."""
         if run.draft_state is not None and self.drafter:
-            self._guarded(partial(self.drafter.close, run.draft_state))
+            self._guarded(self.drafter.close, run.draft_state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
 
@@ -65,8 +66,8 @@ class Drafting:
                 return
             for free in (True, False, None):
                 asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.free is free]
-                for run, added in zip(asking, self._grow(asking, free), strict=True):
-                    run.advance(added)
+                if asking:
+                    self._grow(asking, free)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.candidates, run.ask.layers)
@@ -86,25 +87,26 @@ class Drafting:
         if run.draft_state is not None and self.drafter:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
             seen = Observation([tree.ids[node] for node in path], tokens, root)
-            self._guarded(partial(self.drafter.observe, run.draft_state, seen))
+            self._guarded(self.drafter.observe, run.draft_state, seen)
 
-    def _grow(self, runs: Sequence[Running], free: bool | None) -> list[int]:
-        """One growth of all these requests' trees; see `Draft` for `free`."""
-        if not runs or not self.drafter:
-            return [0] * len(runs)
-        began = time.perf_counter()
-        trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-        added = self._guarded(partial(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees))
-        seconds = time.perf_counter() - began
-        self._costs.drafted(seconds, len(runs), bool(free))
-        for run in runs:
-            run.draft_seconds += seconds
-        return added or [0] * len(runs)
+    def _grow(self, runs: Sequence[Running], free: bool | None) -> None:
+        """One growth of all these requests' trees, which they are told; see `Draft` for `free`."""
+        added: list[int] | None = None
+        if self.drafter:
+            began = self._clock()
+            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
+            added = self._guarded(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees)
+            seconds = self._clock() - began
+            self._costs.drafted(seconds, len(runs), bool(free))
+            for run in runs:
+                run.draft_seconds += seconds
+        for run, count in zip(runs, added or [0] * len(runs), strict=True):
+            run.advance(count)
 
-    def _guarded(self, call: Callable[[], T]) -> T | None:
+    def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """What the drafter answers; one that raises is given up, and decoding goes on plainly."""
         try:
-            return call()
+            return call(*arguments)
         except Exception as failure:
             self._warn(failure)
             self.drafter = None

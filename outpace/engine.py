@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
@@ -30,11 +30,11 @@ from outpace.running import Running, Watch, check_request
 
 
 class _Judged(NamedTuple):
-    """One tree after the pass: the rule's reduced rows, whose they are, and the scores [rows, vocab]."""
+    """One tree after the pass: the rule's reduced rows, whose they are, and, where they are reported, their scores."""
 
     picks: list[Any]
     rows: list[Row]
-    logits: Tensor
+    logits: Tensor | None  # [rows, vocab]
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,14 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: Drafter | None = None,
         worker: Worker | None = None,
         options: EngineOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`clock` gives the seconds that everything is timed by."""
         self.target = target
+        self._clock = clock
         self.options = options or EngineOptions()
         self.costs = Costs()
-        self.drafting = Drafting(drafter, worker, self.costs)
+        self.drafting = Drafting(drafter, worker, self.costs, clock)
         room = max(self.options.chunk, self.options.nodes)
         self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
         self.waiting: deque[Running] = deque()
@@ -105,7 +108,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         self.memory.check(request)
-        run = Running(request, decoder, options, next(self._keys), watch)
+        run = Running(request, decoder, options, next(self._keys), watch, self._clock())
         self.drafting.check(run)
         self.waiting.append(run)
         return run
@@ -130,19 +133,19 @@ class Engine(AbstractContextManager["Engine"]):
 
     def step(self) -> list[Running]:
         """One round of all running requests; gives those that wrote tokens or ended."""
-        start = time.perf_counter()
+        start = self._clock()
         self.sweep()
         joined = self._admit()
         for run in self.running:
             self._place(run)
         self.drafting.serve(self.running)
-        drafted = time.perf_counter()
+        drafted = self._clock()
         chunks = self._chunks()
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
         try:
             self._round(chunks, trees, start)
             if not chunks:
-                self._note(trees, drafted - start, time.perf_counter() - start)
+                self._note(trees, drafted - start, self._clock() - start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
@@ -189,28 +192,34 @@ class Engine(AbstractContextManager["Engine"]):
         forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
         if not forest:
             return
-        rows = [
-            tree_rows(run.request, run.committed, tree) for run, tree in trees
-        ]  # made now: CARD appends late children
-        began = time.perf_counter()
-        logits, picks = self._pass(forest, list(itertools.chain(*rows)))
-        seconds = time.perf_counter() - began
-        scores = iter(logits.split([len(part.wanted) for part in forest]))
+        rows: list[Row] = []  # made now: CARD appends late children
+        for run, tree in trees:
+            rows += tree_rows(run.request, run.committed, tree)
+        began = self._clock()
+        logits, picks = self._pass(forest, rows)
+        seconds = self._clock() - began
+        first = 0
         for run, part in chunks:
-            run.read(next(scores), part.tokens)
+            run.read(logits[first : first + len(part.wanted)], part.tokens)
+            first += len(part.wanted)
             if not run.is_prefilling:
                 run.advance(None)
-        reduced = iter(picks)
-        for (run, _), mine in zip(trees, rows, strict=True):
+        before = first
+        for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
+            end = first + len(part.wanted)
+            mine = slice(first - before, end - before)
+            scores = logits[first:end] if run.request.report else None
             run.keep = ()
-            self._settle(run, _Judged(list(itertools.islice(reduced, len(mine))), mine, next(scores)), seconds, start)
+            self._settle(run, _Judged(picks[mine], rows[mine], scores), seconds, start)
+            first = end
 
     def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> tuple[Tensor, list[Any]]:
         """The target's pass and the rules' first half, with the worker's drafter beside it."""
+        before = sum(len(part.wanted) for part in forest) - len(rows)  # rows of prompts, which are reported
 
         def target_pass() -> tuple[Tensor, list[Any]]:
             logits = self.target.score(forest)
-            return logits, reduce_rows(logits[len(logits) - len(rows) :], rows) if rows else []
+            return logits, reduce_rows(logits[before:] if before else logits, rows) if rows else []
 
         return self.drafting.beside(target_pass, sum(len(part.tokens) for part in forest))
 
@@ -222,14 +231,13 @@ class Engine(AbstractContextManager["Engine"]):
         if not isinstance(run.ask, Commit):
             run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
             return
-        tree, verdict, hit = run.ask
-        rows = len(judged.rows)
-        run.report(tree, verdict, judged.rows, judged.logits)
+        ask, rows = run.ask, len(judged.rows)
+        tree, verdict, _ = ask
+        if judged.logits is not None:
+            run.report(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
         run.keep = [node for node in verdict.path if node < rows]
-        times = {"draft_seconds": run.draft_seconds, "target_seconds": seconds, "seconds": time.perf_counter() - start}
-        run.record(tree, verdict, rows, len(tokens), hit=hit, **times)
-        run.draft_seconds = 0.0
+        run.record(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
             root = TokenTree(run.last_token, root_id=tree.next_id, next_id=tree.next_id + 1)
             self.drafting.observe(run, tree, verdict, tokens, root)

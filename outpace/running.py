@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -15,7 +14,7 @@ from outpace.core.costs import Costs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import Ask, DraftState, Report, Request, Row, Step, TokenLogprobs, Verdict
+from outpace.core.types import Ask, Commit, DraftState, Report, Request, Row, Step, TokenLogprobs, Verdict
 from outpace.decoders.base import Coroutine
 from outpace.models.base import Model, Session
 
@@ -32,6 +31,7 @@ class Running:
     options: Any
     key: int
     watch: Watch | None = None
+    submitted: float = 0.0  # seconds on the engine's clock, as all of its times
     committed: list[int] = field(init=False)  # the prompt, and what was written so far
     steps: list[Step] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
@@ -45,7 +45,6 @@ class Running:
     costs: Costs = field(default_factory=Costs, repr=False)  # the engine's
     candidates: CandidateCache = field(init=False, repr=False)
     session: Session = field(init=False, repr=False)
-    submitted: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0  # when the first round ended, 0 before
     ended: float = 0.0
     prefilled: int = 0
@@ -125,23 +124,28 @@ class Running:
         return tokens
 
     def report(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
-        """Records the verdict's log-probabilities, where they are asked for; `commit` cuts them with the tokens."""
-        if self.request.report is not None:
-            path = [node for node in verdict.path if node < len(rows)]
-            tokens = [tree.tokens[node] for node in verdict.path[1:]]
-            if verdict.next_token is not None:
-                tokens.append(verdict.next_token)
-            judged = [rows[node] for node in path[: len(tokens)]]
-            self.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.report)
+        """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
+        assert self.request.report is not None
+        path = [node for node in verdict.path if node < len(rows)]
+        tokens = [tree.tokens[node] for node in verdict.path[1:]]
+        if verdict.next_token is not None:
+            tokens.append(verdict.next_token)
+        judged = [rows[node] for node in path[: len(tokens)]]
+        self.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.report)
 
-    def record(self, tree: TokenTree, verdict: Verdict, rows: int, emitted: int, **times: Any) -> None:
-        """Adds the round's Step; `rows` nodes of the tree were judged, a late one may have been accepted beside."""
-        late = sum(node >= rows for node in verdict.path)
-        judged = sum(role is not Role.PROBE for role in tree.roles[1:rows])
-        longest = max(*depths(tree.parents[:rows]), len(verdict.path) - 1)
-        accepted = min(len(verdict.path) - 1, emitted)  # not what a stop or the limit cut off
-        self.steps.append(Step(judged + late, accepted, emitted, longest, verified_rows=rows, **times))
-        self.ended = time.perf_counter()
+    def record(self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float) -> None:
+        """Adds the Step of the round from `start` to `now`; `rows` nodes of the tree were judged, a late one may have
+        been accepted beside."""
+        tree, verdict, hit = commit
+        length = len(verdict.path) - 1
+        late = verdict.path[-1] >= rows  # a late node ends the path
+        judged = rows - 1 - tree.roles[1:rows].count(Role.PROBE)
+        longest = max(*depths(tree.parents[:rows]), length)
+        accepted = min(length, emitted)  # not what a stop or the limit cut off
+        self.ended = now
+        times = (self.draft_seconds, target_seconds, now - start)
+        self.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times))
+        self.draft_seconds = 0.0
         self.first_token = self.first_token or self.ended
 
 

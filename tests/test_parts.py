@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from outpace.candidates.cache import Candidate, CandidateCache, Layer
 from outpace.candidates.thread import ThreadWorker
 from outpace.core.sampling import Sampling, processed
-from outpace.core.tree import Role, TokenTree
+from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
 from outpace.drafters._chance import ChoiceModel, Rate
 from outpace.drafters._combined import Combined
@@ -20,7 +22,7 @@ from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.models.linear import find_row_counts, in_calls, padded
-from outpace.models.toy import Toy
+from outpace.models.toy import Toy, ToySession
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -144,3 +146,33 @@ def test_rows_that_see_one_another_are_noticed() -> None:
     counts = (4, 5, 6, 8, 16)
     assert find_row_counts([(leaky, 7)], counts) == (4, 8, 16)
     assert find_row_counts([(hopeless, 7)], (4, 8, 32)) == ()
+
+
+def test_pending_nodes_see_their_ancestors_alone_after_any_keep() -> None:
+    chance = random.Random(7)
+    session = ToySession(500, 500)
+    parents: list[int] = []  # of the pending nodes
+    for turn in range(60):
+        new = [chance.randrange(PREFIX, len(parents) + node) for node in range(chance.randrange(5))]
+        sees = session.extend(new)
+        parents += new
+        for node, row in zip(range(len(parents) - len(new), len(parents)), sees, strict=True):
+            above = ancestors(parents, node)
+            assert np.flatnonzero(row).tolist() == sorted(above)
+            assert session.pending_depths[node] == len(above) - 1
+        if parents and turn % 3 == 2:
+            path = ancestors(parents, chance.randrange(len(parents)))[::-1]
+            live = [n for n in range(len(parents)) if path[-1] in ancestors(parents, n)[1:]]
+            session.keep(path, live)
+            parents = [live.index(parents[n]) if parents[n] in live else PREFIX for n in live]
+            assert session.pending == len(live)
+    assert session.length > 20
+
+
+def ancestors(parents: list[int], node: int) -> list[int]:
+    """The node, its parent and so on."""
+    found = []
+    while node != PREFIX:
+        found.append(node)
+        node = parents[node]
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -63,23 +62,27 @@ class TokenTree:
         node_id: int | None = None,
     ) -> int | None:
         """Adds a child with path score W = `score`; None where a picked sibling with this token stands already."""
-        if not 0 <= parent < len(self.tokens):
-            raise ValueError(f"parent {parent} is not in a tree of {len(self)} nodes")
+        node = len(self.tokens)
+        if not 0 <= parent < node:
+            raise ValueError(f"parent {parent} is not in a tree of {node} nodes")
         if self.siblings.setdefault(parent, siblings) is not siblings:
             raise ValueError(f"children of node {parent} are {self.siblings[parent].value}, not {siblings.value}")
         if math.isnan(score):
             raise ValueError(f"the path score of token {token} is not a number")
-        if siblings is Siblings.PICKED and self.child(parent, token) is not None:
+        beside = self._children[parent]
+        if beside and siblings is Siblings.PICKED and self.child(parent, token) is not None:
             return None
-        node = len(self.tokens)
+        above = self.scores[parent]
+        node_id = self.next_id if node_id is None else node_id
         self.tokens.append(token)
         self.parents.append(parent)
-        self.scores.append(min(score, self.scores[parent]))
+        self.scores.append(score if score < above else above)
         self.roles.append(role)
-        self.ids.append(self.next_id if node_id is None else node_id)
-        self.next_id = max(self.next_id, self.ids[-1] + 1)
+        self.ids.append(node_id)
+        if node_id >= self.next_id:
+            self.next_id = node_id + 1
         self._children.append([])
-        self._children[parent].append(node)
+        beside.append(node)
         return node
 
     def children(self, node: int) -> Sequence[int]:
@@ -168,4 +171,4 @@ def best_nodes(tree: TokenTree, count: int) -> list[int]:
         return list(range(count))
     if any(kind is not Siblings.PICKED for kind in tree.siblings.values()):
         raise ValueError("only trees of picked siblings may be pruned by score")
-    return sorted(heapq.nsmallest(count, range(len(tree)), key=lambda node: (-tree.scores[node], node)))
+    return sorted(sorted(range(len(tree)), key=tree.scores.__getitem__, reverse=True)[:count])

@@ -156,8 +156,7 @@ class Commit(NamedTuple):
 Ask = Draft | Verify | Await | Commit
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """The record of one round of one request; every figure that is printed is a fold over Steps."""
 
     drafted: int  # candidates that the target judged
@@ -171,8 +170,7 @@ class Step:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """What a drafter is told after a verdict: `tokens` were committed, `path` are the ids of the nodes that they follow
     (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root."""
 

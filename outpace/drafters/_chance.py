@@ -48,8 +48,7 @@ class ChoiceModel:
 
     def __init__(self) -> None:
         self._coverage = Rate(0.9)
-        self._likelihoods = [0.0] * len(_TEMPERATURES)
-        self._likelihoods[_TEMPERATURES.index(1.0)] = 1.0  # the prior: q as it is
+        self._begin(1.0)  # q as it is
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
@@ -58,34 +57,27 @@ class ChoiceModel:
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
         self._coverage.recall(float(kept["coverage"]))
-        nearest = min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"])))
-        self._likelihoods = [0.0] * len(_TEMPERATURES)
-        self._likelihoods[_TEMPERATURES.index(nearest)] = 1.0
+        self._begin(min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"]))))
 
-    @property
-    def _temperature(self) -> float:
-        """The one that explains the target's picks best."""
-        return _TEMPERATURES[max(range(len(_TEMPERATURES)), key=self._likelihoods.__getitem__)]
+    def _begin(self, temperature: float) -> None:
+        self._temperature = temperature  # the one that explains the target's picks best
+        self._likelihoods = [float(known == temperature) for known in _TEMPERATURES]
 
-    def log_chances(self, values: Sequence[float]) -> list[float]:
-        """Natural logs of the estimated chances of proposals with these values (log q, or log q + g), best first."""
-        coverage = math.log(self._coverage.value)
-        return [coverage + share for share in _log_softmax(values, self._temperature)]
+    def log_chances(self, values: Sequence[float], count: int | None = None) -> list[float]:
+        """Natural logs of the estimated chances of the first `count` proposals; `values` (log q, or log q + g), best
+        first, are those of all."""
+        top, temperature = values[0], self._temperature
+        scaled = [(value - top) / temperature for value in values]
+        shift = math.log(self._coverage.value) - math.log(sum(map(math.exp, scaled)))
+        return [value + shift for value in scaled[:count]]
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
         """The target picked proposal number `picked` of these, or none of them."""
         self._coverage.learn(picked is not None)
         if picked is None:
             return
-        top = values[0]
-        scaled = (np.array(values) - top) / _DIVISORS  # [temperatures, proposals]
-        gains = scaled[:, picked] - np.log(np.exp(scaled).sum(1))
+        scaled = np.array(values) / _DIVISORS  # [temperatures, proposals]
+        gains = scaled[:, picked] - np.logaddexp.reduce(scaled, 1)
         past = self._likelihoods
         self._likelihoods = [kept * _MEMORY + gain for kept, gain in zip(past, gains.tolist(), strict=True)]
-
-
-def _log_softmax(values: Sequence[float], temperature: float) -> list[float]:
-    top = values[0]
-    scaled = [(value - top) / temperature for value in values]
-    total = math.log(sum(math.exp(value) for value in scaled))
-    return [value - total for value in scaled]
+        self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]

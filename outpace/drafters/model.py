@@ -7,23 +7,26 @@ K frontier nodes a forward; their best children by path score are kept as C, the
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.tree import PREFIX, Role, Siblings, TokenTree, path_to
+from outpace.core.scores import Held
+from outpace.core.tree import PREFIX, Role, Siblings, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
 from outpace.models.base import Model, Part, chain, score_held
-from outpace.rules.base import best_rows, rank_rows
+from outpace.rules.base import Offer, best_rows, rank_rows
 
 _CHUNK = 256  # prompt tokens a forward
 _CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
+_SCORE = itemgetter(0)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Options:
 
 @dataclass
 class ModelState(DraftState):
-    """`slots`: which pending node of the session holds a tree node (by id); `offers`: what was proposed below it.
+    """`slots`: which pending node of the session holds a tree node (by id); `offers`: what was proposed below it;
+    `open`: the nodes to be expanded among the first `seen` of the tree, a heap of (-W, node).
 
     Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
     the root, which is a node) and the pending nodes are exactly those of `slots`.
@@ -51,7 +55,9 @@ class ModelState(DraftState):
 
     session: Any = None
     slots: dict[int, int] = field(default_factory=dict)
-    offers: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)
+    open: list[tuple[float, int]] = field(default_factory=list)
+    seen: int = 0
 
 
 class _Job(NamedTuple):
@@ -67,6 +73,7 @@ class ModelDrafter:
 
     def __init__(self, model: Model, options: Options) -> None:
         self._model, self._options = model, options
+        self._floor = math.log(options.floor) if options.floor else -math.inf
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
 
     def open(self, request: Request) -> ModelState:
@@ -79,21 +86,15 @@ class ModelDrafter:
 
         Another forward for a tree to which nothing was added because another drafter's branch stood there already.
         """
-        added = [0] * len(trees)
-        waiting = list(range(len(trees)))
-        while waiting:
-            jobs = [_Job(states[n], trees[n], self._frontier(states[n], trees[n])) for n in waiting]
-            counts = self._expand([job for job in jobs if job.frontier])
-            grown = [number for number, job in zip(waiting, jobs, strict=True) if job.frontier]
-            for number, count in zip(grown, counts, strict=True):
-                added[number] += count
-            waiting = [number for number in grown if not added[number]]
-        return added
+        before = [len(tree) for tree in trees]
+        waiting = list(zip(states, trees, strict=True))
+        while jobs := [_Job(*one, frontier) for one in waiting if (frontier := self._frontier(*one))]:
+            added = self._expand(jobs)
+            waiting = [(job.state, job.tree) for job, count in zip(jobs, added, strict=True) if not count]
+        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def _expand(self, jobs: Sequence[_Job]) -> list[int]:
         """One forward over the jobs' frontiers; nodes added to each tree."""
-        if not jobs:
-            return []
         self._catch_up([job.state for job in jobs])
         parts = [self._part(*job) for job in jobs]
         rows = [
@@ -102,33 +103,44 @@ class ModelDrafter:
             for node in job.frontier
         ]
         held = score_held(self._model, parts)
-        for job in jobs:
-            self._settle(*job)
-        added, row = [], 0
-        for job in jobs:
-            mine = slice(row, row + len(job.frontier))
-            row = mine.stop
-            if job.state.request.rule.siblings is Siblings.DRAWN:
+        offers = self._offers(held, rows)
+        added, first = [], 0
+        for state, tree, frontier in jobs:
+            _settle(state)
+            mine = slice(first, first + len(frontier))
+            first = mine.stop
+            if state.request.rule.siblings is Siblings.DRAWN:
                 ranked = rank_rows(held.wide(mine), rows[mine])
-                added.append(draw_child(job.tree, job.frontier[0], ranked[0], job.state.request))
+                added.append(draw_child(tree, frontier[0], ranked[0], state.request))
             else:
-                offers = best_rows(held.part(mine), rows[mine], self._options.width + _SPARE)
-                added.append(self._add(*job, offers))
+                added.append(self._add(state, tree, frontier, offers[mine]))
         return added
+
+    def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
+        """What is proposed below each row's node; nothing where children are drawn."""
+        count = self._options.width + _SPARE
+        if all(row.request.rule.siblings is not Siblings.DRAWN for row in rows):
+            return best_rows(held, rows, count)
+        offers: list[Offer] = [([], []) for _ in rows]
+        for n, row in enumerate(rows):
+            if row.request.rule.siblings is not Siblings.DRAWN:
+                offers[n] = best_rows(held.part(slice(n, n + 1)), [row], count)[0]
+        return offers
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         if state.request.rule.siblings is Siblings.PICKED:
             self._learn(state, seen)
-        path = []
+        slots, path = state.slots, []
         for node in seen.path:
-            if node not in state.slots:
+            if node not in slots:
                 break
-            path.append(state.slots[node])
-        live = [node for node in seen.tree.ids if node in state.slots]
-        state.session.keep(path, [state.slots[node] for node in live])
+            path.append(slots[node])
+        live = [node for node in seen.tree.ids if node in slots]
+        state.session.keep(path, [slots[node] for node in live])
         state.slots = {node: slot for slot, node in enumerate(live)}
         state.offers = {node: state.offers[node] for node in live if node in state.offers}
-        state.tokens.extend(seen.tokens)
+        state.tokens += seen.tokens
+        state.open, state.seen = [], 0
 
     def close(self, state: ModelState) -> None:
         state.session = None
@@ -145,20 +157,17 @@ class ModelDrafter:
     def _frontier(self, state: ModelState, tree: TokenTree) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
         child, so a node comes after its parent or together with it."""
-        if len(tree) >= self._options.tree_nodes:
+        count = len(tree)
+        if count >= self._options.tree_nodes:
             return []
-        floor = math.log(self._options.floor) if self._options.floor else -math.inf
         room = state.session.capacity - len(state.tokens)  # a draft with a shorter context stops there
-        open_nodes = [
-            node
-            for node in range(len(tree))
-            if tree.ids[node] not in state.slots
-            and tree.scores[node] >= floor
-            and tree.roles[node] is not Role.PROBE
-            and (len(tree) <= room or tree.depth(node) <= room)
-        ]
-        best = heapq.nsmallest(self._options.width, open_nodes, key=lambda node: (-tree.scores[node], node))
-        return sorted(best)
+        ids, scores, roles = tree.ids, tree.scores, tree.roles
+        for node in range(state.seen, count):
+            is_worthy = scores[node] >= self._floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
+            if is_worthy and (count <= room or tree.depth(node) <= room):
+                heappush(state.open, (-scores[node], node))
+        state.seen = count
+        return sorted([heappop(state.open)[1] for _ in range(min(self._options.width, len(state.open)))])
 
     def _catch_up(self, states: Sequence[ModelState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
@@ -178,42 +187,28 @@ class ModelDrafter:
 
     def _part(self, state: ModelState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
-        session = state.session
-        missing = state.tokens[session.length : -1]
-        first = session.pending + len(missing)
-        parents = list(range(PREFIX, len(missing) - 1))
-        places: dict[int, int] = {}
-        for number, node in enumerate(frontier):
-            parent = tree.parents[node]
-            above = len(missing) - 1 if parent == PREFIX else places.get(parent, state.slots.get(tree.ids[parent]))
-            assert above is not None
-            parents.append(above)
-            places[node] = first + number
-        for node, place in places.items():
-            state.slots[tree.ids[node]] = place
-        wanted = range(len(missing), len(missing) + len(frontier))
-        tokens = self._known([*missing, *(tree.tokens[node] for node in frontier)])
-        return Part(session, tokens, parents, wanted)
+        session, slots = state.session, state.slots
+        tokens = state.tokens[session.length : -1]
+        missing = len(tokens)
+        parents = list(range(PREFIX, missing - 1))
+        for slot, node in enumerate(frontier, session.pending):  # as `_settle` will number them
+            above = slots[tree.ids[tree.parents[node]]] if node else PREFIX
+            parents.append(above + missing)
+            slots[tree.ids[node]] = slot
+            tokens.append(tree.tokens[node])
+        return Part(session, self._known(tokens), parents, range(missing, len(tokens)))
 
-    def _known(self, tokens: Sequence[int]) -> list[int]:
+    def _known(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft may write ids that the draft has no embedding for."""
-        return [min(token, self._model.vocab_size - 1) for token in tokens]
-
-    def _settle(self, state: ModelState, tree: TokenTree, frontier: Sequence[int]) -> None:
-        """Commits the tokens that were missing; the frontier's nodes stay pending."""
-        session = state.session
-        missing = len(state.tokens) - 1 - session.length
-        if missing:
-            session.keep(range(missing), range(missing, session.pending))
-            for node in frontier:
-                state.slots[tree.ids[node]] -= missing
+        last = self._model.vocab_size - 1
+        return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
 
     def _add(
         self,
         state: ModelState,
         tree: TokenTree,
         frontier: Sequence[int],
-        offers: Sequence[tuple[list[int], list[float]]],
+        offers: Sequence[Offer],
     ) -> int:
         """Hangs the best children below the frontier: the best K of all are C, the others B."""
         width = self._options.width
@@ -221,9 +216,10 @@ class ModelDrafter:
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
             state.offers[tree.ids[node]] = (tokens, values)
-            chances = choice.log_chances(values)
-            children += [(tree.scores[node] + c, node, t) for c, t in zip(chances[:width], tokens[:width], strict=True)]
-        children.sort(key=lambda child: -child[0])
+            score = tree.scores[node]
+            for token, chance in zip(tokens, choice.log_chances(values, width), strict=False):
+                children.append((score + chance, node, token))
+        children.sort(key=_SCORE, reverse=True)
         before = len(tree)
         for place, (score, node, token) in enumerate(children[: self._options.tree_nodes - before]):
             tree.add(node, token, score, Role.PRIMARY if place < width else Role.SECONDARY)
@@ -238,9 +234,20 @@ class ModelDrafter:
                 choice.learn(values, tokens.index(written) if written in tokens else None)
 
 
+def _settle(state: ModelState) -> None:
+    """Commits the tokens that were missing; the frontier's nodes stay pending."""
+    missing = len(state.tokens) - 1 - state.session.length
+    if missing:
+        state.session.keep(range(missing), range(missing, state.session.pending))
+
+
 def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
     """The tokens from below the root down to a node."""
-    return tuple(tree.tokens[other] for other in path_to(tree, node)[1:])
+    tokens = []
+    while node:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tuple(tokens[::-1])
 
 
 def build(options: Options, *, draft: Model | None = None, **_: object) -> ModelDrafter:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -27,7 +26,8 @@ class Session:
         self.slots = capacity + room
         self.length = 0
         self.pending_depths: list[int] = []
-        self._sees = np.zeros((0, 0), dtype=bool)  # [pending, pending]: row sees column
+        self._parents: list[int] = []  # by pending node
+        self._sees: list[bytes] = []  # by pending node: 1 for those that it sees, 0 for others, itself the last
 
     @property
     def pending(self) -> int:
@@ -42,23 +42,16 @@ class Session:
         """Reserves slots for new nodes; which pending nodes each sees, bool [new, pending with the new ones]."""
         if len(parents) > self.free:
             raise UserError(f"{len(parents)} more tokens do not fit: {self.free} of {self.slots} slots are free")
-        before, total = self.pending, self.pending + len(parents)
-        if total > len(self._sees):
-            grown = np.zeros((max(total, 2 * before, 16),) * 2, dtype=bool)
-            grown[:before, :before] = self._sees[:before, :before]
-            self._sees = grown
-        self._sees[before:total] = False
-        for node, parent in enumerate(parents, start=before):
-            if parent != PREFIX:
-                self._sees[node] = self._sees[parent]
-            self._sees[node, node] = True
-            self.pending_depths.append(0 if parent == PREFIX else self.pending_depths[parent] + 1)
-        return self._sees[before:total, :total]
+        before = self.pending
+        self._hang(parents)
+        total = self.pending
+        rows = bytearray().join([row.ljust(total, b"\0") for row in self._sees[before:]])
+        return np.ndarray((len(parents), total), bool, rows)
 
     def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
         """Commits the pending nodes of `path` (a branch, root first); of the rest only `live` stays, renumbered from 0.
 
-        `live` nodes hang below the last of `path`. Everything else is dropped.
+        `live` nodes hang below the last of `path`, parents first. Everything else is dropped.
         """
         if self.length + len(path) > self.capacity:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
@@ -67,19 +60,18 @@ class Session:
         source = [*path, *live]
         if source != list(range(len(source))):
             self._move(np.array(source, dtype=np.int64) + self.length, self.length)
-        if live:
-            kept = len(live)
-            sees = self._sees[list(live)][:, list(live)]
-            self._sees[:kept, :kept], self._sees[:kept, kept:] = sees, False  # the rows below are written anew
-        self.pending_depths = [self.pending_depths[node] - len(path) for node in live]
         self.length += len(path)
+        places = {node: number for number, node in enumerate(live)}
+        parents = [places.get(self._parents[node], PREFIX) for node in live]
+        self._drop_pending()
+        self._hang(parents)
 
     def truncate(self, length: int) -> None:
         """Forgets pending nodes and all committed tokens from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
         self.length = length
-        self.pending_depths = []
+        self._drop_pending()
 
     def start_from(self, other: Session, length: int) -> None:
         """An empty session begins with a copy of the first `length` tokens that `other` of the same model committed."""
@@ -87,6 +79,18 @@ class Session:
             raise ValueError(f"cannot start with {length} of {other.length} tokens: {self.length} stand here already")
         self._copy(other, length)
         self.length = length
+
+    def _hang(self, parents: Sequence[int]) -> None:
+        """New pending nodes below these."""
+        sees, depths = self._sees, self.pending_depths
+        self._parents += parents
+        for parent in parents:
+            above, depth = (b"", 0) if parent == PREFIX else (sees[parent], depths[parent] + 1)
+            sees.append(above.ljust(len(sees), b"\0") + b"\1")
+            depths.append(depth)
+
+    def _drop_pending(self) -> None:
+        self.pending_depths, self._parents, self._sees = [], [], []
 
     def _move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ... (they may overlap)."""
@@ -97,8 +101,7 @@ class Session:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One session's part of a forest.
 
     `parents` point at pending nodes (the session's earlier ones, then these, counted on) or are PREFIX. `wanted` are

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.scores import Held
-from outpace.models.base import Part, Session, row_numbers
+from outpace.models.base import Part, Session
 from outpace.models.config import LlamaConfig
 from outpace.models.draft_vocab import checked_ids
 from outpace.models.native_weights import Fetch, fetcher, load_layer, middle_size
@@ -181,41 +181,42 @@ class NativeLlama:
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
-        return self.score_held(forest).wide()
+        held = self.score_held(forest)
+        return held.values if held.ids is None else held.wide()
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the output layer has rows for."""
+        spans: list[tuple[Any, ...]] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
-        spans, positions = [], []
-        for part in forest:
-            span, places = self._span(part)
-            spans.append(span)
-            positions += places
-        tokens = np.array([token for part in forest for token in part.tokens], dtype=np.int32)
-        turns = self._turns[positions]  # [rows, pairs, 2]
-        wanted = np.array(row_numbers(forest), dtype=np.int32)
-        out = np.empty((len(wanted), self._model.outputs), np.float32)
-        self._model.forward(spans, tokens, turns, wanted, out)
+            wanted += [len(tokens) + node for node in part.wanted]
+            tokens += part.tokens
+            spans.append(self._span(part, positions))
+        outputs: int = self._model.outputs
+        out = np.empty((len(wanted), outputs), np.float32)
+        turns = self._turns.take(positions, 0)  # [rows, pairs, 2]
+        self._model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
         scores = torch.from_numpy(out)
         ids = self._ends.held
         if ids is None:
-            narrow = scores if self.vocab_size == scores.shape[1] else scores[:, : self.vocab_size]
-            return Held(narrow, None, self.vocab_size)
+            return Held(scores if self.vocab_size == outputs else scores[:, : self.vocab_size], None, self.vocab_size)
         if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
             ids = ids[: np.searchsorted(ids, self.vocab_size)]
             scores = scores[:, : len(ids)]
         return Held(scores, ids, self.vocab_size)
 
-    def _span(self, part: Part) -> tuple[tuple[Any, ...], list[int]]:
-        """Reserves a part's slots: where its rows lie and what they see, and their positions."""
+    def _span(self, part: Part, positions: list[int]) -> tuple[Any, ...]:
+        """Reserves a part's slots: where its rows lie and what they see. Adds their positions."""
         session = part.session
-        before = session.pending
-        sees = np.ascontiguousarray(session.extend(part.parents))  # [nodes, pending]
+        before, length = session.pending, session.length
+        sees = session.extend(part.parents)  # [nodes, pending]
         last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
-        positions = [min(session.length + depth, last) for depth in session.pending_depths[before:]]
-        return (session.store, session.length, before, len(part.tokens), sees), positions
+        positions += [min(length + depth, last) for depth in session.pending_depths[before:]]
+        return session.store, length, before, len(part.tokens), sees
 
 
 @dataclass(frozen=True)
