@@ -11,6 +11,7 @@ last bit, and compilers may not fuse across these calls).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ _LOG_2 = 0.6931471805599453
 _UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
 
 
+@lru_cache(4096)  # draft and target ask for the same positions, round after round
 def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
     """64 bits for (seed, choice, position, purpose), which hardly ever collide: splitmix64's mixer, once a part."""
     key = 0

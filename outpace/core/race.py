@@ -14,6 +14,7 @@ above all the others. The largest x is likely, so this fails only where its own 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,29 @@ _LUCK = 8 * math.log(2) + 1e-6  # at most the g of tokens that are not lucky
 _PLACES = 256  # rows of noise remembered: trees in flight ask for the same positions again and again
 _SAMPLE = 64  # likeliest tokens that are always asked
 _MANY = 1024  # with more likely tokens than this, and an eighth of all, the noise of all costs no more
+
+
+def clear_winner(tokens: Sequence[int], times: Sequence[float]) -> int | None:
+    """The first of a row's two best, or None where they are too close to call; `times` are l + m = x / T + g.
+
+    |m| <= |l + m| + 22.2: the winner's l is at least that of the likeliest token, whose E is at most 16.
+    """
+    if not tokens:
+        return None
+    margin = _margin(abs(times[0]) + 22.2)
+    is_clear = margin < 1.0 and (len(tokens) == 1 or times[0] > times[1] + margin)
+    return tokens[0] if is_clear else None
+
+
+def _margin(height: float) -> float:
+    """By what two l have to differ for their order to be that of the race; `height` is |m|.
+
+    Both ways compute l with rounding errors. In float32, with u = 2^-24: x / T, minus m and the log of the sum
+    (12 at most for 2^17 tokens), minus the largest of that, errs by 9 u (|m| + d) + 44 u, d = m - x / T; exp by
+    2^-22, E by 1e-6, the quotient by u. Tokens with d > 40 lose, for g <= 22.2; so two of them that differ by more
+    than 1e-4 + 2e-6 |m| stand in this order in float32, too.
+    """
+    return 1e-4 + 2e-6 * height
 
 
 class Lucky(NamedTuple):
@@ -49,15 +73,9 @@ class Race:
         return Race, ()  # what it remembers stays here
 
     def winner(self, row: np.ndarray, temperature: float, key: int) -> int | None:
-        """The token that `argmax(softmax(row / temperature) / E)` gives, or None where that has to be asked. [vocab]
-
-        Both ways compute l with rounding errors. In float32, with u = 2^-24: x / T, minus m and the log of the sum
-        (12 at most for 2^17 tokens), minus the largest of that, errs by 9 u (|m| + d) + 44 u, d = m - x / T; exp by
-        2^-22, E by 1e-6, the quotient by u. Tokens with d > 40 lose, for g <= 22.2; so two of them that differ by more
-        than 1e-4 + 2e-6 |m| stand in this order in float32, too.
-        """
+        """The token that `argmax(softmax(row / temperature) / E)` gives, or None where that has to be asked. [vocab]"""
         top = float(row.max())
-        margin = 1e-4 + 2e-6 * abs(top) / temperature
+        margin = _margin(abs(top) / temperature)
         if not margin < 1.0:  # not for infinities and not-a-numbers either
             return None
         likely = np.flatnonzero(row >= top - REACH * temperature)

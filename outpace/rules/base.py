@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-
-Offer = tuple[list[int], list[float]]
-"""Tokens on the scale by which a rule's target will choose, best first, and their values there."""
+from outpace.rules._ranking import Offer, log_chances, ranked
 
 
 def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
@@ -54,22 +53,29 @@ def rank_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def best_rows(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
-    """The best `count` tokens of each row of a drafter's scores, without what the request's options filter out.
+    """The best `count` tokens of each row of a drafter's scores, without what the request's options filter out."""
+    offers: list[Offer] = []
+    for start, run in _runs(rows):
+        part = held if len(run) == len(rows) else held.part(slice(start, start + len(run)))
+        offers += _best_of_run(part, run, count)
+    return offers
 
-    A rule's `best(row, held, whose, count)` finds them in one row on the host, or leaves it (None) to its `rank`.
-    """
-    host = host_rows(held.values)
-    return [_best_row(held, host, number, row, count) for number, row in enumerate(rows)]
+
+def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    """By the rule's `best(scores, held, rows, count)` for rows on the host; by its `rank` for those left empty."""
+    rule, host = rows[0].request.rule, host_rows(held.values)
+    if host is None or not hasattr(rule, "best") or any(row.request.adjustments is not None for row in rows):
+        return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
+    offers: list[Offer] = rule.best(host, held, rows, count)
+    return [
+        offer if offer[0] else _best_by_rank(held, number, row, count)
+        for number, (offer, row) in enumerate(zip(offers, rows, strict=True))
+    ]
 
 
-def _best_row(held: Held, host: np.ndarray | None, number: int, row: Row, count: int) -> Offer:
-    rule, adjustments = row.request.rule, row.request.adjustments
-    if host is not None and adjustments is None and hasattr(rule, "best") and np.isfinite(host[number].max()):
-        offer: Offer | None = rule.best(host[number], held, row, min(count, host.shape[1]))
-        if offer is not None:
-            return offer
-    ranked = rule.rank(held.wide(slice(number, number + 1)), [row])[0]
-    best = torch.topk(ranked, min(count, len(ranked)))
+def _best_by_rank(held: Held, number: int, row: Row, count: int) -> Offer:
+    ranks = row.request.rule.rank(held.wide(slice(number, number + 1)), [row])[0]
+    best = torch.topk(ranks, min(count, len(ranks)))
     return offer_of(best.indices.tolist(), best.values.tolist())
 
 
@@ -79,11 +85,23 @@ def offer_of(tokens: list[int], values: list[float]) -> Offer:
     return tokens[:possible], values[:possible]
 
 
-def likeliest(log_q: np.ndarray, held: Held, count: int) -> Offer:
-    """The offer of a rule whose scale is log q. [held]"""
-    places = largest(log_q, count)
+def likeliest(scores: np.ndarray, held: Held, samplings: Sequence[Sampling], count: int) -> list[Offer]:
+    """`best` of a rule whose scale is log q. [rows, held]"""
+    offers = ranked(scores, samplings, count, ids=held.ids)
+    if offers is None:
+        offers = [_likeliest(log_q, held, count) for log_q in log_chances(scores, samplings)]
+    return offers
+
+
+def _likeliest(log_q: np.ndarray, held: Held, count: int) -> Offer:
+    places = largest(log_q, min(count, len(log_q)))
+    return offer_at(places, log_q[places], held)
+
+
+def offer_at(places: np.ndarray, values: np.ndarray, held: Held) -> Offer:
+    """The offer of these places of a row, best first. [count] both"""
     tokens = places if held.ids is None else held.ids[places]
-    return offer_of(tokens.tolist(), log_q[places].tolist())
+    return offer_of(tokens.tolist(), values.tolist())
 
 
 def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:

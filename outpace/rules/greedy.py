@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
-from outpace.core.scores import Held, host_rows, log_softmax
+from outpace.core.sampling import GREEDY
+from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.rules.base import Offer, follow, likeliest
+from outpace.rules._ranking import Offer
+from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
 
@@ -45,9 +47,9 @@ class Greedy:
         """log q"""
         return torch.log_softmax(adjusted(logits, rows).float(), dim=-1)
 
-    def best(self, scores: np.ndarray, held: Held, row: Row, count: int) -> Offer | None:
-        """The `count` best by `rank` of one row's scores [held]."""
-        return likeliest(log_softmax(scores), held, count)
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+        """The `count` best by `rank` of each row of scores [rows, held]."""
+        return likeliest(scores, held, [GREEDY] * len(rows), count)
 
 
 def build(options: Options) -> Greedy:

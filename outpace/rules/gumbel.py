@@ -14,12 +14,13 @@ from torch import Tensor
 
 from outpace.core.adjust import adjusted
 from outpace.core.noise import exponential, gumbel, row_key
-from outpace.core.race import Race
-from outpace.core.sampling import Sampling, filtered, processed
-from outpace.core.scores import Held, host_rows, log_softmax
+from outpace.core.race import Race, clear_winner
+from outpace.core.sampling import processed
+from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.rules.base import Offer, follow, offer_of
+from outpace.rules._ranking import Offer, log_chances, prepared, ranked
+from outpace.rules.base import follow, offer_at
 
 LOSSLESS = True
 
@@ -43,10 +44,9 @@ class Gumbel:
         host = host_rows(logits)
         if host is None:
             return self.run(logits, rows)
-        picks = [self._winner(scores, row) for scores, row in zip(host, rows, strict=True)]
         return [
             self.run(logits[number : number + 1], [row])[0] if pick is None else pick
-            for number, (row, pick) in enumerate(zip(rows, picks, strict=True))
+            for number, (row, pick) in enumerate(zip(rows, self._winners(host, rows), strict=True))
         ]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
@@ -65,28 +65,29 @@ class Gumbel:
         log_q = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
         return log_q + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
 
-    def best(self, scores: np.ndarray, held: Held, row: Row, count: int) -> Offer | None:
-        """The `count` best by `rank` of one row's scores [held]."""
-        log_q = log_softmax(_scaled(scores, row.request.sampling))
-        places, values = self._race.best(log_q, _key(row), held.vocab, held.ids, count)
-        tokens = places if held.ids is None else held.ids[places]
-        return offer_of(tokens.tolist(), values.tolist())
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+        """The `count` best by `rank` of each row of scores [rows, held]."""
+        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
+        offers = ranked(scores, samplings, count, ids=held.ids, keys=keys)
+        if offers is None:
+            rows_log_q = log_chances(scores, samplings)
+            offers = [self._best(log_q, key, held, count) for log_q, key in zip(rows_log_q, keys, strict=True)]
+        return offers
 
-    def _winner(self, scores: np.ndarray, row: Row) -> int | None:
-        sampling = row.request.sampling
-        if sampling.filters:
-            return self._race.winner(_scaled(scores, sampling), 1.0, _key(row))
-        return self._race.winner(scores, sampling.temperature, _key(row))
+    def _winners(self, scores: np.ndarray, rows: Sequence[Row]) -> list[int | None]:
+        """Each row's pick, or None where it is too close to call. Adjusted scores [rows, vocab]"""
+        samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
+        offers = ranked(scores, samplings, 2, keys=keys, whole=False)
+        if offers is not None:
+            return [clear_winner(*offer) for offer in offers]
+        scores, temperatures = prepared(scores, samplings)
+        return [self._race.winner(*each) for each in zip(scores, temperatures, keys, strict=True)]
 
-
-def _scaled(scores: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """A row over its temperature, -inf where filtered out. [vocab]"""
-    scaled: np.ndarray
-    if sampling.filters:
-        scaled = filtered(torch.from_numpy(scores)[None], [sampling])[0].numpy()
-    else:
-        scaled = scores / np.float32(sampling.temperature)
-    return scaled
+    def _best(self, log_q: np.ndarray, key: int, held: Held, count: int) -> Offer:
+        if not len(log_q):
+            return [], []
+        places, values = self._race.best(log_q, key, held.vocab, held.ids, min(count, len(log_q)))
+        return offer_at(places, values, held)
 
 
 def _key(row: Row) -> int:

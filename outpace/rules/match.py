@@ -16,11 +16,12 @@ from torch import Tensor
 
 from outpace.core.adjust import adjusted
 from outpace.core.noise import uniform
-from outpace.core.sampling import filtered, processed
-from outpace.core.scores import Held, log_softmax
+from outpace.core.sampling import processed
+from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.rules.base import Offer, follow, likeliest
+from outpace.rules._ranking import Offer
+from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
 
@@ -55,10 +56,9 @@ class Match:
         """log q"""
         return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
 
-    def best(self, scores: np.ndarray, held: Held, row: Row, count: int) -> Offer | None:
-        """The `count` best by `rank` of one row's scores [held]."""
-        scaled = filtered(torch.from_numpy(scores)[None], [row.request.sampling])
-        return likeliest(log_softmax(scaled[0].numpy()), held, count)
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+        """The `count` best by `rank` of each row of scores [rows, held]."""
+        return likeliest(scores, held, [row.request.sampling for row in rows], count)
 
 
 def build(options: Options) -> Match:

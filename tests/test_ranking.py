@@ -1,0 +1,160 @@
+"""The kernels' ranking of rows against its definition over all tokens, and the rules' ways with them and without."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from outpace.core.noise import gumbel_of, hashes, row_key
+from outpace.core.race import clear_winner
+from outpace.core.sampling import Sampling
+from outpace.core.scores import Held
+from outpace.core.types import Adjustments, Request, Row
+from outpace.rules import _ranking, greedy, gumbel, match
+from outpace.rules.base import best_rows
+
+GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel, match))
+SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
+needs_kernels = pytest.mark.skipif(_ranking.native_rank() is None, reason="the kernels are not installed")
+
+
+def rank(scores: np.ndarray, count: int, temperature: float, keys: list[int], ids: object, whole: bool) -> list:
+    native = _ranking.native_rank()
+    assert native is not None
+    return native(scores, count, [temperature] * len(scores), keys, ids, whole)
+
+
+def kinds(held: int, seed: int) -> np.ndarray:
+    """Flat, peaked, tied, far from 0, equal, half impossible, all but one impossible, rising. float32 [rows, held]"""
+    chance = np.random.default_rng(seed)
+    x = chance.standard_normal((8, held)).astype(np.float32)
+    x[1] *= 12
+    x[2] = np.round(2 * x[2])
+    x[3] += 3e4
+    x[4] = -7.0
+    x[5, chance.permutation(held)[: held // 2]] = -np.inf
+    x[6, np.arange(held) != held // 2] = -np.inf
+    x[7].sort()
+    return x
+
+
+def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.ndarray | None, whole: bool) -> tuple:
+    """All possible tokens, best first, and their values, in float64."""
+    tokens = np.arange(len(row)) if ids is None else ids
+    top = float(row.max())
+    beside = (row.astype(np.float64) - top) / temperature
+    values = beside + (0.0 if key is None else gumbel_of(hashes(key, tokens)))
+    values += -math.log(np.exp(beside).sum()) if whole else top / temperature
+    order = np.argsort(-values, kind="stable")
+    order = order[: int((row > -np.inf).sum())]
+    return tokens[order].tolist(), values[order].tolist()
+
+
+@needs_kernels
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 0.05, 30.0])
+@pytest.mark.parametrize("held", SIZES)
+def test_rows_are_ranked_as_the_definition_says(held: int, temperature: float, whole: bool) -> None:
+    scores, ids = kinds(held, held), np.sort(np.random.default_rng(held).permutation(3 * held)[:held])
+    keys = [row_key(held, 0, place) for place in range(len(scores))]
+    for asked in ([], keys):
+        for tokens in (None, ids):
+            for count in (1, 8, held, held + 5):
+                got = rank(scores, count, temperature, asked, tokens, whole)
+                for number, (row, (best, values)) in enumerate(zip(scores, got, strict=True)):
+                    key = asked[number] if asked else None
+                    expected, exact = definition(row, temperature, key, tokens, whole)
+                    assert best == expected[:count]
+                    assert values == pytest.approx(exact[:count], abs=2e-6, rel=1e-12)
+
+
+@needs_kernels
+def test_rows_may_lie_in_a_wider_table() -> None:
+    wide, ids = np.random.default_rng(1).standard_normal((5, 300)).astype(np.float32), np.arange(200) * 2
+    assert rank(wide[1:4, 50:250], 6, 0.9, [3, 4, 5], ids, True) == rank(
+        np.ascontiguousarray(wide[1:4, 50:250]), 6, 0.9, [3, 4, 5], ids, True
+    )
+
+
+@needs_kernels
+def test_what_does_not_fit_is_refused() -> None:
+    scores, ids = np.zeros((2, 6), np.float32), np.arange(6)
+    for bad in (
+        (scores, 0, [1.0, 1.0], [], ids, True),
+        (scores, 2, [1.0], [], ids, True),
+        (scores, 2, [1.0, 0.0], [], ids, True),
+        (scores, 2, [1.0, math.nan], [], ids, True),
+        (scores, 2, [1.0, 1.0], [7], ids, True),
+        (scores, 2, [1.0, 1.0], [], ids[:5], True),
+        (np.zeros((6, 2), np.float32).T, 2, [1.0, 1.0], [], ids, True),
+    ):
+        with pytest.raises(ValueError, match=r"must|has the wrong shape"):
+            _ranking.native_rank()(*bad)
+
+
+@needs_kernels
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_row_without_an_order_is_left_to_the_definition(odd: float) -> None:
+    scores = np.random.default_rng(2).standard_normal((4, 100)).astype(np.float32)
+    scores[1, 99], scores[3] = odd, -np.inf
+    assert [bool(tokens) for tokens, _ in rank(scores, 3, 1.0, [], None, True)] == [True, False, True, False]
+    rows = [Row(Request((1,), GUMBEL, sampling=Sampling(0.7)), [1]) for _ in scores]
+    picks = GUMBEL.reduce(torch.from_numpy(scores), rows)
+    assert picks == GUMBEL.run(torch.from_numpy(scores), rows)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_there:
+        monkeypatch.setattr(_ranking, "native_rank", lambda: None)
+    requests = (
+        Request((1,), GREEDY),
+        Request((1, 2), GUMBEL, sampling=Sampling(0.8), seed=3),
+        Request((1, 2), GUMBEL, sampling=Sampling(0.9, top_k=4), seed=3),
+        Request((5,), GUMBEL, sampling=Sampling(0.8), adjustments=Adjustments(logit_bias=((3, 9.0),))),
+        Request((5,), MATCH, sampling=Sampling(1.3, top_p=0.7)),
+        Request((5,), GREEDY, adjustments=Adjustments(logit_bias=((3, -9.0),))),
+    )
+    rows = [Row(request, list(request.prompt), path) for request in requests for path in ((), (7,))]
+    scores = torch.randn(len(rows), 500, generator=torch.Generator().manual_seed(1)) * 3
+    together = best_rows(Held(scores, None, 500), rows, 6)
+    for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
+        ranked = row.request.rule.rank(scores[number : number + 1], [row])[0]
+        best = ranked.topk(6)
+        possible = int((best.values > -math.inf).sum())
+        assert tokens == best.indices[:possible].tolist()
+        assert values == pytest.approx(best.values[:possible].tolist(), abs=1e-5)
+
+
+@needs_kernels
+def test_both_ways_offer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * 4
+    held = Held(scores, np.arange(3000) * 3 + 1, 9001)
+    for rule, sampling in ((GREEDY, Sampling()), (GUMBEL, Sampling(0.8)), (MATCH, Sampling(1.1, min_p=0.01))):
+        rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(40)]
+        fast = best_rows(held, rows, 8)
+        with monkeypatch.context() as patched:
+            patched.setattr(_ranking, "native_rank", lambda: None)
+            slow = best_rows(held, rows, 8)
+        for (tokens, values), (expected, exact) in zip(fast, slow, strict=True):
+            assert tokens == expected
+            assert values == pytest.approx(exact, abs=1e-5)
+
+
+def test_a_winner_is_called_where_it_is_clear() -> None:
+    assert clear_winner([5, 9], [3.0, 2.9]) == 5
+    assert clear_winner([5, 9], [3.0, 2.99999]) is None
+    assert clear_winner([5], [3.0]) == 5
+    assert clear_winner([], []) is None
+    assert clear_winner([5, 9], [1e6, 9e5]) is None  # float32 has no place for noise there
+    assert clear_winner([5], [math.inf]) is None
+
+
+@pytest.mark.parametrize("found", [None, object()], ids=["missing", "old"])
+def test_kernels_that_are_missing_or_old_are_done_without(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "outpace_kernels", found)
+    assert _ranking.native_rank.__wrapped__() is None
