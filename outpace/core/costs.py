@@ -20,7 +20,7 @@ _RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
-_LEAST_ROW = 0.05  # of a one-row pass: what one more row is held to cost, until it is measured
+_ROW = 0.05  # of a pass: what one more row is held to cost, until two row counts are known
 
 
 class Mean:
@@ -123,10 +123,9 @@ class Costs:
     @staticmethod
     def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
         """What one more row costs beyond the widest known: what the last did, as far as that is known."""
-        least = _LEAST_ROW * seconds[0]
         if len(counts) < 2:
-            return least
-        return max(least, (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]))
+            return _ROW * seconds[0]
+        return (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
 
     @property
     def widest(self) -> int:

@@ -6,7 +6,7 @@ done must bring more than it costs. Draft lengths by measured speed: Leviathan e
 A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
 the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
 adds outweighs its seconds. The drafter's chances are trusted as far as they came true. Rows are tried from few to many,
-twice as many as are known at most. Where drafting does not pay it is tried again now and then, so seldom that all
+twice as many as are known at most. Where a layer does not pay it is tried again now and then, so seldom that all
 trials together cost a small share of the time.
 """
 
@@ -91,7 +91,7 @@ class _Planner:
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._worth = 0.0  # of this round's tree
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
-        self._idle = 0.0  # seconds of rounds since a model was asked last
+        self._idle = [0.0] * options.deepest  # by layer: seconds of rounds since it was grown last
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self._is_trial = False
         self._is_following = False  # the draft has read all but what was written in the last round
@@ -123,7 +123,7 @@ class _Planner:
     def pays(self, tree: TokenTree) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
         cost = self._price * self._costs.draft(False)
-        if self.layers >= (self._options.deepest if cost else _UNKNOWN):
+        if self._is_trial or self.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
         self._at_leaves = self._reach(tree)
         if self._costs.growth(self.layers).value * self._at_leaves > cost:
@@ -134,18 +134,24 @@ class _Planner:
     def grown(self, tree: TokenTree) -> None:
         """The model has added a layer."""
         if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
-            before = self._worth
-            _, self._worth = self._best(nlargest(self._place.budget - 1, self._weigh(tree)[1:]))
-            self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
+            chances, before = nlargest(self._place.budget - 1, self._weigh(tree)[1:]), self._worth
+            rows, self._worth = self._best(chances)
+            is_cut = len(chances) >= rows > self._most_more  # by what is known, not by what pays
+            if not is_cut:
+                self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
         if self.layers or self._is_following:
             self._costs.stepped()
-        if self._is_trial:
+        if self._is_trial and not self.layers:
             self._trial_cost = self._costs.latest_draft
         self.layers += 1
 
     def _is_due(self) -> bool:
-        cost = max(self._trial_cost, 3 * self._costs.draft(False)) * self._place.requests  # the others wait for it
-        return not self.layers and cost < self._options.trials * self._idle
+        """Whether a layer that does not pay is tried again."""
+        cost = self._costs.draft(False)
+        if not self.layers:
+            cost = max(self._trial_cost, 3 * cost)
+        is_told = not self.layers or not self._free  # beside copies a deeper layer says nothing
+        return is_told and cost * self._place.requests < self._options.trials * self._idle[self.layers]
 
     def chosen(self, tree: TokenTree) -> list[int]:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
@@ -156,7 +162,7 @@ class _Planner:
 
     def _count(self, chances: Sequence[float]) -> int:
         """How many rows are verified, the root's included, of nodes with these falling chances."""
-        if self._is_trial:
+        if self._is_trial and self.layers == 1:
             return 2
         others = self._place.rows_of_others
         best, _ = self._best(chances)
@@ -167,8 +173,7 @@ class _Planner:
         """How many rows pay, the root's included, and what they bring above their price."""
         best, best_worth, gain = 0, 0.0, 0.0
         others = self._place.rows_of_others
-        most = max(_FIRST, 2 * self._costs.widest - others - 1)
-        more = self._costs.more(others + 1, min(most, len(chances)))
+        more = self._costs.more(others + 1, min(self._most_more, len(chances)))
         for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
             gain += chance
             worth = gain - self._price * seconds
@@ -176,13 +181,16 @@ class _Planner:
                 best, best_worth = count, worth
         return best + 1, best_worth
 
+    @property
+    def _most_more(self) -> int:
+        """Rows beside the root's that may be tried: twice as many as are known, in all."""
+        return max(_FIRST, 2 * self._costs.widest - self._place.rows_of_others - 1)
+
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
         self._is_following = self.layers > 0
-        if self.layers:
-            self._idle = 0.0
-        else:
-            self._idle += self._costs.target(self._place.requests)
+        seconds = self._costs.target(self._place.requests)
+        self._idle = [0.0 if layer < self.layers else idle + seconds for layer, idle in enumerate(self._idle)]
         if self._has_copies:
             self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
         for free in (True, False):

@@ -94,7 +94,7 @@ def run_setup(
     asked = scripts.scripts if some is None else some
     rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
     steps: list[Step] = []
-    with Engine(ReplayTarget(scripts), drafter, worker, rows) as engine:
+    with Engine(ReplayTarget(scripts), drafter, worker, rows, lambda: clock.now) as engine:
         for script in asked:
             steps += _answer(engine, script, setup, registry.build_options(setup.decoder, values), clock)
     tokens = sum(len(script.tokens) for script in asked)

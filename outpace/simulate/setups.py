@@ -8,12 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import check_whole, unknown
 
 PLAIN = "autoregressive"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
 _MOST_NODES = 16384
-_BY_WALL_CLOCK = "auto"  # the planner: what it measures here would be this program's own speed
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def setups(sizes: Sizes) -> list[Setup]:
         Setup("speculative-tree", f"in turn, {n}-node tree", "speculative", n, tree, LENGTHS),
     ]
     for name in registry.names("decoders"):
-        if name not in (PLAIN, "speculative", "card", _BY_WALL_CLOCK):
+        if name not in (PLAIN, "speculative", "card"):
             found.append(_other(name, n, tree))
     return [*found, *_card(n, tree)]
 
@@ -91,8 +90,6 @@ def chosen(sizes: Sizes, names: Sequence[str]) -> list[Setup]:
     if not names:
         return every
     allowed = {setup.name for setup in every} | {setup.method for setup in every}
-    if _BY_WALL_CLOCK in names:
-        raise UserError("method auto plans by the wall clock and cannot be simulated")
     for name in names:
         if name not in allowed:
             raise unknown("method", name, allowed)
