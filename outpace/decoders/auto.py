@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from heapq import nlargest, nsmallest
+from heapq import nlargest
 from math import exp
 from typing import Any
 
@@ -134,8 +134,8 @@ class _Planner:
     def grown(self, tree: TokenTree) -> None:
         """The model has added a layer."""
         if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
-            chances, before = nlargest(self._place.budget - 1, self._weigh(tree)[1:]), self._worth
-            rows, self._worth = self._best(chances)
+            chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth
+            rows, self._worth = self._best(chances[: self._place.budget - 1])
             is_cut = len(chances) >= rows > self._most_more  # by what is known, not by what pays
             if not is_cut:
                 self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
@@ -157,7 +157,7 @@ class _Planner:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
         Now and then fewer than pay, to know what so few cost."""
         chances = self._weigh(tree)
-        order = nsmallest(self._place.budget - 1, range(1, len(tree)), key=lambda node: (-chances[node], node))
+        order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._place.budget - 1]
         return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
 
     def _count(self, chances: Sequence[float]) -> int:
