@@ -28,6 +28,7 @@ TASKS = ("mt_bench", "gsm8k", "humaneval")
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"temperature": 0.8, "seed": 7}}
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
+    "auto": {"method": "auto", "drafter": "model+ngram", "profile": False},
     "card": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
     "card, process": {"method": "card", "drafter": "model+ngram", "worker": "process"},
     "speculative chain": {"method": "speculative", "drafter": "model", "width": 1, "draft_length": 3},
