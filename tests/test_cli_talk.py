@@ -202,7 +202,7 @@ def test_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         code, out = demo(capsys, "--target", str(tiny), "--json", "--temperature", "1", "--draft", draft)
         found = json.loads(out)
         assert (code, found["equal_text"], len(found["prompts"])) == (0, True, 2)
-        methods = ["plain decoding", f"card, {drafter}", f"speculative, {drafter}"]
+        methods = ["plain decoding", *(f"{name}, {drafter}" for name in ("auto", "card", "speculative"))]
         assert [row["method"] for row in found["prompts"][0]["methods"]] == methods
 
 

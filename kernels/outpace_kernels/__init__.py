@@ -3,6 +3,6 @@
 Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is the arithmetic in numpy.
 """
 
-from outpace_kernels._native import GROUP, LANES, MAX_DEPTH, Heads, Layer, Matrix, Model, Store, instruction_sets
+from outpace_kernels._native import GROUP, LANES, MAX_DEPTH, Heads, Layer, Matrix, Model, Store, instruction_sets, rank
 
-__all__ = ["GROUP", "LANES", "MAX_DEPTH", "Heads", "Layer", "Matrix", "Model", "Store", "instruction_sets"]
+__all__ = ["GROUP", "LANES", "MAX_DEPTH", "Heads", "Layer", "Matrix", "Model", "Store", "instruction_sets", "rank"]

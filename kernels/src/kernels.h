@@ -101,6 +101,21 @@ struct Attend {
     Activations out;  // every head padded to whole groups
 };
 
+/// A row of scores, and what its tokens are ranked by: x / temperature, and the noise that `key` gives a token.
+struct Ranking {
+    const float* scores;    // [held]
+    const int64_t* tokens;  // [held], or null: 0, 1, ...
+    int held;
+    double temperature;
+    const uint64_t* key;  // or null: no noise
+    bool whole;           // values less the logarithm of the sum of e^(x / temperature)
+};
+
+struct Ranked {
+    int64_t token;
+    double value;
+};
+
 /// One instruction set. Every table gives the same bits as the portable one.
 struct Kernels {
     const char* name;
@@ -110,6 +125,7 @@ struct Kernels {
     void (*gated_product)(const GatedProduct&, int group);
     void (*rotate)(const Rotate&, int row);
     void (*attend)(const Attend&, int tile, float* scores);  // scores: room for tile_queries times slots
+    int (*rank)(const Ranking&, int count, Ranked* best);  // how many were found; 0 for a row that has no order
 };
 
 /// The tables that this machine can run, the fastest first; the last is the portable one.

@@ -26,7 +26,8 @@ uint16_t to_bfloat16_up(float value) {
 Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs)
     : outputs_(outputs), inputs_(inputs), groups_(round_up(inputs, kGroup) / kGroup) {
     const int padded = round_up(outputs, kPanel);
-    blocks_ = Block<uint8_t>(static_cast<std::size_t>(padded / kPanel) * groups_ * kBlock);
+    home_ = std::make_shared<const Block<uint8_t>>(panel_bytes());
+    blocks_ = home_->data();
     for (int output = 0; output < padded; ++output)
         for (int group = 0; group < groups_; ++group) {
             const int first = group * kGroup;
@@ -39,8 +40,18 @@ Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs)
     }
 }
 
+Matrix::Matrix(const Matrix& other, std::shared_ptr<const Block<uint8_t>> home, std::size_t start)
+    : outputs_(other.outputs_),
+      inputs_(other.inputs_),
+      groups_(other.groups_),
+      bias_(other.bias_),
+      home_(std::move(home)),
+      blocks_(home_->data() + start) {
+    std::memcpy(blocks_, other.blocks_, panel_bytes());
+}
+
 uint8_t* Matrix::block(int output, int group) const {
-    return blocks_.data() + (static_cast<int64_t>(output / kPanel) * groups_ + group) * kBlock;
+    return blocks_ + (static_cast<int64_t>(output / kPanel) * groups_ + group) * kBlock;
 }
 
 void Matrix::pack_group(const float* weights, int count, int output, int group) {
@@ -68,6 +79,18 @@ void Matrix::row(int output, float* out) const {
             const int q = static_cast<int>(place[kBlockScales + i / 4 * kStep + lane * 4 + i % 4]) - 128;
             out[group * kGroup + i] = static_cast<float>(q) * scale;
         }
+    }
+}
+
+void gather(std::initializer_list<std::shared_ptr<const Matrix>*> matrices) {
+    std::size_t bytes = 0;
+    for (const auto* matrix : matrices) bytes += *matrix ? (*matrix)->panel_bytes() : 0;
+    const auto home = std::make_shared<const Block<uint8_t>>(bytes);
+    std::size_t start = 0;
+    for (auto* matrix : matrices) {
+        if (!*matrix) continue;
+        *matrix = std::make_shared<const Matrix>(**matrix, home, start);
+        start += (*matrix)->panel_bytes();
     }
 }
 

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -17,13 +18,9 @@ class Block {
 
     /// `count` elements, not initialised; pages that nobody writes take no memory.
     explicit Block(std::size_t count) : count_(count) {
-        const std::size_t alignment = bytes() >= kLarge ? kLarge : 64;
-        const std::size_t rounded = (bytes() + alignment - 1) / alignment * alignment;
-        data_ = static_cast<T*>(std::aligned_alloc(alignment, rounded ? rounded : alignment));
-        if (!data_) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-        if (rounded >= kLarge) madvise(data_, rounded, MADV_HUGEPAGE);
-#endif
+        void* place = is_large() ? map_pages(room()) : std::aligned_alloc(64, room());
+        if (!place) throw std::bad_alloc();
+        data_ = static_cast<T*>(place);
     }
     Block(Block&& other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
     Block& operator=(Block&& other) noexcept {
@@ -31,7 +28,12 @@ class Block {
         std::swap(count_, other.count_);
         return *this;
     }
-    ~Block() { std::free(data_); }
+    ~Block() {
+        if (is_large())
+            munmap(data_, room());
+        else
+            std::free(data_);
+    }
 
     T* data() const { return data_; }
     std::size_t size() const { return count_; }
@@ -44,7 +46,30 @@ class Block {
     }
 
   private:
-    static constexpr std::size_t kLarge = std::size_t{1} << 21;
+    static constexpr std::size_t kLarge = std::size_t{1} << 21;  // of a page
+
+    bool is_large() const { return bytes() >= kLarge; }
+
+    /// What is asked of the machine for `bytes()`: whole lines of the cache, or whole large pages.
+    std::size_t room() const {
+        const std::size_t unit = is_large() ? kLarge : 64;
+        return bytes() ? (bytes() + unit - 1) / unit * unit : unit;
+    }
+
+    /// `size` bytes of fresh pages, large ones where the machine has them: what `free` took back stays in small ones.
+    static void* map_pages(std::size_t size) {
+        void* found = mmap(nullptr, size + kLarge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (found == MAP_FAILED) return nullptr;
+        char* start = static_cast<char*>(found);
+        const std::size_t before = (kLarge - reinterpret_cast<std::uintptr_t>(start) % kLarge) % kLarge;
+        if (before) munmap(start, before);
+        munmap(start + before + size, kLarge - before);
+#ifdef MADV_HUGEPAGE
+        madvise(start + before, size, MADV_HUGEPAGE);
+#endif
+        return start + before;
+    }
+
     T* data_ = nullptr;
     std::size_t count_ = 0;
 };

@@ -3,13 +3,6 @@
 #include <algorithm>
 
 namespace outpace {
-namespace {
-
-/// Units to take at a time: few enough that no member waits long for another, enough that memory is read in runs.
-int chunk_of(int units, int members) { return std::max(1, units / (members * 8)); }
-
-}  // namespace
-
 Activations ActivationBuffer::view(int rows, int groups) {
     const std::size_t count = static_cast<std::size_t>(rows) * groups;
     values.reserve(count * kGroup);
@@ -72,26 +65,26 @@ void Model::Pass::find_reaches() {
     }
 }
 
-/// Queries that share keys stand together in a tile; with few of them the tiles are small, so that all members work.
+/// Queries that share keys stand together in a tile; the last tiles are small, so that all members end together.
 void Model::Pass::cut_tiles() {
     const Heads& heads = model_.shape_.heads;
-    const int queries = forest_.rows * heads.queries;
-    const int size = std::clamp(queries / (team_.size() * 3), 1, kernels_.tile_queries);
+    int left = forest_.rows * heads.queries;
     scratch_.tiles.clear();
     int first_row = 0;
     for (std::size_t number = 0; number < forest_.spans.size(); ++number) {
         const int first = first_row * heads.group();
         first_row += forest_.spans[number].tokens;
         for (int head = 0; head < heads.keys; ++head)
-            for (int query = first; query < first_row * heads.group(); query += size) {
-                const int count = std::min(size, first_row * heads.group() - query);
+            for (int query = first, count; query < first_row * heads.group(); query += count, left -= count) {
+                const int most = std::clamp(left / team_.size(), 1, kernels_.tile_queries);
+                count = std::min(most, first_row * heads.group() - query);
                 scratch_.tiles.push_back({static_cast<int>(number), head, query, count});
             }
     }
 }
 
 void Model::Pass::run(Team::Member& member) {
-    team_.share(member, forest_.rows, 1, [&](int row) { embed(row); });
+    team_.share(member, forest_.rows, [&](int row) { embed(row); });
     for (int number = 0; number < model_.num_layers(); ++number) layer(number, member);
     if (forest_.num_wanted == 0) return;
     normalize(model_.norm_.data(), forest_.wanted, forest_.num_wanted, member);
@@ -120,7 +113,7 @@ void Model::Pass::layer(int number, Team::Member& member) {
     const GatedProduct gated{layer.gate_up->panels(), normed_, rows, gated_};
     const int groups = shape.middle / kGroup;
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
-    team_.share(member, groups, chunk_of(groups, team_.size()), gate);
+    team_.share(member, groups, gate);
     multiply(*layer.down, gated_, rows, x, stride_, true, member);
 }
 
@@ -133,7 +126,7 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
                       scratch_.slots.data(),
                       scratch_.row_spans.data(),
                       spans};
-    team_.share(member, forest_.rows, 1, [&](int row) { kernels_.rotate(task, row); });
+    team_.share(member, forest_.rows, [&](int row) { kernels_.rotate(task, row); });
 }
 
 void Model::Pass::attend(const KeyValues* spans, Team::Member& member) {
@@ -142,13 +135,13 @@ void Model::Pass::attend(const KeyValues* spans, Team::Member& member) {
     const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
     float* scores = scratch_.scores.data() + member.number * room;
     const int tiles = static_cast<int>(scratch_.tiles.size());
-    team_.share(member, tiles, 1, [&](int tile) { kernels_.attend(task, tile, scores); });
+    team_.share(member, tiles, [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
 void Model::Pass::normalize(const float* norm, const int* rows, int count, Team::Member& member) {
     const Shape& shape = model_.shape_;
     const Normalize task{scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, rows, normed_};
-    team_.share(member, count, 1, [&](int row) { kernels_.normalize(task, row); });
+    team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
 void Model::Pass::multiply(const Matrix& weights, const Activations& in, int rows, float* out, int64_t stride,
@@ -156,7 +149,7 @@ void Model::Pass::multiply(const Matrix& weights, const Activations& in, int row
     const Product task{weights.panels(), in, rows, out, stride, add};
     const int panels = task.weights.count();
     const auto one = [&](int panel) { kernels_.product(task, panel); };
-    team_.share(member, panels, chunk_of(panels, team_.size()), one);
+    team_.share(member, panels, one);
 }
 
 }  // namespace outpace

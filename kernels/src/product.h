@@ -17,7 +17,8 @@ constexpr int kSteps = kGroup / 4;
 
 /// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
 /// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
-/// one is done: two tiles take turns, of more the last does it, one alone is left to the machine's own prefetching.
+/// one is done: two tiles take turns, of more the last does it. One alone does it if it is full; a smaller one waits
+/// for memory anyway, and the machine's own prefetching serves it better.
 struct Tile {
     int first;
     int rows;
@@ -103,7 +104,8 @@ inline void for_tiles(int rows, int64_t ahead, F f) {
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t steps = tiles == 1 ? 0 : tiles == 2 ? (is_last ? 0xaaaa : 0x5555) : is_last ? 0xffff : 0;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < kTileRows ? 0 : 0xffff;
+        const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
         f(Tile{first, rows * (number + 1) / tiles - first, ahead, steps});
     }
 }

@@ -2,10 +2,11 @@
 // The order matters: what follows is compiled for the lanes above.
 #include "attention.h"
 #include "product.h"
+#include "ranking.h"
 
 namespace outpace {
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, product, gated_product, rotate, attend};
+const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

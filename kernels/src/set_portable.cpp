@@ -2,10 +2,11 @@
 // The order matters: what follows is compiled for the lanes above.
 #include "attention.h"
 #include "product.h"
+#include "ranking.h"
 
 namespace outpace {
 
 extern const Kernels portable_kernels;
-const Kernels portable_kernels = {"portable", kQueries, normalize, product, gated_product, rotate, attend};
+const Kernels portable_kernels = {"portable", kQueries, normalize, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

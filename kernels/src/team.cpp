@@ -40,14 +40,12 @@ Team::~Team() {
 }
 
 void Team::run(int phases, const std::function<void(Member&)>& job) {
-    if (phases > num_phases_) {
-        phases_ = std::make_unique<Phase[]>(phases);
-        num_phases_ = phases;
+    const int counters = phases * (size_ + 1);
+    if (counters > num_counters_) {
+        counters_ = std::make_unique<Counter[]>(counters);
+        num_counters_ = counters;
     }
-    for (int phase = 0; phase < phases; ++phase) {
-        phases_[phase].next.store(0, std::memory_order_relaxed);
-        phases_[phase].done.store(0, std::memory_order_relaxed);
-    }
+    for (int number = 0; number < counters; ++number) counters_[number].value.store(0, std::memory_order_relaxed);
     job_ = &job;
     if (size_ > 1) {
         inside_.store(0, std::memory_order_release);

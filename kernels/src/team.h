@@ -31,25 +31,26 @@ class Team {
     /// `job` must not throw.
     void run(int phases, const std::function<void(Member&)>& job);
 
-    /// Within a job: f(unit) for every unit, `chunk` at a time to whoever is free; returns when all are done.
+    /// Within a job: f(unit) for every unit; returns when all are done. Each member takes a range of them in order, for
+    /// memory is read fastest in long runs (units in turn: a tenth to a third slower), then from the others' ranges.
     template <class F>
-    void share(Member& member, int units, int chunk, F&& f) {
-        Phase& phase = phases_[member.phase++];
-        for (;;) {
-            const int first = phase.next.fetch_add(chunk, std::memory_order_relaxed);
-            if (first >= units) break;
-            const int last = first + chunk < units ? first + chunk : units;
-            for (int unit = first; unit < last; ++unit) f(unit);
-            if (phase.done.fetch_add(last - first, std::memory_order_acq_rel) + last - first == units && size_ > 1)
-                phase.done.notify_all();
+    void share(Member& member, int units, F&& f) {
+        const int phase = member.phase++;
+        std::atomic<int>& done = counters_[phase * (size_ + 1) + size_].value;
+        for (int turn = 0; turn < size_; ++turn) {
+            const int owner = (member.number + turn) % size_;
+            const int first = units * owner / size_, count = units * (owner + 1) / size_ - first;
+            std::atomic<int>& taken = counters_[phase * (size_ + 1) + owner].value;
+            int mine = 0;  // units of this range that this member did
+            for (int next; (next = taken.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) f(first + next);
+            if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == units && size_ > 1) done.notify_all();
         }
-        wait_until(phase.done, units);
+        wait_until(done, units);
     }
 
   private:
-    struct alignas(64) Phase {
-        std::atomic<int> next{0};  // the first unit that nobody has taken
-        std::atomic<int> done{0};
+    struct alignas(64) Counter {
+        std::atomic<int> value{0};
     };
 
     static void wait_until(const std::atomic<int>& value, int expected);
@@ -58,8 +59,8 @@ class Team {
     void leave();
 
     const int size_;
-    std::unique_ptr<Phase[]> phases_;
-    int num_phases_ = 0;
+    std::unique_ptr<Counter[]> counters_;  // of each phase: the units taken from each member's range, and those done
+    int num_counters_ = 0;
     const std::function<void(Member&)>* job_ = nullptr;
     alignas(64) std::atomic<int> jobs_{0};    // jobs begun
     alignas(64) std::atomic<int> inside_{-1};  // members besides the caller within the open job; -1: none is open

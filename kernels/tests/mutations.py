@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parents[1]
-COPIED = ("CMakeLists.txt", "src", "tests/test_kernels.cpp")
+COPIED = ("CMakeLists.txt", "src", "tests")
 SECONDS = 600.0  # what takes longer hangs
 
 
@@ -60,6 +60,7 @@ MUTATIONS = (
     Mutation("gate and up change places", "product.h", "silu(Floats::load(gate)) * Floats::load(gate + kLanes)",
              "silu(Floats::load(gate + kLanes)) * Floats::load(gate)"),
     Mutation("what a layer adds takes the place of its input", "product.h", "if (task.add)", "if (false)"),
+    Mutation("gathered matrices lie on top of each other", "matrix.cpp", "start += (*matrix)->panel_bytes();", ""),
     # rounding
     Mutation("a wrong scale of activations", "rowwise.h", "top / 127.0f;", "top / 128.0f;"),
     Mutation("weights' scales are rounded down", "matrix.cpp", "(bits + 0xffffu) >> 16", "bits >> 16"),
@@ -102,6 +103,19 @@ MUTATIONS = (
     Mutation("a copy of the first layer only", "store.cpp",
              "copy_in<Half>(number, other, count) : copy_in<float>(number, other, count)",
              "copy_in<Half>(0, other, count) : copy_in<float>(0, other, count)"),
+    # the best of a row
+    Mutation("a bound on the noise that is too low", "ranking.h", "(31 + 127) * kLog2 + 1e-3f",
+             "(31 + 127) * kLog2 - 1.0f"),
+    Mutation("equal ones in the order of the last", "ranking.h", "places[at - 1].value < one.value",
+             "places[at - 1].value <= one.value"),
+    Mutation("a row's end is not filled up", "ranking.h", "i < count ? task.scores[first + i] : -kInfinity",
+             "i < count ? task.scores[first + i] : 0.0f"),
+    Mutation("noise by the place in the row", "ranking.h", "if (task.tokens)\n        for", "if (false)\n        for"),
+    Mutation("a row with no number in it has an order", "ranking.h", "odd == odd && top", "top"),
+    # the team
+    Mutation("every range begins at the first unit", "team.h", "f(first + next)", "f(next)"),
+    Mutation("every tile reads the first session's keys", "pass.cpp", "push_back({static_cast<int>(number), head, ",
+             "push_back({0, head, "),
     # what does not fit
     Mutation("tokens are not checked", "model.cpp", "token >= 0 && token < embedding_->outputs()", "true"),
     Mutation("spans are not checked", "model.cpp",

@@ -2,22 +2,16 @@
 // those of its branches, kept slots those of a fresh text; what does not fit must throw. The bits are those of kBits on
 // every machine. Exits 1 at the first failure.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <stdexcept>
 #include <thread>
 
+#include "check.h"
 #include "model.h"
 
 namespace outpace {
 namespace {
-
-void check(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
-}
 
 struct Sizes {
     int vocabulary, hidden, middle, layers, queries, keys, depth;
@@ -68,6 +62,7 @@ std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kernels, in
         layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup);
         layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden);
         layer->down = matrix(random, sizes, sizes.hidden, middle);
+        gather({&layer->qkv, &layer->output, &layer->gate_up, &layer->down});
         layers.push_back(layer);
     }
     const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden);
@@ -195,6 +190,10 @@ void test_trees_and_keeping(const Sizes& sizes) {
         check(same(alone.data(), tree.data() + static_cast<std::size_t>(node) * sizes.vocabulary, alone.size()),
               "a tree scores as its paths");
     }
+    auto beside = prompt;
+    beside.push_back(1);
+    check(same(fresh(*model, sizes, beside).data(), tree.data() + 13 * static_cast<std::size_t>(sizes.vocabulary),
+               sizes.vocabulary), "a session beside another scores as alone");
     check_pieces(*model, sizes, prompt, nodes, tree);
     other.move({20, 30, 31, 32}, 20);
     const auto next = score(*model, {{&other, 24, {-1}, 0, {5}}});
@@ -244,6 +243,7 @@ void test_all() {
     const Sizes all[] = {{97, 48, 80, 2, 6, 2, 8, false, false},
                          {130, 100, 70, 2, 4, 4, 22, true, true},
                          {33, 192, 128, 2, 9, 3, 80, false, true}};
+    test_ranking();
     uint64_t bits = 0;
     for (const Sizes& sizes : all) {
         bits ^= test_sets_and_threads(sizes);

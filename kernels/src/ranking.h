@@ -1,0 +1,147 @@
+// The best of a row of scores, by the scores alone or with keyed noise on top. To be read after a lanes_*.h.
+#pragma once
+
+#include "exponential.h"
+#include "kernels.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kStretch = 64;  // scores that are worked on together
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2 = 0.69314718f;
+
+/// The scores from `first` on; those beyond the row's end are -inf, in `room`.
+inline const float* stretch(const Ranking& task, int first, float* room) {
+    const int count = task.held - first;
+    if (count >= kStretch) return task.scores + first;
+    for (int i = 0; i < kStretch; ++i) room[i] = i < count ? task.scores[first + i] : -kInfinity;
+    return room;
+}
+
+/// The largest score; infinite for a row that has no order: something in it is not a number, or nothing is possible.
+inline float top_score(const Ranking& task) {
+    constexpr int kChains = kStretch / kLanes;
+    alignas(64) float room[kStretch];
+    const Floats least = Floats::all(-__FLT_MAX__);
+    Floats most[kChains], check[kChains];
+    for (int n = 0; n < kChains; ++n) most[n] = least, check[n] = Floats::all(0.0f);
+    for (int first = 0; first < task.held; first += kStretch) {
+        const float* x = stretch(task, first, room);
+        for (int n = 0; n < kChains; ++n) {
+            const Floats part = max(least, Floats::load(x + n * kLanes));  // max keeps a second that is not a number
+            check[n] = check[n] + part;
+            most[n] = max(most[n], part);
+        }
+    }
+    const float odd = sum(check[0] + check[1] + check[2] + check[3]);
+    const float top = largest(max(max(most[0], most[1]), max(most[2], most[3])));
+    return odd == odd && top > -__FLT_MAX__ ? top : kInfinity;
+}
+
+/// log(sum of e^((x - top) / temperature)), to 1e-6.
+inline double log_of_sum(const Ranking& task, float top, float inverse) {
+    alignas(64) float room[kStretch];
+    const Floats shift = Floats::all(-top), scale = Floats::all(inverse);
+    double total = 0.0;
+    for (int first = 0; first < task.held; first += kStretch) {
+        const float* x = stretch(task, first, room);
+        Floats part = Floats::all(0.0f);
+        for (int i = 0; i < kStretch; i += kLanes)
+            part = part + exponential((Floats::load(x + i) + shift) * scale);
+        total += sum(part);
+    }
+    return __builtin_log(total);
+}
+
+/// The 31-bit hashes behind a stretch's noise: the same bits as outpace/core/noise.py makes.
+inline void hash_stretch(const Ranking& task, int first, uint32_t* hashes) {
+    const int count = task.held - first < kStretch ? task.held - first : kStretch;
+    for (int i = 0; i < kStretch; ++i) hashes[i] = static_cast<uint32_t>(first + i);
+    if (task.tokens)
+        for (int i = 0; i < count; ++i) hashes[i] = static_cast<uint32_t>(task.tokens[first + i]);
+    const auto low = static_cast<uint32_t>(*task.key), high = static_cast<uint32_t>(*task.key >> 32);
+    for (int i = 0; i < kStretch; ++i) {
+        uint32_t bits = (hashes[i] ^ low) * 0x7feb352du;
+        bits = (bits ^ bits >> 15 ^ high) * 0x846ca68bu;
+        bits = (bits ^ bits >> 15) * 0x9e485565u;
+        hashes[i] = (bits ^ bits >> 15) & 0x7fffffffu;
+    }
+}
+
+/// A hash as a number above 0.
+inline float middle(uint32_t hash) { return static_cast<float>(static_cast<int32_t>(hash)) + 0.5f; }
+
+/// What the noise of a hash is at most. With v the hash's part of 1, E = -log(1 - v) >= v, so g = -log E <= -log v; and
+/// a float's bits, read as a whole number, give a line in each octave that lies below the logarithm.
+inline float most_noise(uint32_t hash) {
+    const auto bits = __builtin_bit_cast(int32_t, middle(hash));
+    return (31 + 127) * kLog2 + 1e-3f - kLog2 * 0x1p-23f * static_cast<float>(bits);
+}
+
+/// The noise of a hash: g = -log E.
+inline double noise(uint32_t hash) {
+    const float v = middle(hash) * (0x1p-31f * (1 - 0x1p-23f));
+    return -__builtin_log(-__builtin_log1p(-static_cast<double>(v)));
+}
+
+/// The best so far, largest first, equal ones in the order in which they came.
+struct Podium {
+    Ranked* places;
+    int room;
+    int count = 0;
+
+    /// Whoever does not exceed this is not among the best.
+    double floor() const { return count < room ? -__builtin_inf() : places[room - 1].value; }
+    void add(Ranked one) {
+        int at = count < room ? count++ : room - 1;
+        for (; at && places[at - 1].value < one.value; --at) places[at] = places[at - 1];
+        places[at] = one;
+    }
+};
+
+/// Bounds on what a stretch's tokens can reach above the row's top. Returns the largest.
+inline float bounds_of(const float* x, const float* luck, float top, float scale, float* bounds) {
+    Floats most = Floats::all(-kInfinity);
+    for (int i = 0; i < kStretch; i += kLanes) {
+        const Floats part = fma(Floats::load(x + i) + Floats::all(-top), Floats::all(scale), Floats::load(luck + i));
+        part.store(bounds + i);
+        most = max(most, part);
+    }
+    return largest(most);
+}
+
+/// Values beside the row's top go to the podium; a logarithm is taken of those alone whose bound exceeds its floor.
+inline void climb(const Ranking& task, float top, float inverse, Podium& podium) {
+    alignas(64) float room[kStretch], bounds[kStretch], luck[kStretch] = {};
+    alignas(64) uint32_t hashes[kStretch];
+    const float scale = inverse * (1 - 1e-6f);  // x - top is not above 0: a smaller factor can only raise a bound
+    for (int first = 0; first < task.held; first += kStretch) {
+        const float* x = stretch(task, first, room);
+        if (task.key) {
+            hash_stretch(task, first, hashes);
+            for (int i = 0; i < kStretch; ++i) luck[i] = most_noise(hashes[i]);
+        }
+        if (bounds_of(x, luck, top, scale, bounds) <= podium.floor()) continue;
+        for (int i = 0; i < kStretch; ++i) {
+            if (bounds[i] <= podium.floor()) continue;
+            const double beside = (static_cast<double>(x[i]) - top) / task.temperature;
+            const double value = task.key ? beside + noise(hashes[i]) : beside;
+            if (value > podium.floor()) podium.add({task.tokens ? task.tokens[first + i] : first + i, value});
+        }
+    }
+}
+
+int rank(const Ranking& task, int count, Ranked* best) {
+    const float top = top_score(task);
+    if (top == kInfinity) return 0;
+    const auto inverse = static_cast<float>(task.temperature > 1e-30 ? 1.0 / task.temperature : 1e30);
+    Podium podium{best, count};
+    climb(task, top, inverse, podium);
+    const double shift = task.whole ? -log_of_sum(task, top, inverse) : top / task.temperature;
+    for (int i = 0; i < podium.count; ++i) best[i].value += shift;
+    return podium.count;
+}
+
+}  // namespace
+}  // namespace outpace

@@ -1,0 +1,20 @@
+// What the tests share.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace outpace {
+namespace {
+
+inline void check(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+}
+
+}  // namespace
+
+void test_ranking();
+
+}  // namespace outpace
