@@ -59,7 +59,8 @@ def decode(place: Place, options: Options) -> Coroutine:
     while True:
         planner.begin()
         yield from _grow(tree, planner)
-        tree = tree.copy(planner.chosen(tree))
+        if len(tree) > 1:
+            tree = tree.copy(planner.chosen(tree))
         picks = yield Verify(tree)
         verdict = place.request.rule.walk(tree, picks)
         planner.learn(tree, verdict.path)
@@ -91,7 +92,8 @@ class _Planner:
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._worth = 0.0  # of this round's tree
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
-        self._idle = [0.0] * options.deepest  # by layer: seconds of rounds since it was grown last
+        self._seconds = 0.0  # of rounds so far
+        self._grown = [0.0] * options.deepest  # by layer: when it was grown last, of those
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self._is_trial = False
         self._is_following = False  # the draft has read all but what was written in the last round
@@ -151,7 +153,7 @@ class _Planner:
         if not self.layers:
             cost = max(self._trial_cost, 3 * cost)
         is_told = not self.layers or not self._free  # beside copies a deeper layer says nothing
-        return is_told and cost * self._place.requests < self._options.trials * self._idle[self.layers]
+        return is_told and cost * self._place.requests < self._options.trials * (self._seconds - self._grown[self.layers])
 
     def chosen(self, tree: TokenTree) -> list[int]:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
@@ -189,10 +191,12 @@ class _Planner:
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
         self._is_following = self.layers > 0
-        seconds = self._costs.target(self._place.requests)
-        self._idle = [0.0 if layer < self.layers else idle + seconds for layer, idle in enumerate(self._idle)]
+        self._seconds += self._costs.target(self._place.requests)
+        self._grown[: self.layers] = [self._seconds] * self.layers
         if self._has_copies:
             self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
+        if len(tree) == 1:
+            return
         for free in (True, False):
             promised = sum(exp(tree.scores[node]) for node in range(1, len(tree)) if self._is_free(tree, node) is free)
             if promised:
