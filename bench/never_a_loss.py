@@ -2,9 +2,10 @@
 
 Run: python bench/never_a_loss.py [--target T] [--draft auto] [--tokens 512] [--turn 256] [--prompts FILE.jsonl] ...
 Each prompt is answered by plain decoding, with a draft that proposes what it likes least, with one that begins to do so
-after --turn tokens, and with the draft as it is; in turn, and rotated, with a planner that knows nothing. By drafts
-alone (--drafter model), since copies would gain what is lost. Decoding without prefill; of the draft that turns also
-the part behind the turn, over the same tokens of plain decoding. Exit 1 where a text differs. One JSON line last.
+after --turn tokens, and with the draft as it is: token by token in turn, for a shared machine's speed changes within an
+answer; with a planner that knows nothing. By drafts alone (--drafter model), since copies would gain what is lost.
+Decoding without prefill; of the draft that turns also the part behind the turn, over the same tokens of plain decoding.
+Exit 1 where a text differs. One JSON line last.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -20,12 +22,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from outpace.asking import Asking
 from outpace.bench.contenders import Contender
-from outpace.bench.own import Own, OwnAnswered
-from outpace.bench.run import rotated, tokens
+from outpace.bench.own import Own
+from outpace.bench.run import tokens
 from outpace.core.scores import Held
 from outpace.distill.prompts import read_prompts
 from outpace.library import LLM
@@ -64,16 +67,11 @@ class Times:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
-    def add(self, answer: OwnAnswered, first: int) -> None:
+    def add(self, answer: Answer, first: int) -> None:
         """Of this answer what came after its `first` tokens."""
-        written, start = 0, 0.0
-        for arrival, count in zip(answer.arrivals, answer.counts, strict=True):
-            if written < first:
-                written, start, begun = written + count, arrival, written + count
-            else:
-                written += count
-        self.seconds.append(answer.arrivals[-1] - start)
-        self.tokens.append(written - begun)
+        begun = next(number for number, count in enumerate(answer.written) if count >= first)
+        self.seconds.append(sum(answer.seconds[begun + 1 :]))
+        self.tokens.append(answer.written[-1] - answer.written[begun])
 
     def ratios(self, plain: Times) -> list[float]:
         """Of each answer's speed to plain decoding's."""
@@ -85,6 +83,25 @@ class Times:
         return (sum(self.tokens) / sum(self.seconds)) / (sum(plain.tokens) / sum(plain.seconds))
 
 
+class Answer:
+    """One answer that goes on as far as it is told."""
+
+    def __init__(self, llm: LLM, prompt: Sequence[int], asking: Asking) -> None:
+        self._pieces = llm.stream(list(prompt), asking)
+        self.run = llm.engine.waiting[-1]
+        self.seconds: list[float] = []  # of each round, all that it took until its text was there
+        self.written: list[int] = []  # tokens after each round
+
+    def reach(self, count: int) -> None:
+        """Rounds, until so many tokens are written."""
+        while not self.written or self.written[-1] < count:
+            rounds, began = len(self.run.steps), time.perf_counter()
+            while len(self.run.steps) == rounds:
+                next(self._pieces)
+            self.seconds.append(time.perf_counter() - began)
+            self.written.append(len(self.run.tokens))
+
+
 def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[str, Times], int]:
     """Times by row, plain decoding's times for each of them, and how many texts differ."""
     asking = Asking(max_tokens=args.tokens, ignore_eos=True)
@@ -93,22 +110,23 @@ def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[
     plain = {name: Times() for name in found}
     different = 0
     prompts = [tokens(llm, text) for text in (read_prompts(args.prompts) if args.prompts else PROMPTS)][: args.count]
-    for number, prompt in enumerate(prompts):
-        answers: dict[str, OwnAnswered] = {}
-        for name in rotated(list(turning), number):
-            with ExitStack() as parts:  # a new one each time: its planner knows nothing
-                answers[name] = _answer(parts, llm, args.drafter, turning[name], prompt, asking)
+    for prompt in track(prompts, console=Console(stderr=True)):
+        with ExitStack() as parts:  # new ones each time: their planners know nothing
+            answers = {
+                n: Answer(_open(parts, llm, args.drafter, turn, prompt), prompt, asking) for n, turn in turning.items()
+            }
+            for count in range(1, args.tokens + 1):
+                for answer in answers.values():
+                    answer.reach(count)
         for name, times in found.items():
             first = args.turn if name == BEHIND else 1
             times.add(answers[TURNING if name == BEHIND else name], first)
             plain[name].add(answers[PLAIN], first)
-        different += sum(answer.tokens != answers[PLAIN].tokens for answer in answers.values())
+        different += sum(answer.run.tokens != answers[PLAIN].run.tokens for answer in answers.values())
     return found, plain, different
 
 
-def _answer(
-    parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: list[int], asking: Asking
-) -> OwnAnswered:
+def _open(parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: Sequence[int]) -> LLM:
     if turn is None:
         contender, draft = Contender("autoregressive", "autoregressive"), None
     else:
@@ -117,8 +135,7 @@ def _answer(
         model = Turning(llm.draft.model, len(prompt) + turn if turn else 0)
         draft = SimpleNamespace(**vars(llm.draft) | {"model": model, "again": None})
     models: Any = SimpleNamespace(target=llm.target, draft=draft)
-    own = parts.enter_context(closing(Own(contender, models, asking, 1)))
-    return own.answer(prompt, asking.max_tokens)
+    return parts.enter_context(closing(Own(contender, models, Asking(), 1))).llm
 
 
 def main() -> None:

@@ -94,6 +94,7 @@ class _Planner:
         self._free: set[int] = set()  # ids of this round's nodes that cost no model
         self._seconds = 0.0  # of rounds so far
         self._grown = [0.0] * options.deepest  # by layer: when it was grown last, of those
+        self._failures = 0  # trials since a layer last paid
         self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self._is_trial = False
         self._is_following = False  # the draft has read all but what was written in the last round
@@ -153,7 +154,9 @@ class _Planner:
         if not self.layers:
             cost = max(self._trial_cost, 3 * cost)
         is_told = not self.layers or not self._free  # beside copies a deeper layer says nothing
-        return is_told and cost * self._place.requests < self._options.trials * (self._seconds - self._grown[self.layers])
+        share = self._options.trials / 2 ** (0 if self.layers else self._failures)
+        idle = self._seconds - self._grown[self.layers]
+        return is_told and cost * self._place.requests < share * idle
 
     def chosen(self, tree: TokenTree) -> list[int]:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
@@ -193,6 +196,8 @@ class _Planner:
         self._is_following = self.layers > 0
         self._seconds += self._costs.target(self._place.requests)
         self._grown[: self.layers] = [self._seconds] * self.layers
+        if self.layers:
+            self._failures = self._failures + 1 if self._is_trial and self.layers == 1 else 0
         if self._has_copies:
             self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
         if len(tree) == 1:
