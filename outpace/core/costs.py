@@ -15,6 +15,7 @@ from typing import Any
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
+_GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
 _KINDS = {"free": True, "model": False}  # drafters that run no model, and those that do
 _RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
@@ -55,7 +56,7 @@ class Costs:
         self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self.trust = {free: Mean(1.0, 2.0) for free in (True, False)}  # accepted tokens over the chances given them
-        self._growth = [Mean(0.6, 4.0) for _ in range(_LAYERS)]
+        self._growth = [Mean(0.6, 2.0, _GROWTH_FADE) for _ in range(_LAYERS)]
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
@@ -178,7 +179,7 @@ class Costs:
             if name in profile["draft"]:
                 self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
         self.trust = {free: Mean(float(profile["trust"][name]), 2.0) for name, free in _KINDS.items()}
-        self._growth = [Mean(float(value), 4.0) for value in profile["growth"]]
+        self._growth = [Mean(float(value), 4.0, _GROWTH_FADE) for value in profile["growth"]]
         self._forget_curve()
 
 

@@ -31,7 +31,8 @@ _BEAM = 4  # leaves that one layer is expected to expand
 _SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
 _FIRST = 4  # nodes that may be verified before any times are known
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
-_PLAIN = 2  # rounds at the beginning of an answer that may be plain, to know what that costs
+_PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
+_CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -110,7 +111,16 @@ class _Planner:
         self._price = _DOUBT * self._costs.price(self._place.requests)
         is_new = self._rounds < _PLAIN and not self._costs.knows(self._place.requests, 1)
         self.is_plain = self._place.budget < 2 or is_new or self._costs.is_plain_stale(self._place.requests)
+        self.is_plain = self.is_plain or self._is_crowded()
         self._rounds += 1
+
+    def _is_crowded(self) -> bool:
+        """Whether so many write at once that one more row costs a good part of a token: what may still be gained is not
+        worth the host's time. Asked anew in one round of some."""
+        requests = self._place.requests
+        if requests < 2 or self._costs.widest <= requests or self._costs.seen % _LOOKS == 0:
+            return False
+        return self._price * self._costs.more(requests, 1)[0] > _CROWDED
 
     def copies_pay(self) -> bool:
         """Whether the drafters that run no model are asked: they take some of the host's time."""
