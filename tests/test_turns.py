@@ -44,23 +44,28 @@ def test_turns_are_given_in_the_order_of_asking() -> None:
 
 
 def test_nobody_waits_while_another_takes_turn_after_turn() -> None:
-    turns, stop, taken = Turns(), threading.Event(), []
+    turns, stop, taken, seen = Turns(), threading.Event(), [], []
 
     def greedy() -> None:
         while not stop.is_set():
             with turns.turn():
                 taken.append(len(taken))
 
+    def once() -> None:
+        with turns.turn():
+            seen.append(len(taken))
+
     thread = threading.Thread(target=greedy)
     thread.start()
     try:
         for _ in range(20):
             with turns.turn():
-                asked = len(taken)
-            before = turns._serving
-            with turns.turn():
-                assert turns._serving - before <= 2
-            assert len(taken) - asked <= 100_000
+                before, waiter = len(taken), threading.Thread(target=once)
+                waiter.start()
+                while turns._asked - turns._serving < 3:  # until both wait for this turn's end
+                    time.sleep(0.0005)
+            waiter.join(SECONDS)
+            assert seen.pop() - before <= 1
     finally:
         stop.set()
         thread.join(SECONDS)

@@ -16,7 +16,7 @@ import numpy as np
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _DIVISORS = np.array(_TEMPERATURES)[:, None]
 _SURE = 20.0  # trials that a remembered share counts as
-_DOUBT = 8.0  # nats by which a temperature e times as high or low must explain the picks better, at first
+_DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
 
