@@ -1,7 +1,7 @@
 """What rounds cost and what they give, learnt while they run: the numbers by which the planner chooses.
 
 Everything is a median or a running mean over the recent past, so that a machine which others use too is followed. What
-was never measured is taken to cost nothing beyond what is known: so it is tried, and then it is known.
+was never measured is taken to go on as what is known does: so it is tried, and then it is known.
 """
 
 from __future__ import annotations

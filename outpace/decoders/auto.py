@@ -106,12 +106,13 @@ class _Planner:
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it. It is plain where that has no price yet."""
-        self.layers, self._is_trial, self._worth = 0, False, 0.0
+        self.layers, self._is_trial, self._has_copies, self._worth = 0, False, False, 0.0
         self._free, self._chances = set(), []
         self._price = _DOUBT * self._costs.price(self._place.requests)
-        is_new = self._rounds < _PLAIN and not self._costs.knows(self._place.requests, 1)
-        self.is_plain = self._place.budget < 2 or is_new or self._costs.is_plain_stale(self._place.requests)
-        self.is_plain = self.is_plain or self._is_crowded()
+        requests = self._place.requests
+        is_new = self._rounds < _PLAIN and not self._costs.knows(requests, 1)
+        is_due = is_new or self._costs.is_plain_stale(requests)
+        self.is_plain = self._place.budget < 2 or is_due or self._is_crowded()
         self._rounds += 1
 
     def _is_crowded(self) -> bool:
