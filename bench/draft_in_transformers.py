@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from outpace.distill.prompts import read_prompts
-from outpace.models.checkpoint import read_json
-from outpace.models.find import resolve, shipped_model
-from outpace.models.packed import is_packed, unpack
-from outpace.models.pairs import find_draft
+from outpace.models.files.checkpoint import read_json
+from outpace.models.files.find import resolve, shipped_model
+from outpace.models.files.packed import is_packed, unpack
+from outpace.models.files.pairs import find_draft
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",

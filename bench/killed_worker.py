@@ -25,10 +25,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM, Stream
 from outpace.candidates.process import ProcessWorker
 from outpace.core.errors import UserError
-from outpace.library import LLM, Stream
+from outpace.models.load import Loaded, load_draft, load_model
 
 PROMPTS = (
     "Write the numbers from one to forty in words.",

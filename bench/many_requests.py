@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outpace.asking import Asking
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM, Result
+from outpace.api.params import Asking
 from outpace.core.errors import UserError
 from outpace.core.stats import Figures
-from outpace.library import LLM, Result
+from outpace.models.load import Loaded, load_draft, load_model
 
 DRAFT = "layers:0,1,2,3,4,5,6,7,8,9,20,21,22,23,24,25,26,27,28,29"
 TOPICS = ("the sea", "a lamp in the window", "how bread is made", "prime numbers", "the north wind", "an old map")

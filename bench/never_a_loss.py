@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from outpace.asking import Asking
+from outpace.api.llm import LLM
+from outpace.api.load import load
+from outpace.api.params import Asking
 from outpace.bench.contenders import Contender
 from outpace.bench.own import Own
 from outpace.bench.run import tokens
 from outpace.core.scores import Held
 from outpace.distill.prompts import read_prompts
-from outpace.library import LLM
-from outpace.loading import load
-from outpace.models.base import Part, score_held
+from outpace.models.base import Part
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -56,7 +56,7 @@ class Turning:
     def score_held(self, forest: Sequence[Part]) -> Held:
         """The draft's scores, turned around behind the place."""
         places = [part.session.length for part in forest]  # before it reads on
-        held = score_held(self.model, forest)
+        held = self.model.score_held(forest)
         return held._replace(values=-held.values) if max(places) >= self.place else held
 
 

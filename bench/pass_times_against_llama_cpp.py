@@ -28,10 +28,10 @@ from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._llama import open_llama
 from outpace.core.errors import UserError
 from outpace.models.base import chain
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import from_dict
-from outpace.models.find import resolve
-from outpace.models.native import NativeLlama, Options, usable_cores
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import resolve
+from outpace.models.llama.config import from_dict
+from outpace.models.llama.native_runtime import NativeLlama, Options, usable_cores
 
 OURS, THEIRS = "outpace", "llama.cpp"
 Scores = np.ndarray  # [rows, vocab] float32

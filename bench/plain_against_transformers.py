@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outpace.assemble import load_model
-from outpace.library import LLM
-from outpace.models.config import tensor_shapes
-from outpace.models.find import resolve
+from outpace.api.llm import LLM
+from outpace.models.files.find import resolve
+from outpace.models.llama.config import tensor_shapes
+from outpace.models.load import load_model
 
 PROMPTS = (
     "Explain to a child why the sky is blue.",
@@ -60,10 +60,10 @@ def peer(count: int) -> Callable[[list[int]], tuple[list[int], float]]:
 
 def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]:
     """outpace's plain decoding, stop tokens ignored as in the peer's run."""
-    from outpace.assemble import find_rule
     from outpace.core.sampling import GREEDY
     from outpace.core.types import Request
     from outpace.decoders import autoregressive
+    from outpace.engine.build import find_rule
 
     def run(prompt: list[int]) -> tuple[list[int], float]:
         request = Request(tuple(prompt), find_rule("greedy", GREEDY), count + 1)

@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from outpace.assemble import load_draft, load_model
 from outpace.core.errors import UserError
 from outpace.core.sampling import Sampling, processed
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Request
 from outpace.decoders import speculative
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, chain
+from outpace.models.load import load_draft, load_model
 from outpace.models.toy import Toy
 from outpace.rules.rejection import Rejection
 

@@ -21,18 +21,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outpace import engine
-from outpace.answer import Answer
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM
+from outpace.api.stream import Answer
 from outpace.candidates.cache import CandidateCache
 from outpace.candidates.loop import DraftLoop
 from outpace.candidates.thread import ThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
-from outpace.library import LLM
+from outpace.engine import engine
+from outpace.engine.request import Running
+from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules import greedy, gumbel
-from outpace.running import Running
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM, Result
 from outpace.core.errors import UserError
-from outpace.library import LLM, Result
+from outpace.models.load import Loaded, load_draft, load_model
 
 TASKS = ("mt_bench", "gsm8k", "humaneval")
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"temperature": 0.8, "seed": 7}}

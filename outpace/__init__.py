@@ -8,13 +8,15 @@ with outpace.load() as llm:
 
 from typing import TYPE_CHECKING, Any
 
+from outpace._moved import install
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import LLM, Asking, Piece, Result, Stream
-    from outpace.loading import load
+    from outpace.api.llm import LLM, Asking, Piece, Result, Stream
+    from outpace.api.load import load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+install()
 __all__ = ["LLM", "Asking", "Piece", "Result", "Stream", "UserError", "load"]
 
 
@@ -22,6 +24,7 @@ def __getattr__(name: str) -> Any:
     """The library, torch with it, is imported at its first use: the command line's help needs neither."""
     if name not in __all__:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
-    from outpace import library, loading
+    from outpace.api import llm
+    from outpace.api.load import load
 
-    return getattr(loading if name == "load" else library, name)
+    return load if name == "load" else getattr(llm, name)

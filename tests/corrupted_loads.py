@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from corruptions import Damage
 
-from outpace.assemble import load_model
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.load import load_model
 
 
 def use(path: Path, number: int) -> None:

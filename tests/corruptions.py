@@ -17,7 +17,7 @@ import torch
 from files import CONFIG, folder_of, weights, write_gguf
 from safetensors.torch import save_file
 
-from outpace.models.checkpoint import INDEX, SINGLE, write_checkpoint
+from outpace.models.files.checkpoint import INDEX, SINGLE, write_checkpoint
 
 NUMBERS = [0, 1, 2, 7, 127, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**60, 2**63, 2**64 - 1]
 DEEP: Any = []

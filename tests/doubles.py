@@ -27,9 +27,9 @@ from outpace.core.types import DraftState, Observation, Request, Row, Step
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
 from outpace.models.toy import Toy, ToySession
-from outpace.running import Running
 
 T = TypeVar("T")
 DRAFTERS = ("perfect", "garbage", "empty", "ngram", "model", "both")

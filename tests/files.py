@@ -13,11 +13,11 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, quants
 
-from outpace.models import config as llama
-from outpace.models import gguf_tokenizer
-from outpace.models.gguf_header import open_gguf
-from outpace.models.text_stream import byte_alphabet
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.gguf import tokenizer as gguf_tokenizer
+from outpace.models.files.gguf.header import open_gguf
+from outpace.models.llama import config as llama
+from outpace.models.text.text_stream import byte_alphabet
+from outpace.models.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2")
@@ -188,7 +188,7 @@ def interleaved(name: str, values: np.ndarray) -> np.ndarray:
 def model_folder(where: Path, name: str = "model", seed: int = 0, **changes: object) -> Path:
     """A folder with a tiny random model and its tokenizer, as outpace and transformers load it; `changes` of its
     config."""
-    from outpace.models.checkpoint import write_checkpoint
+    from outpace.models.files.checkpoint import write_checkpoint
 
     where.mkdir(parents=True, exist_ok=True)
     tensors = {key: torch.from_numpy(value) for key, value in weights(seed, **changes).items()}

@@ -20,11 +20,12 @@ from option_mutations import OPTION_MUTATIONS, key_without
 from rich.console import Console
 from rich.table import Table
 
-from outpace import engine, running
 from outpace.candidates import cache
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, Verdict
+from outpace.engine import engine
+from outpace.engine import request as running
 from outpace.models import base as models
 from outpace.rules import greedy, gumbel, match
 

@@ -20,7 +20,7 @@ from outpace.core import noise
 from outpace.core.types import Report, Request
 from outpace.decoders import autoregressive, speculative
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
 
 WISHES = [wishes_of(option)[place][0] for place in (1, 3) for option in OPTIONS]  # greedy ones, then sampled ones

@@ -11,12 +11,14 @@ from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from torch import Tensor
 
-from outpace import answer, engine, memory, running
+from outpace.api import stream as answer
 from outpace.core import adjust, logprobs, noise
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verdict
 from outpace.drafters import _drawn
 from outpace.drafters import model as draft_model
+from outpace.engine import engine, memory
+from outpace.engine import request as running
 from outpace.rules import greedy, gumbel, match, rejection
 
 ADJUSTING = (greedy, gumbel, match, rejection, logprobs)

@@ -30,8 +30,8 @@ from outpace.candidates.base import Worker
 from outpace.candidates.process import ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card
-from outpace.engine import Engine, EngineOptions
-from outpace.running import Running
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
 
 TARGET = QuickToy(16, 3, 0)
 REQUESTS = [

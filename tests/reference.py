@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outpace.models.config import LlamaConfig
+from outpace.models.llama.config import LlamaConfig
 
 TINY = LlamaConfig(
     vocab_size=97,
@@ -29,7 +29,7 @@ TINY = LlamaConfig(
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32."""
-    from outpace.models.config import tensor_shapes
+    from outpace.models.llama.config import tensor_shapes
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

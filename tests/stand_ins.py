@@ -13,7 +13,7 @@ HEAD = '''"""A stand-in for another engine."""
 
 from outpace.bench.peer import Answered
 from outpace.core.errors import UserError
-from outpace.loading import load
+from outpace.api.load import load
 
 
 class Engine:

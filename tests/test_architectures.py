@@ -16,13 +16,13 @@ from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.models.attention import FastAttention
 from outpace.models.base import Part, chain
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.linear import can_pack
-from outpace.models.llama import Llama
-from outpace.models.rope import Rotary, YarnScaling
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.attention import FastAttention
+from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.linear import can_pack
+from outpace.models.llama.rope import Rotary, YarnScaling
+from outpace.models.llama.torch_runtime import Llama
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {

@@ -9,9 +9,9 @@ import pytest
 from test_library import folder
 
 import outpace
-from outpace.asking import Asking
-from outpace.assemble import Loaded, load_model
-from outpace.library import LLM
+from outpace.api.llm import LLM
+from outpace.api.params import Asking
+from outpace.models.load import Loaded, load_model
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ import stand_ins
 import torch
 from files import weights, write_gguf
 
-from outpace import machine
+from outpace.api.load import load
 from outpace.bench import run as bench_run
 from outpace.bench.contenders import Contender
 from outpace.bench.own import Own, score_gap
 from outpace.bench.run import Bench, BenchOptions, rotated
 from outpace.bench.store import ANSWERS, Store
 from outpace.cli.main import main
-from outpace.loading import load
+from outpace.models.toy import Toy
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = {"task", "method", "peer", "tokens_per_second", "speedup", "mean_accepted_length", "hit_rate", "equal_text"}
@@ -48,7 +48,7 @@ def run(
     (tmp_path / "peers").mkdir()
     stand_ins.install(tmp_path / "peers", monkeypatch)
     monkeypatch.setattr(bench_run, "REST", 0.0)
-    monkeypatch.setattr("outpace.machine.BUFFER", 8192)
+    monkeypatch.setattr("outpace.core.machine.BUFFER", 8192)
     threads = torch.get_num_threads()
     common = ("--target", tiny, "--runtime", "llama", "--dtype", "float32", "--tasks", asked, "--max-tokens", 8)
 
@@ -181,7 +181,7 @@ def test_sampled_texts_are_equal_too_and_nothing_is_learnt(run: Run, tmp_path: P
 
 
 def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
-    from outpace import trace
+    from outpace.simulate import trace
 
     code, out, _ = run("--draft", tiny, "--trace", tmp_path / "t.trace")
     assert code == 0
@@ -257,5 +257,5 @@ def test_the_gap_of_two_tokens_is_the_targets(tiny: Path) -> None:
 
 def test_a_pass_reads_the_weights_once(tiny: Path) -> None:
     with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
-        assert machine.weight_bytes(llm.target.model) == sum(values.nbytes for values in weights().values())
-    assert machine.weight_bytes(object()) is None, "a model that does not tell"
+        assert llm.target.model.weight_bytes == sum(values.nbytes for values in weights().values())
+    assert Toy().weight_bytes is None, "a model that does not tell"

@@ -26,7 +26,7 @@ from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.candidates.thread import ThreadWorker
 from outpace.core.registry import find
 from outpace.core.types import Request
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 
 TARGETS = [QuickToy(8 + number, 2 + number % 2, 100 + number) for number in range(9)]
 KINDS = ("perfect", "model", "both", "garbage", "ngram", "failing", "empty")

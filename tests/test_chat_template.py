@@ -12,9 +12,9 @@ import pytest
 from files import TEMPLATE, folder_of, set_fields, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models import chat_template, template_process
-from outpace.models.chat_template import ChatTemplate
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.text import chat_template, template_process
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 

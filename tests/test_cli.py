@@ -214,7 +214,7 @@ def test_methods_lists_every_part(run: Run) -> None:
 
 
 def test_doctor_without_a_model_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.models.find.SHIPPED", "no_such_package")
+    monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setitem(doctor_file.EXTRAS, "no_such_extra", ("outpace[none]", "nothing"))
     code, out, _ = run("doctor", "--json")
     found = json.loads(out)

@@ -18,6 +18,7 @@ import pytest
 from files import smollm2_file, write_gguf
 from rich.console import Console
 
+from outpace.api.llm import LLM, Piece, Result
 from outpace.cli import display
 from outpace.cli import generate as generate_module
 from outpace.cli.chat import ChatWriting, Conversation
@@ -27,7 +28,6 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.stats import fold
 from outpace.core.types import Step
-from outpace.library import LLM, Piece, Result
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60.0
@@ -233,12 +233,12 @@ def test_ctrl_c_ends_an_answer_cleanly(tiny: Path, environment: dict[str, str], 
     script = f"""
 import sys
 from outpace.cli import display, main
-from outpace.library import Stream
+from outpace.api.llm import Stream
 class Loud(Stream):
     def _piece(self, *given):
         sys.stderr.write("."); sys.stderr.flush()
         return super()._piece(*given)
-import outpace.library; outpace.library.Stream = Loud
+import outpace.api.llm; outpace.api.llm.Stream = Loud
 main.main({["generate", "hello", "--target", str(tiny), "--max-tokens", "16000", *form]})
 """
     process = subprocess.Popen(

@@ -17,7 +17,7 @@ import pytest
 from files import folder_of, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.text.tokenizer import Tokenizer
 
 CASES = 500
 MEMORY = 2**29  # bytes beyond those that the process has in use before the first case

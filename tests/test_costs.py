@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outpace import profiles
-from outpace.core.costs import Costs, Mean
+from outpace.decoders._costs import Costs, Mean
+from outpace.engine import profile as profiles
 
 
 def costs_of(*rounds: tuple[int, float]) -> Costs:

@@ -16,15 +16,16 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
+from outpace.distill.numbering import is_held_out
 from outpace.distill.shards import MANIFEST, Shard, TextFolder, read_shard, read_shards
 from outpace.distill.text import TEMPERATURES, TextPlan, write_text
 from outpace.distill.weights import load_weights
 from outpace.distill.writer import Answer, Job, Writer, WriterOptions
 from outpace.models.base import Part
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import from_dict
-from outpace.models.llama import Llama
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import from_dict
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.text.tokenizer import Tokenizer
 
 SMALL = WriterOptions(rows=7, cohort=3, max_tokens=12, top=4)
 
@@ -251,7 +252,7 @@ def test_the_built_in_prompts() -> None:
     assert texts == prompts.collect([prompts.BUILT_IN])
     assert all(len(text.strip()) > 4 for text in texts)
     assert not [text for text in texts if "{" in text.replace("{1:", "").replace("{'a'", "")]
-    share = sum(map(prompts.is_held_out, texts)) / len(texts)
+    share = sum(map(is_held_out, texts)) / len(texts)
     assert 0.01 < share < 0.03
 
 
@@ -260,7 +261,7 @@ def test_held_out_answers_are_kept_apart(target: Path, tmp_path: Path) -> None:
     write(target, tmp_path / "text", asked, 1200)
     train, held_out = read_samples(tmp_path / "text", 64)
     tokenizer = Tokenizer.from_folder(target)
-    apart = {text for text in prompts.collect([str(asked)]) if prompts.is_held_out(text)}
+    apart = {text for text in prompts.collect([str(asked)]) if is_held_out(text)}
     encoded = {tuple(tokenizer.chat([{"role": "user", "content": text}])) for text in apart}
     assert {tuple(sample.tokens[: sample.prompt].tolist()) for sample in held_out} <= encoded
     assert not {tuple(sample.tokens[: sample.prompt].tolist()) for sample in train} & encoded

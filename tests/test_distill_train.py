@@ -24,8 +24,8 @@ from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
 from outpace.distill.start import Shape, new_student, pick_layers
 from outpace.distill.train import Progress, Trainer, TrainOptions, learning_rate
 from outpace.distill.writer import WriterOptions
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import from_dict
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import from_dict
 
 TOKENS = 6000
 

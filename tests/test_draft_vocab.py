@@ -11,9 +11,9 @@ from files import CONFIG, model_folder
 from safetensors.torch import save_file
 
 import outpace
-from outpace.assemble import load_model
 from outpace.models.base import chain
-from outpace.models.draft_vocab import FILE
+from outpace.models.llama.draft_vocab import FILE
+from outpace.models.load import load_model
 
 IDS = list(range(0, CONFIG["vocab_size"], 3))
 

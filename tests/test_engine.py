@@ -20,11 +20,11 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine import Engine, EngineOptions
-from outpace.models.llama import Llama
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.llama.torch_runtime import Llama
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
-from outpace.running import Running
 
 TARGET = Toy(16, 3, 0)
 
@@ -231,7 +231,7 @@ from outpace.candidates.thread import ThreadWorker
 from outpace.core.types import Request
 from outpace.decoders import card
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine import Engine
+from outpace.engine.engine import Engine
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
 target = Toy(16, 3, 0)

@@ -9,7 +9,7 @@ import torch
 from outpace.distill.engine_writer import EngineWriter
 from outpace.distill.writer import Answer, Job, WriterOptions
 from outpace.models.base import chain
-from outpace.models.llama import Llama
+from outpace.models.llama.torch_runtime import Llama
 
 TARGET = Llama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
 JOBS = [Job(5000 + n, tuple(range(1 + n, 4 + 2 * n)), (0.0, 0.8, 1.0)[n % 3]) for n in range(9)]

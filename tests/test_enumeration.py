@@ -15,7 +15,7 @@ from doubles import QuickToy, chi_square, decode, make_drafter, make_request, pr
 from outpace.core.noise import exponential, gumbel, row_key, uniform
 from outpace.core.sampling import Sampling, processed
 from outpace.core.types import Request, Row
-from outpace.engine import EngineOptions
+from outpace.engine.engine import EngineOptions
 from outpace.rules.match import Match
 
 PROMPT = (2, 0, 1)

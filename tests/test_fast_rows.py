@@ -13,12 +13,12 @@ from torch import Tensor
 
 from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import exponential, gumbel, gumbel_of, hashes, row_key
-from outpace.core.race import REACH, Race
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, largest
 from outpace.core.types import Report, Request, Row
 from outpace.rules import _ranking, greedy, match
 from outpace.rules import gumbel as gumbel_rule
+from outpace.rules._race import REACH, Race
 from outpace.rules.base import best_rows
 
 GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel_rule, match))

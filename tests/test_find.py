@@ -10,7 +10,7 @@ import pytest
 from files import smollm2_file, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models import find
+from outpace.models.files import find
 
 FORMS = r"folder.*\.gguf.*hub id"
 

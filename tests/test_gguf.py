@@ -15,16 +15,16 @@ import torch
 from files import CONFIG, smollm2_file, weights, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models import config as llama
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.gguf_file import convert
-from outpace.models.gguf_header import open_gguf
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.header import open_gguf
+from outpace.models.llama import config as llama
+from outpace.models.text.tokenizer import Tokenizer
 
 CONVERT = """
 import os, sys
 from pathlib import Path
-from outpace.models.gguf_file import convert
+from outpace.models.files.gguf.convert import convert
 die_at = float(sys.argv[3])
 def progress(stage, fraction):
     if stage == "converting" and fraction > die_at:

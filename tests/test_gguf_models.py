@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from files import ARCHITECTURES, CONFIG, interleaved, stored_as, weights, write_gguf
 
-from outpace.models import config as llama
-from outpace.models import gguf_weights
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.gguf_file import convert
-from outpace.models.gguf_header import GgufHeader, TensorEntry
-from outpace.models.gguf_weights import can_read
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.gguf import weights as gguf_weights
+from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.header import GgufHeader, TensorEntry
+from outpace.models.files.gguf.weights import can_read
+from outpace.models.llama import config as llama
 
 KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}

@@ -12,9 +12,9 @@ import pytest
 from files import MERGES, tokens, weights, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models import gguf_file
-from outpace.models.gguf_file import convert
-from outpace.models.gguf_header import open_gguf
+from outpace.models.files.gguf import convert as gguf_file
+from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.header import open_gguf
 
 
 def folders(cache: Path) -> list[str]:
@@ -162,7 +162,7 @@ def test_lying_offsets(tmp_path: Path, offset: int, word: str) -> None:
 
 
 def test_metadata_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.models.gguf_header.MOST_VALUES", 500)
+    monkeypatch.setattr("outpace.models.files.gguf.header.MOST_VALUES", 500)
     refused(write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache", "more than 500 values")
 
 

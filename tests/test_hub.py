@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from files import CONFIG, folder_of, weights, write_gguf
 
-from outpace.assemble import load_model
 from outpace.core.errors import UserError
-from outpace.models import find, hub
-from outpace.models.checkpoint import write_checkpoint
-from outpace.models.hub import HubName, choose
+from outpace.models.files import find, hub
+from outpace.models.files.checkpoint import write_checkpoint
+from outpace.models.files.hub import HubName, choose
+from outpace.models.load import load_model
 
 errors = pytest.importorskip("huggingface_hub.errors")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -11,12 +11,11 @@ from files import model_folder
 from passes import fresh, text
 
 import outpace
-from outpace.assemble import load_draft, load_model
 from outpace.core.errors import UserError
-from outpace.machine import weight_bytes
 from outpace.models import runtimes
-from outpace.models.config import LlamaConfig
-from outpace.models.inflate import added_layers, inflated
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.inflate import added_layers, inflated
+from outpace.models.load import load_draft, load_model
 
 RUNTIMES = ["llama"] if runtimes.missing_kernels() else ["llama", "native"]
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,8 +41,8 @@ def test_the_scores_are_its_own_and_the_cost_is_not(kind: str, runtime: str, tmp
     layers, more = own.config.num_layers, large.config.num_layers
     assert more > 3 * layers
     assert large.token_bytes * layers == own.token_bytes * more
-    bytes_each = (weight_bytes(large) - weight_bytes(own)) / (more - layers)
-    assert abs(weight_bytes(large) - 3 * weight_bytes(own)) < bytes_each
+    bytes_each = (large.weight_bytes - own.weight_bytes) / (more - layers)
+    assert abs(large.weight_bytes - 3 * own.weight_bytes) < bytes_each
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,8 +10,9 @@ import pytest
 from files import model_folder
 
 import outpace
-from outpace.assemble import find_rule, load_draft, load_model
 from outpace.core.sampling import Sampling
+from outpace.engine.build import find_rule
+from outpace.models.load import load_draft, load_model
 
 DRAFTS = {"card": "model+ngram", "speculative": "model+ngram"}
 CHAT = [{"role": "user", "content": "hello world 12 hello world 12"}]

@@ -14,11 +14,11 @@ from files import CONFIG, smollm2_file, weights
 from test_library import folder
 from twins import adjusted_slowly, close, cut_slowly, log_softmax_slowly, processed_slowly
 
-from outpace.asking import Asking
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM, Result, Stream
+from outpace.api.params import Asking
 from outpace.core.noise import gumbel, row_key
-from outpace.library import LLM, Result, Stream
-from outpace.models import config as llama
+from outpace.models.llama import config as llama
+from outpace.models.load import Loaded, load_draft, load_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "speculative, ngram": {"method": "speculative", "drafter": "ngram"},

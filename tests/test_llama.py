@@ -13,12 +13,12 @@ import torch
 from files import smollm2_file
 from passes import assert_same, branch, fresh, prefilled, random_parents, text
 
-from outpace.assemble import load_model
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX, depths
 from outpace.models.base import Part, chain
-from outpace.models.config import LlamaConfig
-from outpace.models.llama import Llama
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.load import load_model
 
 TINY = reference.TINY
 UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)

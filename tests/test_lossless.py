@@ -13,7 +13,7 @@ from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_
 from outpace.core.errors import UserError
 from outpace.core.registry import find
 from outpace.core.types import Request, Row
-from outpace.engine import Engine
+from outpace.engine.engine import Engine
 from outpace.rules.match import Match
 
 TARGET = QuickToy(16, 3, 0)

@@ -16,11 +16,11 @@ from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import Report, Request
 from outpace.decoders import autoregressive, card, speculative
-from outpace.engine import Engine, EngineOptions
-from outpace.memory import free_bytes
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.memory import free_bytes
+from outpace.engine.request import Running, Watch
 from outpace.models.base import Model, Part
 from outpace.models.toy import ToySession
-from outpace.running import Running, Watch
 
 GIB = 1 << 30
 SYSTEM = tuple((7 * place * place + place) % 16 for place in range(90))

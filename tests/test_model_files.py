@@ -15,9 +15,9 @@ import torch
 from files import CONFIG, weights
 
 from outpace.core.errors import UserError
-from outpace.models import config as llama
-from outpace.models.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, write_checkpoint
-from outpace.models.files import read_json
+from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, write_checkpoint
+from outpace.models.files.reading import read_json
+from outpace.models.llama import config as llama
 
 
 def tensors(**changes: Any) -> dict[str, torch.Tensor]:

@@ -15,18 +15,18 @@ from files import smollm2_file
 from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 
-from outpace.assemble import Loaded
+from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.library import LLM
-from outpace.models import native
 from outpace.models.base import Part, chain
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import LlamaConfig, from_dict
-from outpace.models.find import resolve
-from outpace.models.llama import Llama
-from outpace.models.native import NativeLlama, Options, UnsupportedShape
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import resolve
+from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config import LlamaConfig, from_dict
+from outpace.models.llama.native_runtime import NativeLlama, Options, UnsupportedShape
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.load import Loaded
+from outpace.models.text.tokenizer import Tokenizer
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
 

@@ -15,7 +15,7 @@ from outpace.core.adjust import adjusted
 from outpace.core.tree import TokenTree
 from outpace.core.types import Adjustments, DraftState, Observation, Report, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine import EngineOptions
+from outpace.engine.engine import EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))

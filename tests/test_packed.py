@@ -13,15 +13,16 @@ from files import write_gguf
 from safetensors.torch import load_file, save_file
 
 import outpace
-from outpace.assemble import load_draft, load_model, may_draft
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill.export import VOCAB_FILE, write_draft
 from outpace.distill.start import Shape, draft_config, new_student
-from outpace.models import packed, pairs
-from outpace.models.files import read_json
-from outpace.models.find import resolve
-from outpace.models.packed import is_packed, pack, unpack, whole
+from outpace.engine.build import may_draft
+from outpace.models.files import packed, pairs
+from outpace.models.files.find import resolve
+from outpace.models.files.packed import is_packed, pack, unpack, whole
+from outpace.models.files.reading import read_json
+from outpace.models.load import load_draft, load_model
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -168,7 +169,7 @@ def test_the_shipped_draft_goes_with_the_shipped_target(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf")
-    monkeypatch.setattr("outpace.models.find.shipped_model", lambda: file)
+    monkeypatch.setattr("outpace.models.files.find.shipped_model", lambda: file)
     monkeypatch.setattr(pairs, "SHIPPED_FOLDER", tmp_path / "drafts")
     with outpace.load() as llm:
         assert llm.draft is None, "not there yet"

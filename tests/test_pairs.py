@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tiny
 
-from outpace.assemble import load_draft, load_model
 from outpace.core.errors import UserError
-from outpace.models import pairs
-from outpace.models.pairs import PAIRS, find_draft
+from outpace.models.files import pairs
+from outpace.models.files.pairs import PAIRS, find_draft
+from outpace.models.load import load_draft, load_model
 
 LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192}
 QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584}

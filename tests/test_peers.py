@@ -13,13 +13,13 @@ import pytest
 import torch
 from files import model_folder
 
-from outpace.assemble import load_model
 from outpace.bench import contenders
 from outpace.bench.peer import Answered, PeerSettings
 from outpace.bench.peers import _rounds
 from outpace.bench.peers._rounds import Round, Rounds, fold
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.load import load_model
 
 PACKAGES = {"transformers": "transformers", "llama_cpp": "llama_cpp", "flashspec": "flashspec"}
 DRAFTING = ("transformers_assisted", "transformers_lookup", "flashspec", "llama_cpp_lookup", "llama_cpp_draft")

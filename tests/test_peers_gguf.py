@@ -12,12 +12,12 @@ from files import model_folder, write_gguf
 
 from outpace.bench.peers import _gguf
 from outpace.core.errors import UserError
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import from_dict, tensor_shapes
-from outpace.models.find import cache_folder
-from outpace.models.gguf_config import read_model
-from outpace.models.gguf_header import open_gguf
-from outpace.models.gguf_weights import write_weights
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import cache_folder
+from outpace.models.files.gguf.config import read_model
+from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.weights import write_weights
+from outpace.models.llama.config import from_dict, tensor_shapes
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from doubles import make_request
 
-from outpace.core.costs import Costs
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders import auto
+from outpace.decoders._costs import Costs
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2

@@ -32,13 +32,14 @@ from processes import (
 from test_library import folder
 
 import outpace
-from outpace.assemble import Loaded, Parts, build_engine
 from outpace.candidates.cache import CandidateCache
 from outpace.candidates.process import ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card
-from outpace.engine import Engine
-from outpace.running import Running
+from outpace.engine.build import Parts, build_engine
+from outpace.engine.engine import Engine
+from outpace.engine.request import Running
+from outpace.models.load import Loaded
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
 

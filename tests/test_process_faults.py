@@ -43,7 +43,7 @@ from outpace.candidates.child import portable
 from outpace.candidates.process import DraftProcessError, ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card
-from outpace.engine import Engine
+from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")

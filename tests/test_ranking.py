@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from outpace.core.noise import gumbel_of, hashes, row_key
-from outpace.core.race import clear_winner
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held
 from outpace.core.types import Adjustments, Request, Row
 from outpace.rules import _ranking, greedy, gumbel, match
+from outpace.rules._race import clear_winner
 from outpace.rules.base import best_rows
 
 GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel, match))

@@ -19,7 +19,7 @@ from twins import processed_slowly
 from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways
 
 import outpace
-from outpace.assemble import load_model
+from outpace.api.llm import LLM
 from outpace.core import noise
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
@@ -27,8 +27,8 @@ from outpace.drafters import _drawn
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine import EngineOptions
-from outpace.library import LLM
+from outpace.engine.engine import EngineOptions
+from outpace.models.load import load_model
 from outpace.rules.rejection import Rejection
 
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
@@ -246,7 +246,7 @@ def test_what_rejection_does_not_go_with_is_said(
 
 def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factory: pytest.TempPathFactory) -> None:
     target = load_model(folder(tmp_path_factory.mktemp("library"), "target"))
-    draft = outpace.assemble.load_draft("layers:0", target)
+    draft = outpace.engine.build.load_draft("layers:0", target)
     asked = {"max_tokens": 30, "temperature": 1.2, "top_k": 8, "logprobs": 2, "min_tokens": 30, "seed": 4}
     for drafter in ("model", "ngram", None):
         with closing(LLM(target, draft, rule="rejection", drafter=drafter)) as llm:

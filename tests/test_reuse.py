@@ -12,11 +12,11 @@ from test_library import folder
 from test_memory import slots, submit
 
 import outpace
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM
 from outpace.core.types import Request
-from outpace.engine import Engine, EngineOptions
-from outpace.library import LLM
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import chain
+from outpace.models.load import Loaded, load_draft, load_model
 
 
 @pytest.fixture(scope="module", params=["auto", "float32"])

@@ -11,13 +11,14 @@ import torch
 from files import model_folder, smollm2_file
 
 import outpace
-from outpace.assemble import load_model
 from outpace.cli import doctor
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.models import native, runtimes
-from outpace.models.llama import Llama
-from outpace.models.native import NativeLlama
+from outpace.models import runtimes
+from outpace.models.llama import native_runtime as native
+from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.load import load_model
 from outpace.models.runtimes import How
 
 HAS_KERNELS = runtimes.missing_kernels() is None
@@ -179,7 +180,7 @@ def test_doctor_names_the_kernels_and_what_runs() -> None:
 def test_doctor_says_what_is_missed_without_the_kernels(
     compiler: str | None, without_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.models.find.SHIPPED", "no_such_package")
+    monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
     line = shown(doctor.collect())
     assert "native kernels missing: the native kernels are not installed: run `pip install ./kernels`" in line

@@ -14,7 +14,7 @@ from files import folder_of
 from test_tokenizer import BYTES, TEXTS, WORDS, check_streams, sentence_piece
 
 from outpace.core.errors import UserError
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

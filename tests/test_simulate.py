@@ -17,7 +17,7 @@ from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
-from outpace.engine import EngineOptions
+from outpace.engine.engine import EngineOptions
 from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
@@ -25,7 +25,7 @@ from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.script import Scripts, limited, scripts_of
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
-from outpace.trace import Trace
+from outpace.simulate.trace import Trace
 
 SIZES = Sizes(nodes=8, width=3, tree_nodes=64)
 SETUPS = {setup.name: setup for setup in setups(SIZES)}

@@ -13,10 +13,10 @@ from test_library import folder
 from twins import LETTERS, Wish, answer_all, cut_slowly, write_slowly
 
 import outpace
-from outpace.answer import Answer, StopStrings
-from outpace.assemble import load_draft, load_model
-from outpace.library import LLM
-from outpace.models.tokenizer import Tokenizer
+from outpace.api.llm import LLM
+from outpace.api.stream import Answer, StopStrings
+from outpace.models.load import load_draft, load_model
+from outpace.models.text.tokenizer import Tokenizer
 
 TARGET = QuickToy(16, 3, 0)
 

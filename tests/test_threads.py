@@ -16,8 +16,8 @@ from doubles import within
 from test_library import folder
 
 import outpace
-from outpace.assemble import Loaded, load_draft, load_model
-from outpace.library import LLM, Result, Stream
+from outpace.api.llm import LLM, Result, Stream
+from outpace.models.load import Loaded, load_draft, load_model
 
 SECONDS = 120.0  # after which something hangs
 METHODS: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from outpace.core.errors import UserError
-from outpace.models import gguf_tokenizer
-from outpace.models.gguf_header import open_gguf
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.gguf import tokenizer as gguf_tokenizer
+from outpace.models.files.gguf.header import open_gguf
+from outpace.models.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello, world! It's a test.",

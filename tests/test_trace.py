@@ -12,9 +12,9 @@ import torch
 from doubles import QuickToy, make_request, write
 from safetensors.numpy import load_file, save_file
 
-from outpace.assemble import Loaded
 from outpace.core.errors import UserError
-from outpace.trace import FORMAT, RecordOptions, Trace, load, record
+from outpace.models.load import Loaded
+from outpace.simulate.trace import FORMAT, RecordOptions, Trace, load, record
 
 TARGET, DRAFT = QuickToy(16, 3, 5), QuickToy(16, 3, 5, 0.6)
 LONG = [number * 7 % 16 for number in range(300)]  # more than a forward of the draft takes

@@ -16,14 +16,14 @@ import transformers
 from files import folder_of, write_gguf
 
 import outpace
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM
 from outpace.cli.options import Loading
 from outpace.core.errors import UserError
-from outpace.library import LLM
-from outpace.models.llama import Llama
-from outpace.models.tokenizer import Tokenizer
-from outpace.models.transformers import TransformersModel
-from outpace.models.transformers_tokenizer import OtherTokenizer, wrap
+from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.tokenizer import OtherTokenizer, wrap
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.text.tokenizer import Tokenizer
 
 PROMPT = "hello world 12 hello world 12 hello, hello"
 METHODS: dict[str, dict[str, Any]] = {

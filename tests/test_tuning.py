@@ -9,12 +9,12 @@ import pytest
 from test_library import folder
 from typer.testing import CliRunner
 
-from outpace import profiles
-from outpace.assemble import Loaded, load_draft, load_model
+from outpace.api.llm import LLM
+from outpace.bench.tune import TuneOptions, tune
 from outpace.cli.main import app
 from outpace.core.errors import UserError
-from outpace.library import LLM
-from outpace.tuning import TuneOptions, tune
+from outpace.engine import profile as profiles
+from outpace.models.load import Loaded, load_draft, load_model
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from outpace.turns import Turns
+from outpace.api.fair_lock import Turns
 
 SECONDS = 120.0  # after which something hangs
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from doubles import QuickToy, probabilities, within
 
-from outpace.answer import Answer, StopStrings
+from outpace.api.stream import Answer, StopStrings
 from outpace.candidates.inline import InlineWorker
 from outpace.candidates.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.noise import exponential, row_key, uniform
 from outpace.core.types import Request, Step
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 
 LETTERS = ("a", "b", "c", "d", "ab", "bc", "ca", "aa", " ", "abc", "e ", "é", "cab", "f", ".", "ba")
 WIDE = EngineOptions(nodes=8, rows=1 << 12, chunk=6, batch=256)

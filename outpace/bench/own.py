@@ -8,13 +8,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.asking import Asking
+from outpace.api.llm import LLM
+from outpace.api.params import Asking
 from outpace.bench.contenders import Contender
 from outpace.bench.peer import Answered
 from outpace.core.types import Step
-from outpace.library import LLM
+from outpace.engine.request import Running
 from outpace.models.base import chain
-from outpace.running import Running
 
 CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 

@@ -13,10 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outpace import machine
+from outpace.api.llm import LLM
 from outpace.bench.figures import ALL, Row
+from outpace.core import machine
 from outpace.core.errors import UserError
-from outpace.library import LLM
 
 POSITIONS = 8  # of acceptance by position, in the table
 GREY = "bright_black"
@@ -46,7 +46,7 @@ BATCHED = (
 def about(llm: LLM, inflate: int, command: str, device: str) -> dict[str, Any]:
     """The machine, the versions, the command, and the floor of a pass."""
     found = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": inflate}
-    size = machine.weight_bytes(llm.target.model)
+    size = llm.target.model.weight_bytes
     return found | {"command": command, **machine.describe(device), **_floor(size, device)}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from outpace.asking import Asking
+from outpace.api.llm import LLM
+from outpace.api.params import Asking
 from outpace.bench import contenders as names
 from outpace.bench import own
 from outpace.bench.apart import Apart
@@ -20,7 +21,6 @@ from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
 from outpace.bench.tasks import BUILT_IN, Asked, collect
 from outpace.core.errors import UserError, check_whole
-from outpace.library import LLM
 
 WARM_TOKENS = 12  # of the prompt, and of the answer
 WARM_SECONDS = 30.0  # that a drafter in a process may take until it is there

@@ -22,7 +22,7 @@ from outpace.cli.writing import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 
 if TYPE_CHECKING:
-    from outpace.library import LLM
+    from outpace.api.llm import LLM
 
 MEASURED, KEPT = "What is measured", "What is kept"
 QUIET = 60.0  # seconds between two lines where there is no terminal
@@ -109,7 +109,7 @@ def bench(
 
 def _options(loading: Loading, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
-    from outpace.asking import Asking
+    from outpace.api.params import Asking
     from outpace.bench import contenders
     from outpace.bench.run import BenchOptions
     from outpace.bench.tasks import collect
@@ -245,7 +245,7 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     """Plain decoding's text and the draft's proposals at every place of it."""
     from outpace.bench.run import tokens
     from outpace.bench.tasks import collect
-    from outpace.trace import RecordOptions, record
+    from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
         raise UserError("--trace records a pair, name a draft with --draft")

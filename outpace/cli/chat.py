@@ -15,7 +15,7 @@ from outpace.cli.writing import MaxTokens, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import LLM, Result
+    from outpace.api.llm import LLM, Result
 
 SAMPLE = 16  # plain tokens that the estimate of plain decoding's rate is taken from
 FEWEST = 4  # with fewer there is no estimate

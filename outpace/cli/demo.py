@@ -20,7 +20,7 @@ from outpace.cli.writing import MaxTokens, Seed, Temperature, Writing
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
-    from outpace.library import LLM, Result
+    from outpace.api.llm import LLM, Result
 
 PROMPT = (
     "Correct the spelling of this letter:\n\nDear Mrs Miller,\n\nThank you for your letter of 3 May. We are sory that"
@@ -114,7 +114,7 @@ def demo(
 
 def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitStack) -> tuple[str, dict[str, LLM]]:
     """The drafter, and an LLM for each of METHODS over the same models; `extra` are options of methods and drafter."""
-    from outpace.library import LLM
+    from outpace.api.llm import LLM
 
     first, *others = METHODS
     chosen = showing.drafter or ("model+ngram" if _has_draft(showing) else "ngram")
@@ -128,8 +128,8 @@ def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitSt
 
 
 def _has_draft(showing: Showing) -> bool:
-    from outpace.models.find import shipped_model
-    from outpace.models.pairs import NO_DRAFT, shipped_draft
+    from outpace.models.files.find import shipped_model
+    from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 
     if showing.draft is not None or showing.target is not None:
         return showing.draft not in (None, NO_DRAFT)

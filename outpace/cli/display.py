@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 if TYPE_CHECKING:
-    from outpace.library import Piece, Result, Stream
+    from outpace.api.llm import Piece, Result, Stream
 
 DRAFTED = "green"
 GREY = "bright_black"

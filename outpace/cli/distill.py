@@ -145,8 +145,8 @@ def distill(
 
 
 def _unpack(draft: Path, target: str | None, out: Path) -> None:
-    from outpace.models.find import resolve
-    from outpace.models.packed import unpack
+    from outpace.models.files.find import resolve
+    from outpace.models.files.packed import unpack
 
     unpack(draft, resolve(target), out)
     display.say(f"whole: {out}")
@@ -155,7 +155,7 @@ def _unpack(draft: Path, target: str | None, out: Path) -> None:
 def _pack(folder: Path, options: Any, as_json: bool) -> None:
     """Where there are tasks, the run's draft is judged on them first."""
     from outpace.distill.run import pack_run
-    from outpace.models.find import resolve
+    from outpace.models.files.find import resolve
 
     if options.out.exists():
         raise UserError(f"{options.out} already exists")

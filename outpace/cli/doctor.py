@@ -18,7 +18,7 @@ from outpace.cli.options import Json
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import LLM
+    from outpace.api.llm import LLM
 
 PASSES = 24
 COMPILERS = ("c++", "g++", "clang++")
@@ -42,7 +42,8 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     """All findings, as `--json` prints them."""
     import torch
 
-    from outpace import __version__, machine
+    from outpace import __version__
+    from outpace.core import machine
 
     devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
     bandwidth = machine.bandwidth()
@@ -66,7 +67,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     """The native kernels: what this machine runs them with, the fastest first; or why they are not there."""
-    from outpace.models.native import load_kernels
+    from outpace.models.llama.native_runtime import load_kernels
     from outpace.models.runtimes import missing_kernels
 
     missing = missing_kernels()
@@ -81,7 +82,7 @@ def _kernels() -> dict[str, Any]:
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     """The default model: whether it runs, whether exactly, its floor and a measured pass; or why it does not."""
     try:
-        from outpace.loading import load
+        from outpace.api.load import load
 
         with display.LoadingBar(quiet) as progress, load(progress=progress) as llm:
             return _measured(llm, bandwidth)
@@ -92,19 +93,18 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
 
 
 def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
-    from outpace.machine import weight_bytes
 
     model = llm.target.model
-    size = weight_bytes(model) or 0
+    size = model.weight_bytes or 0
     llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
     figures = llm.generate(["Once upon a time"], max_tokens=PASSES, plain=True)[0].figures
     return {
         "name": llm.target.name,
         "precision": llm.target.precision,
-        "notice": getattr(model, "notice", None),
-        "instruction_set": getattr(model, "instruction_set", None),
+        "notice": model.notice,
+        "instruction_set": model.instruction_set,
         "exact": model.exact,
-        "row_counts": list(getattr(model, "row_counts", ())),
+        "row_counts": list(model.row_counts),
         "weight_bytes": size,
         "floor_seconds": round(size / bandwidth, 5),
         "pass_seconds": round(figures.target_seconds / figures.passes, 5),
@@ -112,7 +112,7 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from outpace.models.find import cache_folder
+    from outpace.models.files.find import cache_folder
 
     folder = cache_folder()
     return {"folder": str(folder), "bytes": sum(_size(file) for file in folder.rglob("*"))}

@@ -14,7 +14,7 @@ from outpace.cli.writing import TEXT, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.library import Prompt, Result, Stream
+    from outpace.api.llm import Prompt, Result, Stream
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -57,7 +57,7 @@ def generate(
 
     The options of methods and drafters (see outpace methods) are flags too: --method speculative --draft-length 6.
     """
-    from outpace.asking import Asking, check_choices
+    from outpace.api.params import Asking, check_choices
 
     asking = Asking(**writing.options(), **wanted.options(as_json))
     check_choices(wanted.n, asking)

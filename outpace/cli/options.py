@@ -14,7 +14,7 @@ from outpace.cli.writing import TEXT
 from outpace.core.errors import UserError, check_range
 
 if TYPE_CHECKING:
-    from outpace.library import LLM
+    from outpace.api.llm import LLM
 
 MODEL = "Model"
 METHOD = "Method"
@@ -104,7 +104,7 @@ class Loading:
         from outpace.cli.display import LoadingBar, say
 
         self._check()
-        from outpace.loading import load
+        from outpace.api.load import load
 
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         with LoadingBar(quiet, bar_after) as progress:
@@ -113,7 +113,7 @@ class Loading:
             llm.close()
             raise UserError("exact mode is not to be had here, it needs a CPU and no float16; leave out --exact")
         for loaded in (llm.target, llm.draft):
-            if loaded and not quiet and (notice := getattr(loaded.model, "notice", None)):
+            if loaded and not quiet and (notice := loaded.model.notice):
                 say(f"{loaded.name}: {notice}")
         return llm
 
@@ -129,7 +129,7 @@ class Loading:
         if self.threads is not None:
             import torch
 
-            from outpace.machine import cores
+            from outpace.core.machine import cores
 
             check_range("threads", self.threads, 1, cores())
             torch.set_num_threads(self.threads)

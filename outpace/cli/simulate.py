@@ -14,7 +14,7 @@ from outpace.cli.options import flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.trace import Trace
+    from outpace.simulate.trace import Trace
 
 PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
 
@@ -110,8 +110,8 @@ def _costs(times: Times) -> list[Any]:
 
 
 def _trace(pair: Pair) -> Trace:
-    from outpace import trace
     from outpace.core.errors import check_whole
+    from outpace.simulate import trace
     from outpace.simulate.script import limited
     from outpace.simulate.stated import stated_trace
 

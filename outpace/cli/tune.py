@@ -12,7 +12,7 @@ from outpace.cli import display
 from outpace.cli.options import Json, Loading, flags
 
 if TYPE_CHECKING:
-    from outpace.tuning import Tuned
+    from outpace.bench.tune import Tuned
 
 
 @flags
@@ -23,7 +23,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Measure this pair of models on this machine, and keep a profile for method auto."""
-    from outpace.tuning import TuneOptions, tune
+    from outpace.bench.tune import TuneOptions, tune
 
     options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
     with (

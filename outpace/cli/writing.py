@@ -50,7 +50,7 @@ class Writing:
 
     def check(self) -> None:
         """UserError for a value out of range, before a model is loaded."""
-        from outpace.asking import Asking
+        from outpace.api.params import Asking
 
         Asking(**self.options())
 

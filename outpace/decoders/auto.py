@@ -18,10 +18,10 @@ from heapq import nlargest
 from math import exp
 from typing import Any
 
-from outpace.core.costs import Costs, Mean
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Commit, Draft, Verify
+from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True

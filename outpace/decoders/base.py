@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from outpace.candidates.cache import CandidateCache, Correction
-from outpace.core.costs import Costs
 from outpace.core.types import Ask, Request
+from outpace.decoders._costs import Costs
 
 Coroutine = Generator[Ask, Any, None]
 

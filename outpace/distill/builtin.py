@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outpace.distill import builtin_words as words
-from outpace.distill.prompts import number
+from outpace.distill.numbering import number
 
 TEMPLATES_A_TOPIC = 12  # a topic meets this many of its kind's templates, chosen by its name
 NAMES = ("Amara", "Bruno", "Chidi", "Dana", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Lior")

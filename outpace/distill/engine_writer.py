@@ -13,10 +13,10 @@ from outpace.core.sampling import Sampling
 from outpace.core.types import Report, Request
 from outpace.decoders import autoregressive
 from outpace.distill.writer import Answer, Job, WriterOptions
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
 from outpace.models.base import Model
 from outpace.rules import greedy, gumbel
-from outpace.running import Running
 
 _SEEDS = 2**63
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.student import Student
-from outpace.models.checkpoint import new_folder
-from outpace.models.packed import TOKENIZER_FILES
+from outpace.models.files.checkpoint import new_folder
+from outpace.models.files.packed import TOKENIZER_FILES
 
 VOCAB_FILE = "draft_vocab.safetensors"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.distill.report import read_curve
-from outpace.models.checkpoint import read_json
-from outpace.models.find import resolve, shipped_model
+from outpace.models.files.checkpoint import read_json
+from outpace.models.files.find import resolve, shipped_model
 
 STATE, NOTES = "run.json", "notes.md"
 
@@ -75,7 +75,7 @@ def licence(target: str | None) -> str | None:
     """As the target's own files name it: the .gguf file's header, or the front matter of its card."""
     path = shipped_model() if target is None else Path(target).expanduser()
     if path.is_file():
-        from outpace.models.gguf_header import open_gguf
+        from outpace.models.files.gguf.header import open_gguf
 
         with open_gguf(path) as header:
             found = header.metadata.get("general.license")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from outpace.assemble import Loaded
+from outpace.api.llm import LLM
 from outpace.core.errors import check_whole
 from outpace.core.stats import Figures
-from outpace.library import LLM
-from outpace.models.base import chain, score_held
+from outpace.models.base import chain
+from outpace.models.load import Loaded
 
 POSITIONS = 8  # the chain by which acceptance by position is measured
 CHAIN, TREE, TREE_WIDTH, TREE_DEPTH = 4, 16, 4, 6
@@ -205,7 +205,7 @@ def _pass(model: Any, rows: int) -> Callable[[], float]:
     def timed() -> float:
         nonlocal keep
         started = time.perf_counter()
-        score_held(model, [chain(session, [1] * rows, range(rows), keep)])
+        model.score_held([chain(session, [1] * rows, range(rows), keep)])
         keep = []
         return time.perf_counter() - started
 

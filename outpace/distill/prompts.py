@@ -1,18 +1,17 @@
-"""What the target is asked: files of prompts, a hub data set, or the built-in set; and which of them are held out."""
+"""What the target is asked: files of prompts, a hub data set, or the built-in set."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.distill import builtin
 
 HUB = "hub:"
 BUILT_IN = "builtin"
-HELD_OUT_ONE_IN = 50
 TEXT_FIELDS = ("prompt", "instruction", "question", "text")  # of a hub data set that has no turns
 FORM = 'a JSON object with "turns", a list of texts'
 
@@ -22,25 +21,12 @@ def collect(sources: Sequence[str]) -> list[str]:
     texts: dict[str, None] = {}
     for source in sources:
         if source == BUILT_IN:
-            from outpace.distill.builtin import prompts
-
-            texts.update(dict.fromkeys(prompts()))
+            texts.update(dict.fromkeys(builtin.prompts()))
         elif source.startswith(HUB):
             texts.update(dict.fromkeys(_from_hub(source.removeprefix(HUB))))
         else:
             texts.update(dict.fromkeys(read_prompts(Path(source).expanduser())))
     return list(texts)
-
-
-def number(text: str, turn: int = 0) -> int:
-    """63 bits for a prompt and a round: names the job, keys its noise, and shuffles."""
-    digest = hashlib.sha256(f"{turn}\n{text}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def is_held_out(text: str) -> bool:
-    """One prompt in fifty is for judging alone: by its text, so that it stays so in every run and in every mix."""
-    return number(text) % HELD_OUT_ONE_IN == 0
 
 
 def read_prompts(file: Path) -> list[str]:

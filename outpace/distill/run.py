@@ -20,17 +20,18 @@ from outpace.distill.card import Making, model_card
 from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, write_draft
 from outpace.distill.facts import facts, licence, notes, read_state, record
 from outpace.distill.judge import Judgement, JudgeOptions, judge
+from outpace.distill.numbering import is_held_out, number
 from outpace.distill.report import PLOT, plot, read_curve
 from outpace.distill.start import Shape, draft_config, new_student
 from outpace.distill.student import Student
 from outpace.distill.text import TEMPERATURES, TextPlan, write_text
 from outpace.distill.train import CURVE, Trainer, TrainOptions
 from outpace.distill.writer import WriterOptions
-from outpace.models.checkpoint import read_json
-from outpace.models.find import resolve, shipped_model
-from outpace.models.packed import pack
+from outpace.models.files.checkpoint import read_json
+from outpace.models.files.find import resolve, shipped_model
+from outpace.models.files.packed import pack
 from outpace.models.runtimes import RUNTIMES
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.text.tokenizer import Tokenizer
 
 STAGES = ("text", "train", "judge", "all")
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; judging takes the rest
@@ -137,7 +138,7 @@ def train_stage(options: DistillOptions, target: Path, report: Report) -> Path:
 
 def judge_stage(options: DistillOptions, draft: Path | str, report: Report) -> Judgement:
     """Judges a draft; writes figures, plot and model card where it was made here."""
-    from outpace.assemble import load_draft, load_model
+    from outpace.models.load import load_draft, load_model
 
     common: dict[str, Any] = {"device": options.device, "runtime": options.runtime}
     target = load_model(options.target, **common)
@@ -211,7 +212,7 @@ def _tasks(options: DistillOptions) -> dict[str, list[str]]:
     """Prompts by task: one a file, or those that were held out."""
     if options.tasks:
         return {Path(file).stem: prompts.read_prompts(Path(file)) for file in options.tasks}
-    held_out = [text for text in prompts.collect(options.prompts) if prompts.is_held_out(text)]
+    held_out = [text for text in prompts.collect(options.prompts) if is_held_out(text)]
     if not held_out:
         raise UserError("none of the prompts is held out, so there is nothing to judge on: name files with --tasks")
-    return {"held out": sorted(held_out, key=prompts.number)}
+    return {"held out": sorted(held_out, key=number)}

@@ -13,8 +13,8 @@ from torch import Tensor
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
 from outpace.distill.weights import plain_config
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 INITS = ("layers", "fresh")
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.distill.weights import normed, rotated, turns
-from outpace.models.config import LlamaConfig
+from outpace.models.llama.config import LlamaConfig
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from outpace.core.errors import UserError, check_range
-from outpace.distill import prompts
+from outpace.distill import numbering, prompts
 from outpace.distill.engine_writer import EngineWriter
 from outpace.distill.shards import TextFolder
 from outpace.distill.weights import load_weights
 from outpace.distill.writer import Answer, Job, Writer, WriterOptions
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import from_dict
-from outpace.models.tokenizer import Tokenizer
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import from_dict
+from outpace.models.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.8, 1.0)
 LONGEST_PROMPT = 768  # tokens; longer ones are left out
@@ -75,7 +75,7 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, report: Re
 def _writer(target: Path, stop_ids: frozenset[int], plan: TextPlan) -> Writer | EngineWriter:
     """The engine on the native kernels where they are there and take the target, else the batched torch decoder."""
     if plan.device == "cpu" and importlib.util.find_spec("outpace_kernels") is not None:
-        from outpace.models.native import NativeLlama, Options, UnsupportedShape
+        from outpace.models.llama.native_runtime import NativeLlama, Options, UnsupportedShape
 
         with Checkpoint.open(target) as checkpoint, suppress(UnsupportedShape):
             settings = Options(threads=torch.get_num_threads(), kv_dtype="float16")
@@ -146,7 +146,7 @@ def _jobs(
     encode = _encoder(tokenizer)
     found = False
     for turn in count():
-        numbered = sorted((prompts.number(text, turn), text) for text in texts)
+        numbered = sorted((numbering.number(text, turn), text) for text in texts)
         window: list[Job] = []
         for number, text in numbered:
             if number in finished:
@@ -155,8 +155,8 @@ def _jobs(
             ids = tuple(encode(text))
             if not 1 <= len(ids) <= longest:
                 continue
-            temperature = temperatures[(prompts.number(text) + turn) % len(temperatures)]
-            window.append(Job(number, ids, temperature, prompts.is_held_out(text)))
+            temperature = temperatures[(numbering.number(text) + turn) % len(temperatures)]
+            window.append(Job(number, ids, temperature, numbering.is_held_out(text)))
             if len(window) == WINDOW:
                 found = True
                 yield from sorted(window, key=lambda job: len(job.prompt))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.models.checkpoint import Checkpoint
-from outpace.models.config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 Linear = Callable[[Tensor], Tensor]
 

@@ -20,7 +20,7 @@ from outpace.core.tree import PREFIX, Role, Siblings, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
-from outpace.models.base import Model, Part, chain, score_held
+from outpace.models.base import Model, Part, chain
 from outpace.rules.base import Offer, best_rows, rank_rows
 
 _CHUNK = 256  # prompt tokens a forward
@@ -102,7 +102,7 @@ class ModelDrafter:
             for job in jobs
             for node in job.frontier
         ]
-        held = score_held(self._model, parts)
+        held = self._model.score_held(parts)
         offers = self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -121,31 +121,49 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
     return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
 
 
-class Model(Protocol):
-    """A language model that scores token trees."""
+class Model:
+    """A language model that scores token trees: what a runtime must offer, and what one may leave out."""
 
     vocab_size: int
     max_positions: int
     device: Any
+    exact: bool = False  # a row's bits depend on its own token, prefix and ancestors alone
+    trees: bool = True  # a token tree is one forward; else every branch is one
+    notice: str | None = None  # what users are told when the model is loaded, in a sentence
+    num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
+    row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values that one slot of a session takes."""
+        raise NotImplementedError
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of weights that one pass reads; None for a model that does not tell."""
+        return None
+
+    @property
+    def instruction_set(self) -> str | None:
+        """That of the native kernels; None where torch computes."""
+        return None
 
     def open(self, capacity: int, room: int) -> Any:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        raise NotImplementedError
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts: logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        raise NotImplementedError
 
+    def score_held(self, forest: Sequence[Part]) -> Held:
+        """As `score`, of those tokens alone that the model has output rows for."""
+        scores = self.score(forest)
+        return Held(scores, None, scores.shape[-1])
 
-def score_held(model: Model, forest: Sequence[Part]) -> Held:
-    """As `score`, of those tokens alone that the model has output rows for."""
-    if hasattr(model, "score_held"):
-        held: Held = model.score_held(forest)
-        return held
-    scores = model.score(forest)
-    return Held(scores, None, scores.shape[-1])
+    def shallow(self, layers: Sequence[int]) -> Model:
+        """A model of these layers alone, sharing their weights; for a model that has `num_layers`."""
+        raise NotImplementedError
 
 
 def row_numbers(forest: Sequence[Part]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outpace.core.errors import UserError, unknown
-from outpace.models.inflate import check_factor, inflated, label, notice
+from outpace.models.llama.inflate import check_factor, inflated, label, notice
 
 Progress = Callable[[str, float], None]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,7 +82,7 @@ def open_model(spec: str | Path | None, runtime: str, how: How, progress: Progre
 def wrap_loaded(module: Any, tokenizer: Any) -> Opened:
     """A model of transformers that is loaded already, and its tokenizer."""
     _need_transformers("a loaded model")
-    from outpace.models import transformers_load
+    from outpace.models.hf import load as transformers_load
 
     model, wrapped = transformers_load.wrap_pair(module, tokenizer)
     name = getattr(module, "name_or_path", "") or type(module).__name__
@@ -91,7 +91,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Opened:
 
 def missing_kernels() -> str | None:
     """Why the native runtime is not to be had at all; None where it is."""
-    from outpace.models.native import load_kernels
+    from outpace.models.llama.native_runtime import load_kernels
 
     try:
         load_kernels()
@@ -115,7 +115,7 @@ def _auto(spec: str | Path | None, how: How, progress: Progress) -> Opened:
 
 def _own(spec: str | Path | None, how: How, progress: Progress) -> Opened:
     """Native on a CPU where no other precision is asked for, else torch."""
-    from outpace.models.native import UnsupportedShape
+    from outpace.models.llama.native_runtime import UnsupportedShape
 
     if how.dtype == INT8:
         return _native(spec, how, progress)
@@ -133,7 +133,7 @@ def _own(spec: str | Path | None, how: How, progress: Progress) -> Opened:
 
 
 def _llama(spec: str | Path | None, how: How, progress: Progress) -> Opened:
-    from outpace.models.llama import Llama
+    from outpace.models.llama.torch_runtime import Llama
 
     if how.trust_remote_code or how.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
@@ -143,7 +143,7 @@ def _llama(spec: str | Path | None, how: How, progress: Progress) -> Opened:
 
 def _native(spec: str | Path | None, how: How, progress: Progress) -> Opened:
     """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
-    from outpace.models.native import NativeLlama, Options, load_kernels, usable_cores
+    from outpace.models.llama.native_runtime import NativeLlama, Options, load_kernels, usable_cores
 
     load_kernels()
     if not how.is_on_cpu or how.trust_remote_code:
@@ -157,11 +157,11 @@ def _native(spec: str | Path | None, how: How, progress: Progress) -> Opened:
 
 def _read(spec: str | Path | None, how: How, progress: Progress, build: Callable[..., Any], precision: str) -> Opened:
     """A model of the Llama family from its files."""
-    from outpace.models.checkpoint import Checkpoint
-    from outpace.models.config import from_dict, tensor_shapes
-    from outpace.models.draft_vocab import read_draft_vocab
-    from outpace.models.find import resolve
-    from outpace.models.tokenizer import Tokenizer
+    from outpace.models.files.checkpoint import Checkpoint
+    from outpace.models.files.find import resolve
+    from outpace.models.llama.config import from_dict, tensor_shapes
+    from outpace.models.llama.draft_vocab import read_draft_vocab
+    from outpace.models.text.tokenizer import Tokenizer
 
     path = resolve(None if spec is None else str(spec), progress=progress)
     with Checkpoint.open(path) as checkpoint:
@@ -175,19 +175,19 @@ def _read(spec: str | Path | None, how: How, progress: Progress, build: Callable
 
 
 def _add_notice(model: Any, text: str | None) -> None:
-    model.notice = "; ".join(filter(None, (getattr(model, "notice", None), text))) or None
+    model.notice = "; ".join(filter(None, (model.notice, text))) or None
 
 
 def _transformers(spec: str | Path | None, how: How, progress: Progress) -> Opened:
-    from outpace.models import hub
-    from outpace.models.find import resolve
+    from outpace.models.files import hub
+    from outpace.models.files.find import resolve
 
     _need_transformers("the runtime transformers")
     if how.exact:
         raise UserError("exact mode is not to be had with the runtime transformers, leave out exact")
     if how.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
-    from outpace.models import transformers_load
+    from outpace.models.hf import load as transformers_load
 
     name = None if spec is None or os.path.exists(spec) else hub.parse(str(spec))
     progress("loading", 0.0)
@@ -204,7 +204,7 @@ def _transformers(spec: str | Path | None, how: How, progress: Progress) -> Open
 
 
 def _name(spec: str | Path | None) -> str:
-    from outpace.models.find import shipped_model
+    from outpace.models.files.find import shipped_model
 
     return shipped_model().stem if spec is None else str(spec)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.models.base import Part, Session
+from outpace.models.base import Model, Part, Session
 
 
 class ToySession(Session):
@@ -25,17 +25,18 @@ class ToySession(Session):
         self.tokens[:length] = other.tokens[:length]
 
 
-class Toy:
+class Toy(Model):
     """logits = the sum over i of table_i[token i back], the last `order` tokens counted.
 
     `agreement` blends the tables with those of another seed: a drafter that agrees with a target of `seed` the more,
     the nearer it is to 1.
     """
 
+    token_bytes = 8
+
     def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0) -> None:
         self.vocab_size = vocab_size
         self.max_positions = 1 << 20
-        self.token_bytes = 8
         self.device = torch.device("cpu")
         own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
         shape = (order, vocab_size + 1, vocab_size)  # one more row for "before the text"

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from outpace.core.adjust import adjusted
 from outpace.core.noise import exponential, gumbel, row_key
-from outpace.core.race import Race, clear_winner
 from outpace.core.sampling import processed
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, Verdict
+from outpace.rules._race import Race, clear_winner
 from outpace.rules._ranking import Offer, log_chances, prepared, ranked
 from outpace.rules.base import follow, offer_at
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.models.base import PREFIX, Part, Session
+from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.simulate.script import Script, Scripts
 
 ON_PATH = 0  # the mark of a node on the path; all others carry a hash of their path, which is odd
@@ -41,14 +41,15 @@ class _Place(NamedTuple):
     mark: int
 
 
-class Replay:
+class Replay(Model):
     """What target and draft share: which node is on the path."""
+
+    token_bytes = 8
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
         self.vocab_size = scripts.vocab_size
         self.max_positions = 1 << 30
-        self.token_bytes = 8
         self.device = torch.device("cpu")
 
     def open(self, capacity: int, room: int) -> ReplaySession:

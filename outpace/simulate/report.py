@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.core.errors import UserError
 from outpace.simulate.run import Outcome
 from outpace.simulate.setups import PLAIN, Sizes
-from outpace.trace import Trace
+from outpace.simulate.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

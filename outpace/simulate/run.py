@@ -12,12 +12,12 @@ from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Drafter, Request, Step
-from outpace.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import Costs
 from outpace.simulate.models import ReplayDraft, ReplayTarget
 from outpace.simulate.script import Script, Scripts, scripts_of
 from outpace.simulate.setups import PLAIN, Setup
-from outpace.trace import Trace
+from outpace.simulate.trace import Trace
 
 _SEARCHED = 6  # answers by which a draft length is chosen
 

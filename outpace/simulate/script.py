@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.trace import Trace
+from outpace.simulate.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import random
 import numpy as np
 
 from outpace.core.errors import check_range, check_whole
-from outpace.trace import Trace, TracedAnswer
+from outpace.simulate.trace import Trace, TracedAnswer
 
 _RANKS = 16
 _VOCAB = 64

@@ -95,7 +95,7 @@ def load(name: str, spec: str | Path | None) -> Any:
     need(name, "transformers", INSTALL)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from outpace.models.find import resolve
+    from outpace.models.files.find import resolve
 
     folder = resolve(None if spec is None else str(spec))
     with quiet():

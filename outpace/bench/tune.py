@@ -1,0 +1,123 @@
+"""What a profile holds, measured beforehand: rounds by rows, the steps of the draft, and the fastest way of writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outpace.api.llm import LLM, Prompt, Result
+from outpace.core.errors import UserError, check_whole
+from outpace.engine.build import PLANNED, default_drafter
+from outpace.engine.profile import Profile, subject
+from outpace.models.load import Loaded
+
+PROMPTS = (
+    "Explain to a child of ten why the sea is salty.",
+    "Write a Python function that tells whether a text reads the same backwards, and three tests for it.",
+    "A baker sells 3 trays of 24 rolls in the morning and half as many in the afternoon. How many rolls is that? Show"
+    " the steps.",
+    "List eight things to pack for a weekend in the mountains, one a line, each with a reason.",
+    "Rewrite this politely: I will not come to your party, I do not like crowds.",
+)
+BETTER = 1.03  # a drafter beside the target must be so much faster than one in turn to be chosen
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Every prompt is answered with `max_tokens` by each way, `rounds` times; `rows` are the passes that are timed."""
+
+    prompts: Sequence[str] = PROMPTS
+    max_tokens: int = 96
+    rounds: int = 2
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 32)
+
+    def __post_init__(self) -> None:
+        check_whole("max_tokens", self.max_tokens, 8)
+        check_whole("rounds", self.rounds, 1)
+        if not self.prompts:
+            raise UserError("there is no prompt to tune by, at least one is needed")
+        for rows in self.rows:
+            check_whole("rows", rows, 1, 4096)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Seconds by rows of a round and of the draft's step, tokens a second by way, and the way that was chosen."""
+
+    rounds: Mapping[int, float]
+    draft: float | None
+    rates: Mapping[str, float]
+    chosen: str
+    path: Path | None
+    options: TuneOptions = field(repr=False, default_factory=TuneOptions)
+
+
+def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, report: Report) -> Tuned:
+    """Measures, chooses, and writes the profile with which method "auto" will begin."""
+    drafter = default_drafter(PLANNED, draft is not None)
+    ways: dict[str, dict[str, Any]] = {PLANNED: {}, "card": {"drafter": drafter}, "autoregressive": {}}
+    asked = [_prompt(target, text) for text in options.prompts]
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(
+                LLM(target, None if name == "autoregressive" else draft, method=name, profile=False, **values)
+            )
+            for name, values in ways.items()
+        }
+        costs = llms[PLANNED].engine.costs
+        for place, rows in enumerate(options.rows):
+            costs.recall(costs.remember() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
+            report("rounds", (place + 1) / len(options.rows))
+        rates = _race(llms, asked, options, report)
+        apart = rates["card"] > BETTER * rates[PLANNED]
+        chosen = "card" if apart else PLANNED
+        path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
+        learnt = costs.remember()
+    rounds = {int(rows): seconds for rows, seconds in learnt["rounds"].items()}
+    return Tuned(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, options)
+
+
+def _rounds(
+    target: Loaded, draft: Loaded | None, drafter: str, rows: int, asked: Sequence[Prompt], options: TuneOptions
+) -> dict[str, float]:
+    """Seconds of rounds whose trees have up to `rows` nodes."""
+    method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": "autoregressive"}
+    with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
+        llm.generate(asked[:1], max_tokens=min(24, options.max_tokens))
+        found: dict[str, float] = llm.engine.costs.remember()["rounds"]
+        return found
+
+
+def _race(llms: Mapping[str, LLM], asked: Sequence[Prompt], options: TuneOptions, report: Report) -> dict[str, float]:
+    """Tokens a second by way, all ways in turn on each prompt, pooled over all."""
+    results: dict[str, list[Result]] = {name: [] for name in llms}
+    total = options.rounds * len(asked)
+    for turn in range(total):
+        names = list(llms)
+        names = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in names:
+            prompt = asked[turn % len(asked)]
+            results[name] += llms[name].generate([prompt], max_tokens=options.max_tokens)
+        report("ways", (turn + 1) / total)
+    return {name: _rate(found) for name, found in results.items()}
+
+
+def _rate(results: Sequence[Result]) -> float:
+    """Tokens over decoding seconds, all answers together."""
+    tokens = sum(len(result.tokens) for result in results if result.tokens_per_second)
+    seconds = sum(len(result.tokens) / result.tokens_per_second for result in results if result.tokens_per_second)
+    return tokens / seconds if seconds else 0.0
+
+
+def _prompt(target: Loaded, text: str) -> Prompt:
+    """A chat message where the target has a template; else the text itself."""
+    try:
+        target.tokenizer.chat([{"role": "user", "content": text}])
+    except UserError:
+        return text
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,166 @@
+"""Names and options to parts: methods, rules, drafters and workers by name, and an engine made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from outpace.candidates.base import Worker
+from outpace.core import registry
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.sampling import Sampling
+from outpace.core.tree import Siblings
+from outpace.core.types import Drafter, Rule
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.models.base import Model
+from outpace.models.load import Loaded
+
+WORKERS = ("thread", "process", "inline")
+PLANNED = "auto"  # the decoder that plans every round
+
+
+def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:
+    """What method "auto" means: what `outpace tune` found for the pair; else CARD where the draft has a device of its
+    own to run beside the target, and a plan for every round, in turn, where it has not. A rule that judges draws makes
+    its text of their number too: for that one nothing follows the clock."""
+    if _needs_drawn(rule):
+        return "speculative"
+    if tuned:
+        return tuned
+    apart = draft is not None and _device(draft) is not None and _device(draft) != _device(target)
+    return "card" if apart else PLANNED
+
+
+def _device(loaded: Loaded) -> Any:
+    return loaded.model.device
+
+
+def default_drafter(method: str, has_draft: bool) -> str:
+    """The drafter where none is named: the draft model, if there is one, and for a planner what costs nothing too."""
+    if not has_draft:
+        return "ngram"
+    return "model+ngram" if method == PLANNED else "model"
+
+
+def _needs_drawn(rule: str) -> bool:
+    """Whether a rule judges drafts that were drawn in turn."""
+    if rule == "auto":
+        return False
+    module = registry.find("rules", rule)
+    return module.build(module.Options()).siblings is Siblings.DRAWN
+
+
+def find_rule(name: str, sampling: Sampling) -> Rule:
+    """The rule by name; "auto" is greedy at temperature 0 and gumbel above. UserError for a rule that does not fit."""
+    if name == "auto":
+        name = "greedy" if sampling.is_greedy else "gumbel"
+    module = registry.find("rules", name)
+    if (name == "greedy") != sampling.is_greedy:
+        fitting = "rule greedy" if sampling.is_greedy else "rule gumbel, match or rejection"
+        raise UserError(f"rule {name} does not go with temperature {sampling.temperature:g}, use {fitting}")
+    rule: Rule = module.build(module.Options())
+    return rule
+
+
+def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
+    """UserError for a rule that needs drawn drafts with a method or drafters that cannot give them."""
+    if not _needs_drawn(name):
+        return
+    if decoder.NEEDS == "worker":
+        raise UserError(f"rule {name} judges drafts that were drawn in turn, use it with method speculative")
+    if drafter is not None and "+" in drafter:
+        raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens do not mix")
+
+
+def drafter_modules(name: str) -> dict[str, ModuleType]:
+    """The drafters that `name` means: one, or several joined by +; those that need no model stand first."""
+    modules = {part: registry.find("drafters", part) for part in name.split("+")}
+    return dict(sorted(modules.items(), key=lambda item: not _is_free(item[1])))
+
+
+def may_draft(method: str, drafter: str | None) -> bool:
+    """Whether a draft model would have anything to do by this method with this drafter."""
+    needs_none = method != "auto" and registry.find("decoders", method).NEEDS is None
+    return not needs_none and (drafter is None or "model" in drafter.split("+"))
+
+
+def build_drafter(name: str, draft: Model | None, values: Mapping[str, Any]) -> Drafter:
+    """One drafter, or several on one tree."""
+    from outpace.drafters._combined import Combined
+
+    modules = drafter_modules(name)
+    parts = [module.build(registry.build_options(module, values), draft=draft) for module in modules.values()]
+    return parts[0] if len(parts) == 1 else Combined(parts, free=sum(map(_is_free, modules.values())))
+
+
+def _is_free(module: ModuleType) -> bool:
+    """Whether a drafter runs no model."""
+    return bool(getattr(module, "FREE", False))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`."""
+
+    method: str
+    drafter: str | None = None
+    worker: str = "thread"
+    draft_threads: int = 1  # cores that the drafter may use beside the target
+
+    def __post_init__(self) -> None:
+        check_whole("draft_threads", self.draft_threads, 1, 1024)
+        if self.worker not in WORKERS:
+            raise unknown("worker", self.worker, WORKERS)
+
+
+def build_engine(
+    target: Loaded, draft: Loaded | None, parts: Parts, settings: EngineOptions, options: Mapping[str, Any]
+) -> Engine:
+    """An engine for a method, with its drafter in turn or in a worker. UserError for an option that no part has."""
+    decoder = registry.find("decoders", parts.method)
+    modules = {f"method {parts.method}": decoder}
+    if decoder.NEEDS is None:
+        if parts.drafter is not None:
+            raise UserError(f"method {parts.method} uses no drafter, leave out {parts.drafter!r} or change the method")
+        registry.check_known(modules, options)
+        return Engine(target.model, options=settings)
+    name = parts.drafter or default_drafter(parts.method, draft is not None)
+    modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
+    registry.check_known(modules, options)
+    if not all(loaded.model.trees for loaded in (target, draft) if loaded):
+        options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
+    drafter = build_drafter(name, draft.model if draft else None, options)
+    if decoder.NEEDS == "drafter":
+        return Engine(target.model, drafter, options=settings)
+    is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
+    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafter)
+    return Engine(target.model, worker=worker, options=settings)
+
+
+def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
+    from outpace.candidates.inline import InlineWorker
+    from outpace.candidates.thread import ThreadWorker
+
+    return ThreadWorker(drafter, parts.draft_threads) if parts.worker == "thread" else InlineWorker(drafter)
+
+
+def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
+    from outpace.candidates.process import ProcessWorker
+
+    if draft is not None and draft.again is None:
+        raise UserError(f"the draft {draft.name} is an object of this process: name a path, or use worker thread")
+    again, vocab_size = (draft.again, draft.model.vocab_size) if draft else (None, 0)
+    return ProcessWorker(partial(_drafter_again, name, again, vocab_size, dict(options)), parts.draft_threads)
+
+
+def _drafter_again(
+    name: str, again: Callable[[], Loaded] | None, vocab_size: int, options: Mapping[str, Any]
+) -> Drafter:
+    """In another process: the drafter, with the draft loaded anew and cut to the tokens that it had here."""
+    draft = again().model if again else None
+    if draft is not None:
+        draft.vocab_size = vocab_size
+    return build_drafter(name, draft, options)

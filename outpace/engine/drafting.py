@@ -1,0 +1,128 @@
+"""The engine's side of drafting: a drafter in turn or a worker beside the target; a fault in one costs speed only."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from outpace.candidates.base import Worker
+from outpace.candidates.cache import CandidateCache
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Await, Draft, Drafter, Observation, Verdict
+from outpace.decoders._costs import Costs
+from outpace.drafters._combined import Combined
+from outpace.engine.request import Running
+
+T = TypeVar("T")
+
+
+class Drafting:
+    """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
+
+    def __init__(
+        self, drafter: Drafter | None, worker: Worker | None, costs: Costs, clock: Callable[[], float]
+    ) -> None:
+        self.drafter, self.worker, self._costs, self._clock = drafter, worker, costs, clock
+        self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
+        self._warned = False
+
+    def check(self, run: Running) -> None:
+        """UserError for a method whose drafter is not here."""
+        needs = run.decoder.NEEDS
+        if needs and needs not in self._offers:
+            name = run.decoder.__name__.rpartition(".")[2]
+            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
+
+    def open(self, run: Running) -> None:
+        """A request begins."""
+        if run.decoder.NEEDS == "worker" and self.worker:
+            run.candidates = CandidateCache(run.last_token)
+            run.correct = partial(self.worker.correct, run.key)
+            self.worker.open(run.key, run.request, run.candidates)
+        elif run.decoder.NEEDS == "drafter" and self.drafter:
+            run.draft_state = self._guarded(self.drafter.open, run.request)
+
+    def close(self, run: Running) -> None:
+        """A request is over."""
+        if run.draft_state is not None and self.drafter:
+            self._guarded(self.drafter.close, run.draft_state)
+        if run.decoder.NEEDS == "worker" and self.worker:
+            self.worker.forget(run.key)
+
+    def shut(self) -> None:
+        """Ends the worker."""
+        if self.worker:
+            self.worker.close()
+
+    def serve(self, running: Sequence[Running]) -> None:
+        """Answers Draft and Await until every coroutine asks for Verify; the drafter sees all trees at once."""
+        while True:
+            drafting = [run for run in running if isinstance(run.ask, Draft)]
+            waiting = [run for run in running if isinstance(run.ask, Await)]
+            if not drafting and not waiting:
+                return
+            for free in (True, False, None):
+                asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.free is free]
+                if asking:
+                    self._grow(asking, free)
+            for run in waiting:
+                if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
+                    self.worker.wait(run.candidates, run.ask.layers)
+                run.advance(None)
+
+    def beside(self, target_pass: Callable[[], T], rows: int) -> T:
+        """The target's pass over `rows` rows, with the worker's drafter beside it."""
+        if self.worker is None:
+            return target_pass()
+        result = self.worker.beside(target_pass, rows)
+        if self.worker.failure is not None:
+            self._warn(self.worker.failure)
+        return result
+
+    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
+        """Tells the drafter in turn what was committed; `root` is the next tree."""
+        if run.draft_state is not None and self.drafter:
+            path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
+            seen = Observation([tree.ids[node] for node in path], tokens, root)
+            self._guarded(self.drafter.observe, run.draft_state, seen)
+
+    def _grow(self, runs: Sequence[Running], free: bool | None) -> None:
+        """One growth of all these requests' trees, which they are told; see `Draft` for `free`."""
+        added: list[int] | None = None
+        if self.drafter:
+            began = self._clock()
+            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
+            added = self._guarded(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees)
+            seconds = self._clock() - began
+            self._costs.drafted(seconds, len(runs), bool(free))
+            for run in runs:
+                run.draft_seconds += seconds
+        for run, count in zip(runs, added or [0] * len(runs), strict=True):
+            run.advance(count)
+
+    def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
+        """What the drafter answers; one that raises is given up, and decoding goes on plainly."""
+        try:
+            return call(*arguments)
+        except Exception as failure:
+            self._warn(failure)
+            self.drafter = None
+            return None
+
+    def _warn(self, failure: BaseException) -> None:
+        if not self._warned:
+            self._warned = True
+            kind = type(failure).__name__
+            warnings.warn(f"the drafter failed ({kind}: {failure}); going on without it", stacklevel=2)
+
+
+def _grow_of(drafter: Drafter, free: bool | None) -> Callable[[Sequence[Any], Sequence[TokenTree]], list[int]]:
+    """What grows trees by the drafters that run no model (`free`), by the others, or by all. One alone runs one."""
+    if free is None:
+        return drafter.grow
+    if isinstance(drafter, Combined):
+        return partial(drafter.grow, free=free)
+    return drafter.grow if not free else lambda states, trees: [0] * len(trees)

@@ -1,0 +1,282 @@
+"""Continuous batching over coroutines: each step drafts for all requests at once and verifies the whole forest at once.
+
+The engine knows tokens, not text. Requests join and leave between steps; a prompt travels in chunks with the other
+requests' trees; a coroutine that raises ends its own request only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from outpace.candidates.base import Worker
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
+from outpace.decoders._costs import Costs
+from outpace.engine.drafting import Drafting
+from outpace.engine.memory import Memory
+from outpace.engine.request import Running, Watch, check_request
+from outpace.models.base import Model, Part, chain
+from outpace.rules.base import reduce_rows
+
+
+class _Judged(NamedTuple):
+    """One tree after the pass: the rule's reduced rows, whose they are, and, where they are reported, their scores."""
+
+    picks: list[Any]
+    rows: list[Row]
+    logits: Tensor | None  # [rows, vocab]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
+    tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
+    what is free); `reuse`: a prompt that begins like a text that is there does not read that again."""
+
+    nodes: int = 8
+    rows: int = 64
+    chunk: int = 256
+    batch: int = 16
+    kv_memory: float | None = None
+    reuse: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole("nodes", self.nodes, 1, 4096)
+        check_whole("rows", self.rows, 1, 65536)
+        check_whole("chunk", self.chunk, 1, 65536)
+        check_whole("batch", self.batch, 1, 4096)
+        if self.kv_memory is not None:
+            check_range("kv_memory", self.kv_memory, 0.0)
+
+
+class Engine(AbstractContextManager["Engine"]):
+    """Owns the target, the drafter that works in turn, and the worker that drafts beside it.
+
+    `submit`, `step`, `sweep` and `close` are called by one thread at a time, `abort` by any.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        worker: Worker | None = None,
+        options: EngineOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` gives the seconds that everything is timed by."""
+        self.target = target
+        self._clock = clock
+        self.options = options or EngineOptions()
+        self.costs = Costs()
+        self.drafting = Drafting(drafter, worker, self.costs, clock)
+        room = max(self.options.chunk, self.options.nodes)
+        self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self._keys = itertools.count()
+        self._is_closed = False
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def worker(self) -> Worker | None:
+        """What drafts beside the target."""
+        return self.drafting.worker
+
+    def close(self) -> None:
+        """Ends all requests and the worker."""
+        self._is_closed = True
+        for run in [*self.running, *self.waiting]:
+            self.abort(run)
+        self.sweep()
+        self.drafting.shut()
+
+    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch | None = None) -> Running:
+        """Takes a request in; it runs as soon as there is room. UserError where it can never run."""
+        if self._is_closed:
+            raise UserError("the engine is closed, requests need an open one")
+        check_request(request, self.target)
+        self.memory.check(request)
+        run = Running(request, decoder, options, next(self._keys), watch, self._clock())
+        self.drafting.check(run)
+        self.waiting.append(run)
+        return run
+
+    def abort(self, run: Running, reason: str = "abort") -> None:
+        """Ends a request; what it wrote stays. What it holds is given back by the next `step` or `sweep`."""
+        if run.finish_reason is None:
+            run.finish_reason = reason
+
+    def sweep(self) -> list[Running]:
+        """Lets the requests go that are over; gives those that were running."""
+        self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
+        ended = [run for run in self.running if run.finish_reason is not None]
+        self.running = [run for run in self.running if run.finish_reason is None]
+        for run in ended:
+            if run.coroutine:
+                run.coroutine.close()
+            run.coroutine = run.ask = None  # with the last tree, and the q rows in it
+            self.drafting.close(run)
+            self.memory.close(run)
+        return ended
+
+    def step(self) -> list[Running]:
+        """One round of all running requests; gives those that wrote tokens or ended."""
+        start = self._clock()
+        self.sweep()
+        joined = self._admit()
+        for run in self.running:
+            self._place(run)
+        self.drafting.serve(self.running)
+        drafted = self._clock()
+        chunks = self._chunks()
+        trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
+        try:
+            self._round(chunks, trees, start)
+            if not chunks:
+                self._note(trees, drafted - start, self._clock() - start)
+        except BaseException as error:
+            self._fail([run for run, _ in [*chunks, *trees]], error)
+        failed = [run for run in joined if run.finish_reason is not None]
+        return list(dict.fromkeys([*(run for run, _ in trees), *failed, *self.sweep()]))
+
+    def _admit(self) -> list[Running]:
+        """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
+        tried: list[Running] = []
+        for run in list(self.waiting):
+            if len(self.running) >= self.options.batch:
+                break
+            if self.memory.should_wait(run, self.running):
+                continue
+            try:
+                if not self.memory.open(run, self.running):
+                    break
+            except BaseException as error:
+                self.waiting.remove(run)
+                tried.append(run)
+                self._fail([run], error)
+                continue
+            self.waiting.remove(run)
+            tried.append(run)
+            self._begin(run)
+        return tried
+
+    def _begin(self, run: Running) -> None:
+        self.running.append(run)
+        try:
+            self.drafting.open(run)
+            run.costs = self.costs
+            run.coroutine = run.decoder.decode(run, run.options)
+            self._place(run)
+            if not run.is_prefilling:
+                run.advance(None)
+        except BaseException as error:
+            self._fail([run], error)
+
+    def _round(
+        self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
+    ) -> None:
+        """One pass over prompts' chunks and requests' trees, and what follows from it for each."""
+        forest = [part for _, part in chunks]
+        forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
+        if not forest:
+            return
+        rows: list[Row] = []  # made now: CARD appends late children
+        for run, tree in trees:
+            rows += tree_rows(run.request, run.committed, tree)
+        began = self._clock()
+        logits, picks = self._pass(forest, rows)
+        seconds = self._clock() - began
+        first = 0
+        for run, part in chunks:
+            run.read(logits[first : first + len(part.wanted)], part.tokens)
+            first += len(part.wanted)
+            if not run.is_prefilling:
+                run.advance(None)
+        before = first
+        for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
+            end = first + len(part.wanted)
+            mine = slice(first - before, end - before)
+            scores = logits[first:end] if run.request.report else None
+            run.keep = ()
+            self._settle(run, _Judged(picks[mine], rows[mine], scores), seconds, start)
+            first = end
+
+    def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> tuple[Tensor, list[Any]]:
+        """The target's pass and the rules' first half, with the worker's drafter beside it."""
+        before = sum(len(part.wanted) for part in forest) - len(rows)  # rows of prompts, which are reported
+
+        def target_pass() -> tuple[Tensor, list[Any]]:
+            logits = self.target.score(forest)
+            return logits, reduce_rows(logits[before:] if before else logits, rows) if rows else []
+
+        return self.drafting.beside(target_pass, sum(len(part.tokens) for part in forest))
+
+    def _settle(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
+        """Hands a request its picks, commits its verdict, and lets it ask again."""
+        run.advance(judged.picks)
+        if run.finish_reason is not None:
+            return
+        if not isinstance(run.ask, Commit):
+            run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
+            return
+        ask, rows = run.ask, len(judged.rows)
+        tree, verdict, _ = ask
+        if judged.logits is not None:
+            run.report(tree, verdict, judged.rows, judged.logits)
+        tokens = run.commit(tree, verdict)
+        run.keep = [node for node in verdict.path if node < rows]
+        run.record(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
+        if run.finish_reason is None:
+            root = TokenTree(run.last_token, root_id=tree.next_id, next_id=tree.next_id + 1)
+            self.drafting.observe(run, tree, verdict, tokens, root)
+            run.advance(root)
+
+    def _place(self, run: Running) -> None:
+        """Tells a request how much room the load leaves it."""
+        run.requests = len(self.running)
+        run.budget = max(1, min(self.options.nodes, self.options.rows // run.requests))
+        run.rows_of_others = sum(other.rows for other in self.running) - run.rows
+
+    def _chunks(self) -> list[tuple[Running, Part]]:
+        """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
+        room = self.options.chunk
+        chunks = []
+        for run in self.running:
+            if run.is_prefilling and room:
+                tokens = run.request.prompt[:-1][run.prefilled : run.prefilled + room]
+                wanted = range(len(tokens)) if run.request.report and run.request.report.prompt else ()
+                chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
+                room -= len(tokens)
+        return chunks
+
+    def _note(self, trees: Sequence[tuple[Running, TokenTree]], drafting: float, seconds: float) -> None:
+        """Remembers what a round cost and gave; not an answer's first one, which finds other things in the caches."""
+        steps = [run.steps[-1] for run, _ in trees if len(run.steps) > 1]
+        if len(steps) < len(trees):
+            return
+        rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)
+        if rows:
+            self.costs.round(len(trees), rows, tokens, seconds, drafting)
+
+    def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
+        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
+        for run in runs:
+            run.is_broken = True
+            if run.finish_reason is None:
+                run.error = error if isinstance(error, Exception) else None
+                run.finish_reason = "error" if run.error else "abort"
+        if not isinstance(error, Exception):  # an interrupt is the caller's
+            self.sweep()
+            raise error

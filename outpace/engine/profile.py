@@ -1,0 +1,157 @@
+"""What the planner learnt about a pair of models on a machine, kept in the user's cache folder from run to run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.core import machine
+from outpace.decoders._costs import Costs
+from outpace.engine.engine import Engine
+from outpace.models.files.find import cache_folder
+from outpace.models.load import Loaded
+
+VERSION = 1
+GROWTHS = len(Costs().remember()["growth"])
+FEWEST = 50  # rounds to go by
+FIELDS: dict[str, Any] = {
+    "rounds": dict,
+    "draft": dict,
+    "trust": dict,
+    "growth": list,
+    "drafters": dict,
+    "method": (str, type(None)),
+}
+
+
+def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
+    """What a profile is about: all that speeds and acceptance depend on and that can be told beforehand."""
+    return {
+        "version": VERSION,
+        "target": _model(target),
+        "draft": _model(draft) if draft else None,
+        "processor": machine.processor(),
+        "cores": machine.cores(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def path_of(about: Mapping[str, Any], cache: Path | None = None) -> Path:
+    """Where the profile of this subject lies."""
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    return (cache or cache_folder()) / "profiles" / f"{name}.json"
+
+
+def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] | None:
+    """What is known, or None. A profile that is torn, or of another subject, is ignored with a warning."""
+    path = path_of(about, cache)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["about"] != json.loads(json.dumps(about)):
+            raise ValueError("it is about another pair or machine")
+        return _checked(found["learnt"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"the profile {path} is ignored ({error}), speeds are measured anew", stacklevel=2)
+        return None
+
+
+def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | None = None) -> Path | None:
+    """Keeps what was learnt, whole or not at all; None where the folder cannot be written."""
+    path = path_of(about, cache)
+    text = json.dumps({"about": about, "learnt": learnt}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError:  # a full or read-only disk costs the next run its memory, and this one nothing
+        return None
+    return path
+
+
+class Profile:
+    """One pair's profile while an engine runs for it."""
+
+    def __init__(self, about: Mapping[str, Any], cache: Path | None = None) -> None:
+        self._about, self._cache = about, cache
+        self._known = read(about, cache)
+
+    @property
+    def method(self) -> str | None:
+        """The method that tuning found best, if it was tuned."""
+        return self._known["method"] if self._known else None
+
+    def begin(self, engine: Engine) -> None:
+        """Tells an engine and its drafter what is known."""
+        if self._known is None:
+            return
+        engine.costs.recall(self._known)
+        drafter: Any = engine.drafting.drafter
+        kept = self._known["drafters"].get(_kind(drafter))
+        if kept is not None:
+            drafter.recall(kept)
+
+    def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
+        """Keeps what an engine learnt, if that is enough to go by. `tuned`: the method that was found best."""
+        if engine.costs.seen < FEWEST:
+            return None
+        learnt = engine.costs.remember() | {"method": tuned or self.method, "drafters": {}}
+        drafter: Any = engine.drafting.drafter
+        if hasattr(drafter, "remember"):
+            learnt["drafters"][_kind(drafter)] = drafter.remember()
+        return write(self._about, learnt, self._cache)
+
+
+def _kind(drafter: Any) -> str:
+    """What is remembered of one arrangement of drafters is no use to another."""
+    return "+".join(type(part).__name__ for part in getattr(drafter, "parts", [drafter]))
+
+
+def _model(loaded: Loaded) -> dict[str, Any]:
+    """A model by its name, its size, and what computes it."""
+    model, config = loaded.model, loaded.config
+    sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
+    kind = f"{type(model).__name__} {getattr(model, 'dtype', '')} {getattr(model, 'device', '')}"
+    return {"name": loaded.name, "kind": kind, **sizes}
+
+
+def _checked(learnt: Any) -> dict[str, Any]:
+    """The same, if it is of the right shape; ValueError for anything else."""
+    if not isinstance(learnt, dict) or set(learnt) != set(FIELDS):
+        raise ValueError("its fields are not those of this version")
+    for name, kind in FIELDS.items():
+        if not isinstance(learnt[name], kind):
+            raise ValueError(f"{name} is of the wrong kind")
+    seconds = [*learnt["rounds"].values(), *learnt["draft"].values()]
+    if not all(_is_positive(value) for value in [*seconds, *map(_whole, learnt["rounds"])]):
+        raise ValueError("a time or a row count is not a number above 0")
+    shares = [learnt["trust"]["free"], learnt["trust"]["model"], *learnt["growth"]]
+    if len(shares) != 2 + GROWTHS or not all(0 <= value < math.inf for value in shares):
+        raise ValueError("trust or growth is not a number from 0")
+    return learnt
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _whole(text: str) -> int:
+    return int(text)

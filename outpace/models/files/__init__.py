@@ -1,0 +1,1 @@
+"""Files of a model: found, fetched, checked, converted and packed."""

@@ -1,0 +1,244 @@
+"""A model folder: config.json and safetensors files, opened lazily and checked before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.core.errors import UserError
+from outpace.models.files.reading import check_file, is_there, read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64", "F32", "F16", "BF16"}
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_RUNTIME = "`--runtime transformers`"
+EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding where a draft has none of its own
+
+
+@dataclass
+class Checkpoint(AbstractContextManager["Checkpoint"]):
+    """An open model folder; `close` (or `with`) lets go of the files, tensors handed out before stay valid."""
+
+    path: Path
+    config: dict[str, Any]
+    _files: dict[str, Any] = field(default_factory=dict, repr=False)  # tensor name -> open safetensors file
+    _shards: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> file name
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """Opens the folder `path` and reads the headers of its weight files; UserError if one is missing or torn."""
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(f"{path} is not a folder")
+        config = read_json(path / "config.json")
+        _refuse_quantised(path, config)
+        checkpoint = cls(path, config)
+        try:
+            checkpoint._open_files()
+            checkpoint._check_layers()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the weight files; calling it twice does nothing."""
+        self._files.clear()
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """The names of all tensors, sorted."""
+        return sorted(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, from the header alone."""
+        return tuple(self._slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor in the type that is stored, mapped from the file.
+
+        UserError: there is none of that name, or it holds infinities or nan, which no sound model does.
+        """
+        file, where = self._file(name), self.path / self._shards[name]
+        try:
+            value: torch.Tensor = file.get_tensor(name)
+        except Exception as error:
+            raise UserError(f"{where}: tensor {name!r} cannot be read ({error!s:.200})") from error
+        if not is_finite(value):
+            raise UserError(f"{where} is damaged: tensor {name!r} holds values that are not finite")
+        return value
+
+    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
+        for name, expected in shapes.items():
+            part = self._slice(name)
+            where = self.path / self._shards[name]
+            if tuple(part.get_shape()) != tuple(expected):
+                raise UserError(f"{where}: tensor {name!r} has shape {part.get_shape()}, expected {list(expected)}")
+            if part.get_dtype() not in DTYPES:
+                allowed = f"allowed are {', '.join(sorted(DTYPES))}"
+                scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
+                raise UserError(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._shards:
+            packed = "; it is its target's: load this as that one's draft, or see `outpace distill --unpack`"
+            raise UserError(f"{self.path} holds no tensor {name!r}{packed if lacks_embedding(self.config) else ''}")
+        if name not in self._files:
+            raise RuntimeError(f"{self.path} is closed")
+        return self._files[name]
+
+    def _open_files(self) -> None:
+        if is_there(self.path / SINGLE):
+            self._add_file(SINGLE)
+            return
+        if not is_there(self.path / INDEX):
+            raise UserError(_without_weights(self.path))
+        shards = _index(self.path / INDEX)
+        for shard in sorted(set(shards.values())):
+            self._add_file(shard)
+        for name, shard in shards.items():
+            if self._shards.get(name) != shard:
+                raise UserError(f"{self.path / shard} holds no tensor {name!r}, although {INDEX} says so")
+
+    def _add_file(self, shard: str) -> None:
+        from safetensors import safe_open
+
+        file = self.path / shard
+        check_file(file)
+        try:
+            opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            names = list(opened.keys())
+        # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
+        except Exception as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error!s:.200})") from error
+        for name in names:
+            self._files[name], self._shards[name] = opened, shard
+
+    def _check_layers(self) -> None:
+        """Before anybody lists what a config.json announces: each layer has tensors of its own."""
+        layers = self.config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers > len(self._shards):
+            said = f"num_hidden_layers is {layers!r:.50}"
+            raise UserError(
+                f"{self.path / 'config.json'}: {said}, but the weight files hold {len(self._shards)} tensors"
+            )
+
+
+def lacks_embedding(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a draft stored without embeddings, which are its target's (see packed.py)."""
+    ours = config.get("outpace")
+    return isinstance(ours, Mapping) and ours.get(EMBEDDING) == OF_TARGET
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether no element is nan or infinite, in one pass and without memory of its own."""
+    if not value.is_floating_point() or value.itemsize == 1 or not value.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(value))).all())
+
+
+def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a new model folder at `path`, whole or not at all; UserError if it exists or the disk refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if path.exists():
+        raise UserError(f"{path} already exists")
+    with new_folder(path) as folder:
+        (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+        try:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{path} cannot be written ({error})") from error
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its name at the end of the block; removed if the block raises.
+
+    If another writer took the name meanwhile, its folder stays and this one goes.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        yield folder
+        _flush_to_disk(folder)
+        folder.chmod(0o755)
+        try:
+            folder.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def temporary_prefix(path: Path) -> str:
+    """How the names of the temporary folders of `path` start."""
+    return f".{path.name}.part-"
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may outlive a power cut that the files' contents do not, so contents go first."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("quantization_config", "compression_config"):
+        found = config.get(name)
+        if found:
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            raise UserError(
+                f"{path} is quantised ({name} {method!r:.50}): {OTHER_RUNTIME} runs it, this runtime cannot"
+            )
+
+
+def _without_weights(path: Path) -> str:
+    """The sentence for a folder without safetensors, by what it holds instead."""
+    names = sorted(file.name for file in path.iterdir())
+    gguf = [name for name in names if name.endswith(".gguf")]
+    if gguf:
+        return f"{path} holds no {SINGLE}; to run its GGUF file, name the file itself: {path / gguf[0]}"
+    if "adapter_config.json" in names:
+        return f"{path} holds an adapter and no model: merge it into its model first, or use {OTHER_RUNTIME}"
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        rule = "reading them can run any code and nothing is executed from a file; save the model as safetensors"
+        return f"{path} holds pickled weights only ({pickled[0]}): {rule}"
+    return f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read"
+
+
+def _index(file: Path) -> dict[str, str]:
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise UserError(f"{file} has no weight_map")
+    for name, shard in shards.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise UserError(
+                f"{file}: weight_map names {shard!r:.100} for {name!r:.100}, it must be a file beside the index"
+            )
+    return shards

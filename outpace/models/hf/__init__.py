@@ -1,0 +1,1 @@
+"""Causal language models that transformers runs, behind the interface of our own."""

@@ -1,0 +1,96 @@
+"""Models and tokenizers from transformers, loaded by name or brought along; what goes wrong is one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from outpace.core.errors import UserError
+from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.tokenizer import wrap
+from outpace.models.text.tokenizer import Tokenizer
+
+DeviceMap = str | Mapping[str, Any]
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    device_map: DeviceMap | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[TransformersModel, Tokenizer]:
+    """The model and the tokenizer of a folder or hub id, there of a `revision`.
+
+    `device_map` is accelerate's and takes `device`'s place. `trust_remote_code` runs Python files that come
+    with the model. UserError for all that does not load.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    with _explained(f"the tokenizer of {source}"):
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    if device_map is not None:
+        options["device_map"] = device_map
+    with _explained(str(source)), _without_bars():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        module, info = loaded
+        if device_map is None and not getattr(module, "is_quantized", False):
+            module.to(device)
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would fill them with random numbers
+        raise UserError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
+    return wrap_pair(module, tokenizer)
+
+
+def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer]:
+    """A loaded model and its tokenizer. UserError without a tokenizer, or for objects that are something else."""
+    if tokenizer is None:
+        raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
+    model = TransformersModel(module)
+    return model, wrap(tokenizer, _stop_ids(module))
+
+
+def _stop_ids(module: Any) -> list[int]:
+    """The ends of an answer: those for generation, else those of the model."""
+    for config in (getattr(module, "generation_config", None), module.config):
+        named = getattr(config, "eos_token_id", None)
+        if named is not None:
+            return list(named) if isinstance(named, list) else [named]
+    return []
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps transformers from drawing its own bars beside ours."""
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns what transformers raises for bad files and options, in many classes, into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if "trust_remote_code" in text:
+            reason = "brings its own Python code, which runs only when asked for: --trust-remote-code"
+            raise UserError(f"{what} {reason} (trust_remote_code=True)") from error
+        if "accelerate" in text:
+            raise UserError(f"{what} is to be spread by a device map, which needs `pip install accelerate`") from error
+        if "Unrecognized configuration class" in text:
+            raise UserError(f"{what} is no causal language model that transformers knows") from error
+        first = text.strip().partition("\n")[0]
+        raise UserError(f"{what} cannot be loaded by transformers ({type(error).__name__}: {first})") from error

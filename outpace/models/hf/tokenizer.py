@@ -1,0 +1,113 @@
+"""A tokenizer of transformers behind the methods of our own: its fast backend where it has one, else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from outpace.core.errors import UserError
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.text_stream import DAMAGED, TextStream
+from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
+
+
+class PythonBackend:
+    """The methods of a `tokenizers.Tokenizer` that ours calls, done by a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: dict[str, int] = tokenizer.get_vocab()
+        self._known = set(self._ids.values())
+
+    def encode(self, text: str, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [index for index in ids if index in self._known]
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(known, **options))
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        return self._ids
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._tokenizer.added_tokens_decoder)
+
+
+class OtherTokenizer(Tokenizer):
+    """A tokenizer that is Python code, or whose decoder `text_stream` does not know: slower, the text is the same."""
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        backend = PythonBackend(tokenizer)
+        self._tokenizer: Any = backend
+        self._words = {index: token for token, index in backend.get_vocab().items()}
+        self._special = _special(tokenizer)
+        self._add_bos = None
+        self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
+        self._stream = lambda skip_special: WholeText(partial(self.decode, skip_special=skip_special))
+        self.size = max(self._words, default=-1) + 1
+        self.bos_id = self._id(self._special.get("bos_token"))
+        self.stop_ids = self._ends(stop_ids)
+
+
+class WholeText(TextStream):
+    """Decodes the whole text anew with each token, and returns what has become certain."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__(lambda ids: [])
+        self._decode = decode
+        self._ids: list[int] = []
+        self._sent = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these ids, often empty."""
+        self._ids += ids
+        return self._since(self._decode(self._ids).rstrip(DAMAGED))
+
+    def finish(self) -> str:
+        return self._since(self._decode(self._ids))
+
+    def _since(self, text: str) -> str:
+        if not text.startswith(self._sent):
+            return ""
+        new, self._sent = text[len(self._sent) :], text
+        return new
+
+    def _push_token(self, token: str) -> str:
+        raise NotImplementedError("whole texts are decoded, not tokens")
+
+
+def wrap(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:
+    """The tokenizer with our methods; `stop_ids` end an answer beside its own. The one given is left as it is."""
+    import tokenizers
+
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "all_special_ids"):
+        raise UserError(f"{type(tokenizer).__name__} is not a tokenizer of transformers, AutoTokenizer gives one")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, tokenizers.Tokenizer):
+        copy = tokenizers.Tokenizer.from_str(backend.to_str())
+        try:
+            return Tokenizer(copy, _special(tokenizer), stop_ids, _templates(tokenizer))
+        except UserError:  # a decoder that text_stream does not know
+            pass
+    return OtherTokenizer(tokenizer, stop_ids)
+
+
+def _special(tokenizer: Any) -> dict[str, str]:
+    """The special tokens' texts by name."""
+    found = {name: getattr(tokenizer, name, None) for name in SPECIAL_NAMES}
+    return {name: str(text) for name, text in found.items() if text is not None}
+
+
+def _templates(tokenizer: Any) -> dict[str, str]:
+    """Chat templates by name."""
+    found = getattr(tokenizer, "chat_template", None)
+    named = found if isinstance(found, dict) else {"default": found}
+    return {name: text for name, text in named.items() if isinstance(text, str)}

@@ -1,0 +1,243 @@
+"""The Llama family by native kernels on a CPU: int8 weights and activations, one call a forward, always exact.
+
+A row's bits depend on its token, prefix and ancestors alone, by construction: integer sums within a group, one fixed
+order of everything else. The same bits come from every instruction set and any number of threads. int8 weights are
+another target than float32 ones: the texts of the two differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.scores import Held
+from outpace.models.base import Model, Part, Session
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.draft_vocab import checked_ids
+from outpace.models.llama.native_weights import Fetch, fetcher, load_layer, middle_size
+from outpace.models.llama.rope import Rotary
+
+KV_DTYPES = {"float32": 4, "float16": 2}
+
+
+class UnsupportedShape(UserError):
+    """A model that the kernels do not take; the torch runtime does."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has."""
+
+    threads: int | None = None
+    kv_dtype: str = "float32"
+    instruction_set: str = ""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_whole("threads", self.threads, 1, usable_cores())
+        if self.kv_dtype not in KV_DTYPES:
+            raise unknown("kv_dtype", self.kv_dtype, KV_DTYPES)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_kernels() -> Any:
+    """The package of the kernels; UserError where it is not installed."""
+    try:
+        import outpace_kernels
+    except ImportError as error:
+        raise UserError(f"the native kernels are not installed ({error}): run `pip install ./kernels`") from error
+    return outpace_kernels
+
+
+def check_supported(config: LlamaConfig) -> None:
+    """UnsupportedShape for a model that the kernels would get wrong."""
+    largest = load_kernels().MAX_DEPTH
+    if config.head_dim > largest or config.head_dim % 2:
+        raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
+    if any(window is not None for window in config.windows):
+        raise UnsupportedShape("native kernels have no sliding window")
+
+
+class NativeSession(Session):
+    """Keys and values of every layer, allocated once."""
+
+    def __init__(self, capacity: int, room: int, model: NativeLlama) -> None:
+        super().__init__(capacity, room)
+        self.config = model.config
+        self.store = model.kernels.Store(model.heads, model.config.num_layers, self.slots)
+
+    def read(self, length: int) -> np.ndarray:
+        """What the first `length` slots hold, float32 [layers, keys then values, kv_heads, slots, head_dim]."""
+        out = np.empty((self.config.num_layers, 2, self.config.num_kv_heads, length, self.config.head_dim), np.float32)
+        for layer, place in enumerate(out):
+            self.store.read(layer, length, place)
+        return out
+
+    def _move(self, source: np.ndarray, start: int) -> None:
+        self.store.move(source.tolist(), start)
+
+    def _copy(self, other: NativeSession, length: int) -> None:
+        self.store.copy(other.store, length)
+
+
+class NativeLlama(Model):
+    """A Llama-family model. Sessions are independent; concurrent calls of `score` wait for one another."""
+
+    exact = True
+    device = torch.device("cpu")
+
+    def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
+        """`layers`: as `native_weights.load_layer` gives them."""
+        self.kernels = load_kernels()
+        sets = self.kernels.instruction_sets()
+        if options.instruction_set not in ("", *sets):
+            raise unknown("instruction_set", options.instruction_set, sets)
+        self.config, self.options = config, options
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.num_layers = config.num_layers
+        self._layers, self._ends = layers, ends
+        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+        self._turns = np.empty((0, config.head_dim // 2, 2), np.float32)  # [positions, pairs, cosine then sine]
+        is_half = options.kv_dtype == "float16"
+        self.heads = self.kernels.Heads(
+            config.num_heads, config.num_kv_heads, config.head_dim, is_half, config.rms_norm_eps
+        )
+        self._model = self.kernels.Model(
+            self.heads,
+            config.hidden_size,
+            middle_size(self.kernels, config),
+            config.rms_norm_eps,
+            list(layers),
+            ends.embedding,
+            ends.norm,
+            ends.head,
+            options.instruction_set,
+            options.threads or usable_cores(),
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values a token, all layers together."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_DTYPES[self.options.kv_dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        total: int = sum(layer.bytes for layer in self._layers) + self._ends.head.bytes
+        return total
+
+    @property
+    def instruction_set(self) -> str:
+        """The one that runs."""
+        name: str = self._model.instruction_set
+        return name
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: LlamaConfig,
+        tensor: Callable[[str], Tensor],
+        *,
+        options: Options = Options(),
+        head_ids: Tensor | None = None,
+        progress: Callable[[str, float], None] = lambda stage, fraction: None,
+    ) -> NativeLlama:
+        """From Hugging Face weight names. `tensor(name)` gives a weight; they are rounded anew, layer by layer.
+
+        `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
+        """
+        check_supported(config)
+        kernels, fetch = load_kernels(), fetcher(tensor)
+        layers = []
+        for number in range(config.num_layers):
+            layers.append(load_layer(kernels, config, number, fetch))
+            progress("loading", (number + 1) / config.num_layers)
+        return cls(config, layers, Ends.load(kernels, config, fetch, head_ids), options)
+
+    def shallow(self, layers: Sequence[int]) -> NativeLlama:
+        """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
+        chosen = [self._layers[number] for number in layers]
+        return NativeLlama(self.config.of_layers(layers), chosen, self._ends, self.options)
+
+    def open(self, capacity: int, room: int) -> NativeSession:
+        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        capacity = min(capacity, self.max_positions)
+        positions = min(capacity + room, self.max_positions)
+        if positions > len(self._turns):
+            self._rotary.reach(positions)
+            self._turns = torch.view_as_real(self._rotary(torch.arange(positions))).numpy()
+        return NativeSession(capacity, room, self)
+
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        held = self.score_held(forest)
+        return held.values if held.ids is None else held.wide()
+
+    def score_held(self, forest: Sequence[Part]) -> Held:
+        """As `score`, of those tokens alone that the output layer has rows for."""
+        spans: list[tuple[Any, ...]] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for part in forest:
+            if part.keep is not None:
+                part.session.keep(part.keep)
+            wanted += [len(tokens) + node for node in part.wanted]
+            tokens += part.tokens
+            spans.append(self._span(part, positions))
+        outputs: int = self._model.outputs
+        out = np.empty((len(wanted), outputs), np.float32)
+        turns = self._turns.take(positions, 0)  # [rows, pairs, 2]
+        self._model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
+        scores = torch.from_numpy(out)
+        ids = self._ends.held
+        if ids is None:
+            return Held(scores if self.vocab_size == outputs else scores[:, : self.vocab_size], None, self.vocab_size)
+        if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
+            ids = ids[: np.searchsorted(ids, self.vocab_size)]
+            scores = scores[:, : len(ids)]
+        return Held(scores, ids, self.vocab_size)
+
+    def _span(self, part: Part, positions: list[int]) -> tuple[Any, ...]:
+        """Reserves a part's slots: where its rows lie and what they see. Adds their positions."""
+        session = part.session
+        before, length = session.pending, session.length
+        sees = session.extend(part.parents)  # [nodes, pending]
+        last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
+        positions += [min(length + depth, last) for depth in session.pending_depths[before:]]
+        return session.store, length, before, len(part.tokens), sees
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stands before and behind the layers. `held` [rows]: the output layer's tokens, rising; None: all."""
+
+    embedding: Any
+    norm: np.ndarray
+    head: Any
+    held: np.ndarray | None
+
+    @classmethod
+    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: Tensor | None) -> Ends:
+        """From Hugging Face weight names; an output layer that is the embedding is held once."""
+        table = fetch("model.embed_tokens.weight")
+        embedding = kernels.Matrix(table)
+        if config.tie_embeddings and head_ids is None:
+            return cls(embedding, fetch("model.norm.weight"), embedding, None)
+        weight, held = table if config.tie_embeddings else fetch("lm_head.weight"), None
+        if head_ids is not None:
+            held = np.sort(checked_ids(head_ids, config.vocab_size).numpy())
+            weight = np.ascontiguousarray(weight[held])
+        return cls(embedding, fetch("model.norm.weight"), kernels.Matrix(weight), held)

@@ -1,0 +1,168 @@
+"""Rotary embeddings: the base and its scaling from a config.json, and the numbers by which pairs turn.
+
+Scalings: linear (Chen et al., arXiv:2306.15595), YaRN (Peng et al., arXiv:2309.00071) and Llama 3.1's ("llama3").
+Those whose frequencies follow the length of the text (dynamic, longrope) are refused: keys that are stored already
+would have to turn again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.models.llama.fields import flag, number, size, unsupported
+
+LARGEST_THETA = 1e12
+LARGEST_FACTOR = 1e6
+BLOCK = 4096  # positions computed at once; a position's number does not depend on how far the table reaches
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All positions are squeezed by `factor`."""
+
+    factor: float
+    gain: float = 1.0  # cosines and sines are multiplied by it
+
+    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies. [head_dim / 2]"""
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Slow pairs are squeezed by `factor`, fast ones not, those between in part; fast and slow by turns a text."""
+
+    factor: float
+    slow_turns: float  # low_freq_factor: pairs that turn fewer times than this in `original` tokens are slow
+    fast_turns: float  # high_freq_factor
+    original: int
+    gain: float = 1.0
+
+    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies. [head_dim / 2]"""
+        turns = self.original / (2 * math.pi / frequencies)
+        share = ((turns - self.slow_turns) / (self.fast_turns - self.slow_turns)).clamp(0, 1)
+        return (1 - share) * frequencies / self.factor + share * frequencies
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """As Llama3Scaling, the share falling evenly over the pairs' numbers; queries and keys grow by `gain`."""
+
+    factor: float
+    slow_turns: float  # beta_slow
+    fast_turns: float  # beta_fast
+    original: int
+    gain: float
+    whole_pairs: bool  # the ends of the ramp are whole numbers of pairs ("truncate")
+
+    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The scaled frequencies. [head_dim / 2]"""
+        count = len(frequencies)
+
+        def pair(turns: float) -> float:
+            """Which pair turns so many times in `original` tokens; between pairs, in general."""
+            return count * math.log(self.original / (turns * 2 * math.pi)) / math.log(theta)
+
+        first, last = pair(self.fast_turns), pair(self.slow_turns)
+        if self.whole_pairs:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * count - 1)
+        width = last - first if last != first else 0.001
+        slow = ((torch.arange(count, dtype=torch.float32) - first) / width).clamp(0, 1)
+        return frequencies / self.factor * slow + frequencies * (1 - slow)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
+OWN = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, Scaling | None]:
+    """The rotary base and its scaling: transformers 5 writes both into rope_parameters, earlier ones rope_scaling."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    for given in ("rope_scaling", "rope_parameters"):
+        if fields.get(given) is not None and not isinstance(fields[given], Mapping):
+            raise UserError(f"{given} is {fields[given]!r:.200}, it must be an object or null")
+    rope: Mapping[str, Any] = fields.get(name) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in OWN:
+        raise unsupported(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
+    strange = sorted(str(key) for key in set(rope) - COMMON - OWN[kind])
+    if strange or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise unsupported(f"{name} {dict(rope)!r:.200}")
+    inner = {f"{name}.{key}": value for key, value in rope.items()}
+    theta = number(
+        inner, f"{name}.rope_theta", number(fields, "rope_theta", default_theta, LARGEST_THETA), LARGEST_THETA
+    )
+    return theta, _scaling(kind, f"{name}.", inner, fields, theta)
+
+
+def _scaling(kind: str, at: str, inner: Mapping[str, Any], fields: Mapping[str, Any], theta: float) -> Scaling | None:
+    if kind == "default":
+        return None
+    factor = number(inner, at + "factor", None, LARGEST_FACTOR)
+    if kind == "linear":
+        return LinearScaling(factor)
+    length = "original_max_position_embeddings"
+    original = size(inner, at + length, size(fields, "max_position_embeddings", 2048))
+    original = size(fields, length, original)  # as transformers reads it, the outer field goes first
+    if kind == "yarn":
+        return _yarn(at, inner, factor, original, theta)
+    slow, fast = (number(inner, f"{at}{speed}_freq_factor", None, LARGEST_FACTOR) for speed in ("low", "high"))
+    if slow >= fast:
+        raise UserError(f"{at}low_freq_factor is {slow:g}, it must be below high_freq_factor {fast:g}")
+    return Llama3Scaling(factor, slow, fast, original)
+
+
+def _yarn(at: str, inner: Mapping[str, Any], factor: float, original: int, theta: float) -> YarnScaling:
+    if theta <= 1:
+        raise UserError(f"rope_theta is {theta:g}, it must be above 1 for yarn")
+    fast = number(inner, at + "beta_fast", 32.0, LARGEST_FACTOR)
+    slow = number(inner, at + "beta_slow", 1.0, LARGEST_FACTOR)
+    over, under = (number(inner, at + name, 0.0, LARGEST_FACTOR) for name in ("mscale", "mscale_all_dim"))
+    gain = _gain(factor, over) / _gain(factor, under) if over and under else _gain(factor, 1.0)
+    gain = number(inner, at + "attention_factor", gain, LARGEST_FACTOR)
+    return YarnScaling(factor, slow, fast, original, gain, flag(inner, at + "truncate", True))
+
+
+def _gain(factor: float, scale: float) -> float:
+    """How much YaRN sharpens attention over a text that is `factor` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class Rotary:
+    """e^(i position frequency), times the scaling's gain, for as many positions as were asked for."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> None:
+        frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        self._frequencies = scaling.stretched(frequencies, theta) if scaling else frequencies
+        self._gain = scaling.gain if scaling else 1.0
+        self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
+
+    def reach(self, positions: int) -> None:
+        """Makes the table hold at least so many positions; one thread at a time."""
+        if positions <= len(self._table):
+            return
+        blocks = [self._table]
+        for start in range(len(self._table), positions, BLOCK):
+            places = torch.arange(start, start + BLOCK, dtype=torch.float32)
+            angles = torch.outer(places, self._frequencies)
+            blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gain).to(self._table.device))
+        self._table = torch.cat(blocks)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """The numbers for positions [rows]: [rows, head_dim / 2] complex64."""
+        return self._table[positions]

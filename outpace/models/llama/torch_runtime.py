@@ -1,0 +1,243 @@
+"""Our own runtime for the Llama family: token trees of many sessions through one forward, static keys and values.
+
+Exact mode (the default for float32 and bfloat16 on a CPU): a row's bits depend on its token, prefix and ancestors
+alone. Rows are padded to counts that `linear.find_row_counts` found, everything between the products is row-wise,
+attention is `ExactAttention`. So plain decoding, a tree, a batch and a fresh prefill write the same text, bit for bit.
+
+Layers with a sliding window read the last tokens only, but a session keeps all of them: there is no ring buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.models.base import Model, Part, Session, row_numbers
+from outpace.models.llama.attention import ExactAttention, FastAttention
+from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.draft_vocab import checked_ids
+from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
+from outpace.models.llama.rope import Rotary
+from outpace.models.llama.span import Span
+from outpace.models.llama.torch_weights import Layer, Normed, load_head, load_layer
+
+
+class LlamaSession(Session):
+    """Keys and values of every layer, allocated once: [layers, keys then values of the kv_heads, slots, head_dim]."""
+
+    def __init__(self, capacity: int, room: int, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(capacity, room)
+        self.last_position = config.max_positions - 1
+        shape = (config.num_layers, 2 * config.num_kv_heads, self.slots, config.head_dim)
+        self.kv = torch.empty(shape, dtype=dtype, device=device)
+
+    def _move(self, source: np.ndarray, start: int) -> None:
+        index = torch.from_numpy(source).to(self.kv.device)
+        self.kv[:, :, start : start + len(source)] = self.kv[:, :, index]
+
+    def _copy(self, other: LlamaSession, length: int) -> None:
+        self.kv[:, :, :length] = other.kv[:, :, :length]
+
+
+class Llama(Model):
+    """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time.
+
+    `notice`: what its user is to know of it, in a sentence.
+    """
+
+    notice: str | None = None
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: Sequence[Layer],
+        embedding: Tensor,
+        head: Normed,
+        exact: bool | None = None,
+        head_ids: Tensor | None = None,
+    ) -> None:
+        """`exact` None: on where the machine allows it, float32 and bfloat16 on a CPU. `head_ids` [rows]: the tokens
+        of the output layer's rows, where it holds some only; all others score -inf."""
+        self.config = config
+        self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.num_layers = config.num_layers
+        self.device, self.dtype = embedding.device, embedding.dtype
+        self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
+        self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
+        self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
+        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
+        self._windows = {config.window(number) for number in range(config.num_layers)}
+        probing = can_pack(self.device, self.dtype) and exact is not False
+        self.row_counts, self._head_counts = self._probe() if probing else ((), ())
+        self.exact = bool(self.row_counts)
+        if exact and not self.exact:
+            raise UserError(
+                f"exact mode is not to be had for {self.dtype} on {self.device}: float32 and bfloat16 on a CPU have it"
+            )
+        self._attention: list[ExactAttention | FastAttention] = [
+            ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
+        ]
+        self._kv_dtype = self._attention[0].dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values a token, all layers together."""
+        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self._kv_dtype.itemsize
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one pass reads."""
+        shapes = tensor_shapes(self.config)
+        if not self.config.tie_embeddings:
+            del shapes["model.embed_tokens.weight"]  # one row of it is read, not all
+        return sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: LlamaConfig,
+        tensor: Callable[[str], Tensor],
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        exact: bool | None = None,
+        head_ids: Tensor | None = None,
+        progress: Callable[[str, float], None] = lambda stage, fraction: None,
+    ) -> Llama:
+        """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer.
+
+        `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
+        """
+        head_ids = None if head_ids is None else checked_ids(head_ids, config.vocab_size).to(device)
+
+        def fetch(name: str) -> Tensor:
+            return tensor(name).to(device=device, dtype=dtype)
+
+        layers = []
+        for number in range(config.num_layers):
+            layers.append(load_layer(config, number, fetch))
+            progress("loading", (number + 1) / config.num_layers)
+        embedding = fetch("model.embed_tokens.weight")
+        head = load_head(config, embedding, head_ids, fetch)
+        return cls(config, layers, embedding, head, exact, head_ids)
+
+    def shallow(self, layers: Sequence[int]) -> Llama:
+        """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
+        chosen = [self._layers[number] for number in layers]
+        config = self.config.of_layers(layers)
+        return Llama(config, chosen, self._embedding, self._head, self.exact, self._head_ids)
+
+    def open(self, capacity: int, room: int) -> LlamaSession:
+        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        capacity = min(capacity, self.max_positions)
+        self._rotary.reach(min(capacity + room, self.max_positions))
+        return LlamaSession(capacity, room, self.config, self._kv_dtype, self.device)
+
+    @torch.inference_mode()
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        for part in forest:
+            if part.keep is not None:
+                part.session.keep(part.keep)
+        spans: list[Span] = []
+        for part in forest:
+            first_row = spans[-1].rows.stop if spans else 0
+            spans.append(Span(part, first_row, self.max_positions - 1, self._windows, self.device))
+        tokens = torch.tensor([token for part in forest for token in part.tokens], device=self.device)
+        positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
+        x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
+        turns = self._turns(padded(positions, self.row_counts))
+        for number in range(len(self._layers)):
+            x = self._forward(number, x, turns, spans)
+        rows = row_numbers(forest)
+        return self._logits(x[torch.tensor(rows, dtype=torch.int64, device=self.device)])
+
+    def _forward(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
+        """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
+        layer, attention = self._layers[number], self._attention[number]
+        mixed = self._apply_normed(layer.qkv, x)
+        if layer.head_norm is not None:
+            mixed = self._norm_heads(mixed, layer.head_norm)
+        mixed = attention.prepare(mixed, turns[self.config.rotates(number)])
+        attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
+        for span in spans:
+            self._attend(number, span, mixed[span.rows], attended[span.rows])
+        x = self._apply(layer.output, attended, x)
+        gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
+        return self._apply(layer.down, F.silu(gate).mul_(up), x)
+
+    def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:
+        """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
+        heads, groups = self.config.num_heads, self.config.num_kv_heads
+        kv, view = span.session.kv[number], span.views[self.config.window(number)]
+        kv[:, span.slots] = mixed[:, heads:].transpose(0, 1)
+        keys, values = kv[:groups, view.first : span.seen], kv[groups:, view.first : span.seen]
+        self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The last layer's rows to scores: [rows, vocab]"""
+        if not len(x):
+            return x.new_empty(0, self.vocab_size)
+        normed = self._norm(padded(x, self._head_counts), self._head.norm)
+        logits = in_calls(self._head.linear, normed, None, self._head_counts)[: len(x)]
+        if self._head_ids is not None:
+            wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
+            logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
+        return logits[:, : self.vocab_size]
+
+    def _turns(self, positions: Tensor) -> dict[bool, Tensor]:
+        """What layers that know positions (True), and those that do not, multiply heads' pairs by: unit numbers, for
+        queries with the softmax's scale; values stay. [rows, heads + 2 kv_heads, head_dim / 2] complex"""
+        config = self.config
+        still = torch.ones(len(positions), 1, config.head_dim // 2, dtype=self._attention[0].turn_dtype)
+        still = still.to(self.device)
+
+        def of_heads(turn: Tensor) -> Tensor:
+            query = (turn / math.sqrt(config.head_dim)).expand(-1, config.num_heads, -1)
+            parts = (query, turn.expand(-1, config.num_kv_heads, -1), still.expand(-1, config.num_kv_heads, -1))
+            return torch.cat(parts, dim=1)
+
+        turning = of_heads(self._rotary(positions)[:, None].to(still.dtype))
+        return {True: turning, False: of_heads(still)} if config.rotary_layers else {True: turning}
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x over sqrt(sum of squares + hidden * eps), times `weight`, which brings sqrt(hidden); where it is None, both
+        are in the next product."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, 1]
+        normed = x / torch.hypot(norm, self._norm_floor)
+        return normed if weight is None else (normed * weight).to(x.dtype)
+
+    def _norm_heads(self, mixed: Tensor, weight: Tensor) -> Tensor:
+        """Queries and keys, head by head, as `_norm` does it; values stay. [rows, (heads + 2 kv_heads) * head_dim]"""
+        heads = mixed.unflatten(1, (-1, self.config.head_dim))
+        norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, heads.., 1]
+        divisor = torch.hypot(norm, self._head_norm_floor)
+        divisor[:, -self.config.num_kv_heads :] = 1
+        return (heads / divisor * weight).flatten(1).to(mixed.dtype)
+
+    def _apply_normed(self, normed: Normed, x: Tensor) -> Tensor:
+        return self._apply(normed.linear, self._norm(x, normed.norm))
+
+    def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return in_calls(linear, x, residual, self.row_counts)
+
+    def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Row counts that leave rows alone, for the layers and for the output layer."""
+        layer, hidden, config = self._layers[0], self.config.hidden_size, self.config
+
+        def added(linear: Linear) -> Linear:
+            """As the forward calls it, with a residual: that is another kernel."""
+            return lambda x, residual=None: linear(x, x.new_ones(len(x), hidden))
+
+        narrow = [(layer.qkv.linear, hidden), (layer.gate_up.linear, hidden)]
+        wide = [(layer.output, config.num_heads * config.head_dim), (layer.down, config.intermediate_size)]
+        linears = [*narrow, *((added(linear), inputs) for linear, inputs in wide)]
+        counts = find_row_counts(linears, COUNTS, self.dtype)
+        head = find_row_counts([(self._head.linear, hidden)], HEAD_COUNTS, self.dtype)
+        return (counts, head) if counts and head else ((), ())

@@ -1,0 +1,145 @@
+"""Models from what a user calls them, each with its tokenizer and where it came from; and the draft for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outpace.core.errors import UserError, check_range
+from outpace.models import runtimes
+from outpace.models.base import Model
+from outpace.models.files.find import resolve
+from outpace.models.files.packed import is_packed, whole
+from outpace.models.files.pairs import find_draft
+
+Progress = Callable[[str, float], None]
+
+LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
+
+
+def silent(stage: str, fraction: float) -> None:
+    """Progress that nobody sees."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, where it came from, and the fields of its config.json.
+
+    `again` loads the same in another process, and can be pickled; None where the model was handed over as an object.
+    `files` finds the folder of its files; None there as well. `precision` is what its weights are held in: int8, or the
+    name of a torch type. `inflate`: how many times as much as its own a pass costs.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = ""
+    inflate: int = 1
+    again: Callable[[], Loaded] | None = None
+    files: Callable[[], Path] | None = None
+
+
+def load_model(
+    spec: Any,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    exact: bool | None = None,
+    progress: Progress = silent,
+    runtime: str = "auto",
+    trust_remote_code: bool = False,
+    device_map: str | Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
+    inflate: int = 1,
+) -> Loaded:
+    """The model that `spec` means: a folder, a .gguf file, a hub id, None for the shipped one, or a model of
+    transformers that is loaded already, with its `tokenizer`.
+
+    `runtime` "auto": our own where it knows the architecture and the weights' format, else transformers. `dtype`
+    "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
+    `inflate`: a pass costs that many times as much, see `models.inflate`.
+    """
+    if spec is not None and not isinstance(spec, str | Path):
+        if inflate != 1:
+            raise UserError("inflate is for models that are loaded by name, not for one that is loaded already")
+        return Loaded(*runtimes.wrap_loaded(spec, tokenizer))
+    if tokenizer is not None:
+        raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
+    _check_device(device)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "exact": exact, "inflate": inflate}
+    how = runtimes.How(trust_remote_code=trust_remote_code, device_map=device_map, **options)
+    again = partial(load_model, spec, **options, runtime=runtime, trust_remote_code=trust_remote_code)
+    opened = runtimes.open_model(spec, runtime, how, progress)
+    files = partial(resolve, None if spec is None else str(spec))
+    return Loaded(*opened, again=partial(again, device_map=device_map), files=files)
+
+
+def load_draft(spec: Any, target: Loaded, *, progress: Progress = silent, **options: Any) -> Loaded:
+    """A draft for this target: another model with the same tokens, some of the target's own layers, or "auto" for the
+    small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named."""
+    if str(spec).startswith(LAYERS):
+        if target.inflate != 1:
+            raise UserError(f"{spec} skips layers, which inflate adds without effect: its cost would mean nothing")
+        again = partial(_layers_again, str(spec), target.again) if target.again else None
+        return Loaded(_shallow(str(spec), target), target.tokenizer, str(spec), again=again)
+    if spec == "auto":
+        spec = find_draft(target.name, target.config)
+    if not isinstance(spec, str | Path):
+        options["tokenizer"] = options.get("tokenizer") or target.tokenizer
+    is_whole = not isinstance(spec, str | Path) or not is_packed(spec)
+    draft = load_model(spec if is_whole else _whole(Path(spec), target), progress=progress, **options)
+    draft = draft if is_whole else replace(draft, name=str(spec))
+    differs = target.tokenizer.tokens_differ(draft.tokenizer)
+    if differs:
+        raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}")
+    draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
+    return draft
+
+
+def _whole(spec: Path, target: Loaded) -> Path:
+    """The folder of a packed draft, whole with its target's embeddings."""
+    if target.files is None:
+        raise UserError(
+            f"the draft {spec} has the embeddings of its target, and {target.name} is an object of this process: make"
+            " the draft whole with the target's files by `outpace distill --unpack`"
+        )
+    return whole(spec.expanduser(), target.files())
+
+
+def _shallow(spec: str, target: Loaded) -> Model:
+    count = target.model.num_layers
+    if not count:
+        raise UserError(f"{spec} needs a target of the runtime native or llama, {target.name} runs by transformers")
+    draft: Model = target.model.shallow(_layers(spec, count))
+    return draft
+
+
+def _layers_again(spec: str, again: Callable[[], Loaded]) -> Loaded:
+    return load_draft(spec, again())
+
+
+def _layers(spec: str, count: int) -> list[int]:
+    allowed = f"write {LAYERS} and numbers from 0 to {count - 1} in rising order, as in {LAYERS}0,1,{count - 1}"
+    try:
+        numbers = [int(part) for part in spec.removeprefix(LAYERS).split(",")]
+    except ValueError:
+        raise UserError(f"{spec!r} names no layers; {allowed}") from None
+    for number in numbers:
+        check_range(f"a layer of {spec}", number, 0, count - 1)
+    if numbers != sorted(set(numbers)):
+        raise UserError(f"{spec!r} names layers twice or out of order; {allowed}")
+    return numbers
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:
+        have = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        raise UserError(f"device {device!r} is not to be had here, there are {', '.join(have)}") from error

@@ -1,0 +1,214 @@
+"""Text to token ids and back, and conversations through the model's chat template, from a model folder's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outpace.core.errors import UserError
+from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
+from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.text_stream import TextStream, stream_maker
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+# Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
+# too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
+TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+class Tokenizer:
+    """A model's vocabulary. `size` counts ids; `stop_ids` end an answer; `bos_id` is None where the model has none."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        settings: Mapping[str, Any],
+        stop_ids: Sequence[int] = (),
+        templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """`stop_ids` are those that the model's files name, `templates` its chat templates by name."""
+        self._tokenizer = tokenizer
+        # Some files carry the settings of training, which would cut or fill what is encoded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._words = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
+        self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
+        self._add_bos = settings.get("add_bos_token")
+        self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
+        self._stream = stream_maker(tokenizer)
+        self.size = max(self._words, default=-1) + 1
+        self.bos_id = self._id(self._special.get("bos_token"))
+        self.stop_ids = self._ends(stop_ids)
+
+    @classmethod
+    def from_folder(cls, path: Path | str) -> Tokenizer:
+        """The tokenizer of the model folder `path`.
+
+        UserError: there is no tokenizer.json or tokenizer.model, it is damaged, or it names ids that the model's
+        embedding does not have.
+        """
+        path = Path(path)
+        own = read_json_if_there(path / "tokenizer_config.json")
+        settings = {**read_json_if_there(path / "special_tokens_map.json"), **own}
+        config = read_json_if_there(path / "config.json")
+        stops: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            stops = stops or _ids(path / name, read_json_if_there(path / name).get("eos_token_id"))
+        raw, file = _raw(path, settings)
+        try:
+            tokenizer = cls(raw, settings, stops, _templates(path, settings))
+        except UserError as error:
+            raise UserError(f"{file}: {error}") from error
+        rows = config.get("vocab_size")
+        if isinstance(rows, int) and tokenizer.size > rows:
+            raise UserError(f"{file} names ids up to {tokenizer.size - 1}, the model's embedding has {rows} rows")
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, after the begin-of-text token where the model wants one.
+
+        Special tokens written out in `text` become their ids, as in transformers.
+        """
+        ids = self._encode(text, add_special=self._add_bos is None)
+        if self._add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        twice = self.bos_id is not None and ids[:2] == [self.bos_id] * 2
+        return ids[1:] if twice else ids
+
+    def continuation(self, text: str) -> list[int]:
+        """Ids of a text that continues another: no special tokens around it, and none made of its characters."""
+        return self._encode(text, add_special=False)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether `render` and `chat` have a template to go by."""
+        return "default" in self._templates
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
+        """The conversation as the text that the model was trained on; `values` (tools, ...) go to the template.
+
+        UserError: the model has no chat template, or the template refuses the messages.
+        """
+        values = {"tools": None, "documents": None, **self._special, **values}
+        name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
+            raise UserError(f"this model has no chat template{others}, give it plain text instead")
+        return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
+
+    def close(self) -> None:
+        """Ends the process that renders chat templates; using the tokenizer again starts another."""
+        for template in self._templates.values():
+            template.close()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> list[int]:
+        """The ids of the conversation, ready for the model's answer; the template alone writes special tokens."""
+        return self._encode(self.render(messages, **values), add_special=False)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of `ids`; ids beyond the vocabulary (a padded embedding) are empty."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def stream(self, skip_special: bool = True) -> TextStream:
+        """A new text to be decoded bit by bit; its pieces put together equal `decode`."""
+        return self._stream(skip_special)
+
+    def tokens_differ(self, other: Tokenizer) -> str | None:
+        """None if both name the same strings for all ids that both have, else a phrase with the first that differs.
+
+        One vocabulary may be longer than the other: rows that pad an embedding are no difference.
+        """
+        for index in range(min(self.size, other.size)):
+            mine, others = self._words.get(index), other._words.get(index)
+            if mine != others and mine is not None and others is not None:
+                return f"id {index} is {mine!r} in one and {others!r} in the other"
+        return None
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text holds half a character (a lone surrogate) at {error.start}") from error
+        with _panics_told("cannot cut this text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+    def _ends(self, named: Sequence[int]) -> frozenset[int]:
+        """The ids that end an answer. Ids that the vocabulary does not have are never written."""
+        special = {index for index, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        ends = {self._id(self._special.get("eos_token")), *named, *(special & {self._id(end) for end in TURN_ENDS})}
+        found = {index for index in ends if index in self._words}
+        found = found or special & {self._id(end) for end in TEXT_ENDS}
+        return frozenset(index for index in found if index is not None)
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+
+def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
+    """The folder's tokenizer, and the file that it came from."""
+    import tokenizers
+
+    file = path / "tokenizer.json"
+    if not is_there(file):
+        if is_there(path / "tokenizer.model"):
+            from outpace.models.files import sentence_piece
+            from outpace.models.files.gguf import tokenizer as gguf_tokenizer
+
+            file = path / "tokenizer.model"
+            return gguf_tokenizer.build(file, sentence_piece.read_fields(path, settings)).tokenizer, file
+        advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
+        raise UserError(f"{path} holds no tokenizer.json and no tokenizer.model; {advice}")
+    check_file(file, LARGEST_TOKENIZER)
+    try:
+        with _panics_told(f"cannot be made from {file}"):
+            return tokenizers.Tokenizer.from_file(str(file)), file
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise UserError(f"{file} is not a tokenizer ({error!s:.200})") from error
+
+
+@contextmanager
+def _panics_told(what: str) -> Iterator[None]:
+    """A panic of the Rust library is no Exception: a pattern that tries too long raises one, for example."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"the model's tokenizer {what} ({error!s:.200})") from error
+
+
+def _ids(file: Path, value: Any) -> list[int]:
+    """An eos_token_id field: null, an id or a list of ids."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(index, bool) or not isinstance(index, int) for index in ids):
+        raise UserError(f"{file}: eos_token_id is {value!r:.50}, it must be an id or a list of ids")
+    return ids
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token in tokenizer_config.json is a text or an object with its text in `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name: newer folders keep one in a file of its own, older ones in tokenizer_config.json."""
+    file = path / "chat_template.jinja"
+    if is_there(file):
+        return {"default": read_text(file)}
+    found = read_json_if_there(path / "chat_template.json").get("chat_template") or settings.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
+    pairs = found.items() if isinstance(found, Mapping) else ()
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
