@@ -17,7 +17,7 @@ from torch import Tensor
 from twins import answer_all, nearly, write_slowly
 
 from outpace.core import noise
-from outpace.core.types import Report, Request
+from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive, speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -96,7 +96,7 @@ def memory_differences() -> Iterator[str]:
                     yield "what is kept is not what was read"
                 if kept.session.length != len(kept.tokens):
                     yield "more or less is kept than is known"
-        run = parts.submit(replace(TURNS[0], report=Report(0, prompt=True)), autoregressive, None)
+        run = parts.submit(replace(TURNS[0], logprobs=LogprobsOptions(0, prompt=True)), autoregressive, None)
         while run.finish_reason is None:
             parts.step()
         if len(run.prompt_logprobs) != len(STEM) + 1:

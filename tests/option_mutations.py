@@ -49,11 +49,11 @@ def committed_only(ends_with: Original) -> Original:
 
 
 def of_the_next_row(token_logprobs: Original) -> Original:
-    return lambda logits, rows, tokens, report: token_logprobs(logits.roll(-1, 0), rows, tokens, report)
+    return lambda logits, rows, tokens, options: token_logprobs(logits.roll(-1, 0), rows, tokens, options)
 
 
 def always_raw(token_logprobs: Original) -> Original:
-    return lambda logits, rows, tokens, report: token_logprobs(logits, rows, tokens, replace(report, processed=False))
+    return lambda logits, rows, tokens, options: token_logprobs(logits, rows, tokens, replace(options, processed=False))
 
 
 def not_cut(commit: Original) -> Original:

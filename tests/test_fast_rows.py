@@ -15,7 +15,7 @@ from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import exponential, gumbel, gumbel_of, hashes, row_key
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, largest
-from outpace.core.types import Report, Request, Row
+from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.rules import _ranking, greedy, match
 from outpace.rules import gumbel as gumbel_rule
 from outpace.rules._race import REACH, Race
@@ -175,7 +175,7 @@ def test_log_probabilities_are_those_of_the_whole_softmax() -> None:
     logits = shapes(2048, 2)
     tokens = list(range(len(logits)))
     whole = torch.log_softmax(logits, dim=-1)
-    records = token_logprobs(logits, [], tokens, Report(5))
+    records = token_logprobs(logits, [], tokens, LogprobsOptions(5))
     for row, record in zip(whole, records, strict=True):
         best = row.topk(5)
         assert record.logprob == row[record.token].item()

@@ -14,7 +14,7 @@ from doubles import QuickToy, check_session, make_drafter, make_request, write
 
 from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
-from outpace.core.types import Report, Request
+from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.memory import free_bytes
@@ -262,13 +262,13 @@ def test_a_request_that_reports_on_its_prompt_reads_it() -> None:
     with Engine(target) as engine:
         finish(engine, submit(engine, make_request(SYSTEM, max_tokens=3)))
         before = target.rows
-        asked = make_request(SYSTEM, max_tokens=3, report=Report(2, prompt=True))
+        asked = make_request(SYSTEM, max_tokens=3, logprobs=LogprobsOptions(2, prompt=True))
         (run,) = submit(engine, asked)
         finish(engine, [run])
         assert target.rows - before == 89 + 3
         assert [record.token for record in run.prompt_logprobs] == list(SYSTEM[1:])
         before = target.rows
-        (run,) = submit(engine, make_request(SYSTEM, max_tokens=3, report=Report(2)))
+        (run,) = submit(engine, make_request(SYSTEM, max_tokens=3, logprobs=LogprobsOptions(2)))
         finish(engine, [run])
         assert target.rows - before == 3
         assert len(run.logprobs) == 3

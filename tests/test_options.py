@@ -13,7 +13,7 @@ from twins import LETTERS, WIDE, Wish, Written, answer_all, nearly, write_slowly
 
 from outpace.core.adjust import adjusted
 from outpace.core.tree import TokenTree
-from outpace.core.types import Adjustments, DraftState, Observation, Report, Request, Row
+from outpace.core.types import Adjustments, DraftState, LogprobsOptions, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import EngineOptions
 
@@ -67,16 +67,19 @@ OPTIONS: dict[str, Option] = {
     "stop string": lambda t, s: {"stops": (s[5:9],)},
     "stop string, included": lambda t, s: {"stops": (s[5:9],), "include": True},
     "stop strings": lambda t, s: {"stops": ("xyz", s[6:12], s[7:9], s[6:8])},
-    "chosen logprobs": lambda t, s: {"report": Report(0)},
-    "five logprobs": lambda t, s: {"report": Report(5)},
-    "chosen logprobs, processed": lambda t, s: {**adjust(presence_penalty=0.4), "report": Report(0, processed=True)},
+    "chosen logprobs": lambda t, s: {"logprobs": LogprobsOptions(0)},
+    "five logprobs": lambda t, s: {"logprobs": LogprobsOptions(5)},
+    "chosen logprobs, processed": lambda t, s: {
+        **adjust(presence_penalty=0.4),
+        "logprobs": LogprobsOptions(0, processed=True),
+    },
     "more logprobs than tokens, processed": lambda t, s: {
         **adjust(bad_words=(tuple(t[1:3]),)),
-        "report": Report(40, processed=True),
+        "logprobs": LogprobsOptions(40, processed=True),
     },
-    "logprobs cut by a stop string": lambda t, s: {"stops": (s[7:9],), "report": Report(2)},
-    "echo with logprobs": lambda t, s: {"report": Report(3, prompt=True)},
-    "one token": lambda t, s: {"max_tokens": 1, "report": Report(1)},
+    "logprobs cut by a stop string": lambda t, s: {"stops": (s[7:9],), "logprobs": LogprobsOptions(2)},
+    "echo with logprobs": lambda t, s: {"logprobs": LogprobsOptions(3, prompt=True)},
+    "one token": lambda t, s: {"max_tokens": 1, "logprobs": LogprobsOptions(1)},
     "seven tokens": lambda t, s: {"max_tokens": 7},
     "everything": lambda t, s: {
         **adjust(
@@ -90,7 +93,7 @@ OPTIONS: dict[str, Option] = {
         "stop_ids": frozenset({t[3], t[8]}),
         "stops": (s[6:8], s[12:14]),
         "include": True,
-        "report": Report(4, processed=True, prompt=True),
+        "logprobs": LogprobsOptions(4, processed=True, prompt=True),
     },
 }
 
@@ -134,7 +137,7 @@ def test_plain_decoding_is_the_slow_twin(option: str) -> None:
         assert (written.tokens, written.text, written.reason) == (slow.tokens, slow.text, slow.reason)
         assert nearly(written.logprobs, slow.logprobs, 1e-9)
         assert nearly(written.prompt_logprobs, slow.prompt_logprobs, 1e-9)
-        assert len(written.logprobs) == (len(written.tokens) if wish.request.report else 0)
+        assert len(written.logprobs) == (len(written.tokens) if wish.request.logprobs else 0)
         bites += (slow.tokens, slow.text, slow.logprobs) != (plain.tokens, plain.text, [])
     assert bites >= 3, "the option changes next to nothing here: the test would not notice if it were ignored"
 
@@ -209,8 +212,8 @@ def test_what_completes_inside_an_accepted_path(method: str, rule: str) -> None:
         "bad word": adjust(bad_words=(tuple(text[2:5]),)),
         "penalty on what the path holds": adjust(presence_penalty=2.0, frequency_penalty=2.0),
         "stop token too early": {**adjust(min_tokens=new + 2), "stop_ids": frozenset({text[new]})},
-        "stop token": {"stop_ids": frozenset({text[new]}), "report": Report(1)},
-        "stop string": {"stops": (border,), "report": Report(1)},
+        "stop token": {"stop_ids": frozenset({text[new]}), "logprobs": LogprobsOptions(1)},
+        "stop string": {"stops": (border,), "logprobs": LogprobsOptions(1)},
     }
     for name, options in asked.items():
         wish = make_wish(prompt, rule, sampling, options)

@@ -167,11 +167,11 @@ def test_every_substring_ends_the_text_where_the_slow_twin_says(method: str, wor
 
 
 def test_the_end_of_a_path_is_cut_from_steps_and_logprobs_too() -> None:
-    from outpace.core.types import Report
+    from outpace.core.types import LogprobsOptions
 
     text = write_slowly(TARGET, Wish(make_request((3, 1, 4), max_tokens=9)))
     stop = LETTERS[text.tokens[2]]
-    wish = Wish(make_request((3, 1, 4), max_tokens=9, report=Report(1)), (stop,))
+    wish = Wish(make_request((3, 1, 4), max_tokens=9, logprobs=LogprobsOptions(1)), (stop,))
     (written,) = answer_all([wish], "speculative", make_drafter("perfect", TARGET, width=1), target=TARGET)
     assert len(written.tokens) == len(written.logprobs) == sum(step.emitted for step in written.steps) <= 3
     assert all(step.accepted <= step.emitted for step in written.steps)

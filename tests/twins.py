@@ -132,9 +132,9 @@ def processed_slowly(logits: Sequence[float], request: Request, before: Sequence
 
 
 def records_slowly(logits: Sequence[float], request: Request, before: Sequence[int]) -> list[float]:
-    """The log-probabilities that the request's report takes its numbers from."""
-    assert request.report is not None
-    if not request.report.processed:
+    """The log-probabilities that the request's records take their numbers from."""
+    assert request.logprobs is not None
+    if not request.logprobs.processed:
         return log_softmax_slowly(logits)
     if request.sampling.is_greedy:
         return log_softmax_slowly(adjusted_slowly(logits, request, before))
@@ -186,13 +186,13 @@ def write_slowly(target: QuickToy, wish: Wish) -> Written:
             reason = "stop"
             break
     own, prompt = [], []
-    if request.report is not None:
+    if request.logprobs is not None:
         for place in range(start, len(text)):
             log_p = records_slowly(target._row(text[:place]).tolist(), request, text[:place])
-            own.append(record_of(text[place], log_p, request.report.top))
-        for place in range(1, start if request.report.prompt else 0):
+            own.append(record_of(text[place], log_p, request.logprobs.top))
+        for place in range(1, start if request.logprobs.prompt else 0):
             log_p = log_softmax_slowly(target._row(text[:place]).tolist())
-            prompt.append(record_of(text[place], log_p, request.report.top))
+            prompt.append(record_of(text[place], log_p, request.logprobs.top))
     return Written(text[start:], cut_slowly(texts, wish.stops, wish.include)[1], reason, own, prompt, [])
 
 

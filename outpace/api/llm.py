@@ -204,7 +204,7 @@ class LLM(AbstractContextManager["LLM"]):
             choice,
             stop_ids,
             asking.adjustments(self.tokenizer),
-            asking.report,
+            asking.logprobs_options,
         )
         stops = StopStrings(asking.stop, asking.include_stop)
         answer = Answer(self.tokenizer.stream(), stops, self.tokenizer.stop_ids)

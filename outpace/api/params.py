@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.core.errors import UserError, check_whole
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, Report
+from outpace.core.types import Adjustments, LogprobsOptions
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -63,11 +63,11 @@ class Asking:
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
-    def report(self) -> Report | None:
+    def logprobs_options(self) -> LogprobsOptions | None:
         """What is to be reported, None for nothing."""
         if self.logprobs is None:
             return None
-        return Report(self.logprobs, self.logprobs_mode == "processed", self.echo)
+        return LogprobsOptions(self.logprobs, self.logprobs_mode == "processed", self.echo)
 
     def adjustments(self, tokenizer: Any) -> Adjustments | None:
         """Penalties, bias and forbidden words in tokens; None where nothing is asked."""

@@ -10,21 +10,23 @@ from torch import Tensor
 from outpace.core.adjust import adjusted
 from outpace.core.sampling import filtered
 from outpace.core.scores import largest, log_softmax
-from outpace.core.types import Report, Row, TokenLogprobs
+from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
 
 
-def token_logprobs(logits: Tensor, rows: Sequence[Row], tokens: Sequence[int], report: Report) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, rows: Sequence[Row], tokens: Sequence[int], options: LogprobsOptions
+) -> list[TokenLogprobs]:
     """One record for each of `tokens`, `tokens[i]` written where row i decides. `logits` [rows, vocab].
 
     Tokens that adjustments or filters exclude are left out of the best; the written one never is.
     """
-    if report.processed:
+    if options.processed:
         logits = filtered(adjusted(logits, rows), [row.request.sampling for row in rows])
     host = logits.detach().to("cpu", torch.promote_types(logits.dtype, torch.float32)).numpy()
     records = []
     for token, row in zip(tokens, host, strict=True):
         log_p = log_softmax(row)
-        places = largest(log_p, min(report.top, len(log_p)))
+        places = largest(log_p, min(options.top, len(log_p)))
         best = zip(places.tolist(), log_p[places].tolist(), strict=True)
         top = tuple((other, value) for other, value in best if value > float("-inf"))
         records.append(TokenLogprobs(token, float(log_p[token]), top))

@@ -52,7 +52,7 @@ class Adjustments:
 
 
 @dataclass(frozen=True)
-class Report:
+class LogprobsOptions:
     """Asks for log-probabilities: of the written tokens and the `top` best beside them, as the model gave them or
     `processed` (after adjustments, temperature and filters); `prompt`: of the prompt's tokens too."""
 
@@ -84,7 +84,7 @@ class Request:
     choice: int = 0  # tells the answers of one prompt apart
     stop_ids: frozenset[int] = frozenset()
     adjustments: Adjustments | None = None
-    report: Report | None = None
+    logprobs: LogprobsOptions | None = None
 
 
 class Row(NamedTuple):

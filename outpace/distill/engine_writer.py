@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from outpace.core.sampling import Sampling
-from outpace.core.types import Report, Request
+from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
 from outpace.distill.writer import Answer, Job, WriterOptions
 from outpace.engine.engine import Engine, EngineOptions
@@ -59,7 +59,7 @@ class EngineWriter:
             seed=job.number % _SEEDS,
             choice=self._options.seed,
             stop_ids=self._stop_ids,
-            report=Report(self._options.top),
+            logprobs=LogprobsOptions(self._options.top),
         )
 
     def _answer(self, run: Running, job: Job) -> Answer:

@@ -208,7 +208,7 @@ class Engine(AbstractContextManager["Engine"]):
         for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
             end = first + len(part.wanted)
             mine = slice(first - before, end - before)
-            scores = logits[first:end] if run.request.report else None
+            scores = logits[first:end] if run.request.logprobs else None
             run.keep = ()
             self._settle(run, _Judged(picks[mine], rows[mine], scores), seconds, start)
             first = end
@@ -234,7 +234,7 @@ class Engine(AbstractContextManager["Engine"]):
         ask, rows = run.ask, len(judged.rows)
         tree, verdict, _ = ask
         if judged.logits is not None:
-            run.report(tree, verdict, judged.rows, judged.logits)
+            run.record_logprobs(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
         run.keep = [node for node in verdict.path if node < rows]
         run.record(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
@@ -256,7 +256,7 @@ class Engine(AbstractContextManager["Engine"]):
         for run in self.running:
             if run.is_prefilling and room:
                 tokens = run.request.prompt[:-1][run.prefilled : run.prefilled + room]
-                wanted = range(len(tokens)) if run.request.report and run.request.report.prompt else ()
+                wanted = range(len(tokens)) if run.request.logprobs and run.request.logprobs.prompt else ()
                 chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
                 room -= len(tokens)
         return chunks

@@ -112,7 +112,7 @@ class Memory:
 
     def _may_reuse(self, run: Running) -> bool:
         """A request that reports on its prompt has to read it."""
-        return self._most_kept > 0 and not (run.request.report is not None and run.request.report.prompt)
+        return self._most_kept > 0 and not (run.request.logprobs is not None and run.request.logprobs.prompt)
 
     def _make_room(self, slots: int, last: _Kept | None) -> bool:
         """Lets kept texts go until so many slots fit; `last` goes last."""

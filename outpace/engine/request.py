@@ -13,7 +13,7 @@ from outpace.candidates.cache import CandidateCache, Correction
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import Ask, Commit, DraftState, Report, Request, Row, Step, TokenLogprobs, Verdict
+from outpace.core.types import Ask, Commit, DraftState, LogprobsOptions, Request, Row, Step, TokenLogprobs, Verdict
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine
 from outpace.models.base import Model, Session
@@ -100,9 +100,9 @@ class Running:
         start = self.prefilled
         self.prefilled += len(tokens)
         self.keep = range(len(tokens))
-        if len(rows) and self.request.report is not None:
+        if len(rows) and self.request.logprobs is not None:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
-            self.prompt_logprobs += token_logprobs(rows, [], following, Report(self.request.report.top))
+            self.prompt_logprobs += token_logprobs(rows, [], following, LogprobsOptions(self.request.logprobs.top))
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""
@@ -123,15 +123,15 @@ class Running:
             self.finish_reason = "length"
         return tokens
 
-    def report(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
+    def record_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
-        assert self.request.report is not None
+        assert self.request.logprobs is not None
         path = [node for node in verdict.path if node < len(rows)]
         tokens = [tree.tokens[node] for node in verdict.path[1:]]
         if verdict.next_token is not None:
             tokens.append(verdict.next_token)
         judged = [rows[node] for node in path[: len(tokens)]]
-        self.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.report)
+        self.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.logprobs)
 
     def record(self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float) -> None:
         """Adds the Step of the round from `start` to `now`; `rows` nodes of the tree were judged, a late one may have

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from outpace.core.errors import UserError, check_whole
-from outpace.core.types import Report, Request
+from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
@@ -144,7 +144,7 @@ def _answers(
     with Engine(target.model, options=settings) as engine:
         runs = [
             engine.submit(
-                Request(tuple(prompt), rule, options.max_tokens, stop_ids=stops, report=Report()),
+                Request(tuple(prompt), rule, options.max_tokens, stop_ids=stops, logprobs=LogprobsOptions()),
                 autoregressive,
                 autoregressive.Options(),
             )

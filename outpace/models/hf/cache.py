@@ -30,8 +30,8 @@ class Plan(NamedTuple):
     objection: str | None
 
 
-class View(NamedTuple):
-    """One pass's view of the slots: `past` tokens stand before the new ones, which go to the slots `write`.
+class ShownSlots(NamedTuple):
+    """The slots that one pass is shown: `past` tokens stand before the new ones, which go to the slots `write`.
 
     `read` are the slots of the past and the new tokens in order, None: 0, 1, 2, ... without a gap.
     """
@@ -48,11 +48,11 @@ class SlotLayer(DynamicLayer):
         super().__init__()
         self._slots = slots
         self.stored: tuple[Tensor, ...] = ()
-        self.show(View(0, np.arange(0), None))
+        self.show(ShownSlots(0, np.arange(0), None))
 
-    def show(self, view: View) -> None:
+    def show(self, shown: ShownSlots) -> None:
         """Sets what the next pass sees."""
-        self._view, self._seen = view, view.past
+        self._shown, self._seen = shown, shown.past
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -65,15 +65,15 @@ class SlotLayer(DynamicLayer):
         """Stores the new tokens; keys and values of the past and of them, [1, heads, past + new, dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        view = self._view
-        self._seen = view.past + key_states.shape[-2]
-        write = _slots(view.write, key_states.device)
+        shown = self._shown
+        self._seen = shown.past + key_states.shape[-2]
+        write = _slots(shown.write, key_states.device)
         for stored, new in zip(self.stored, (key_states, value_states), strict=True):
             stored[..., write, :] = new
-        if view.read is None:
+        if shown.read is None:
             self.keys, self.values = (stored[..., : self._seen, :] for stored in self.stored)
         else:
-            read = torch.from_numpy(view.read).to(key_states.device)
+            read = torch.from_numpy(shown.read).to(key_states.device)
             self.keys, self.values = (stored.index_select(-2, read) for stored in self.stored)
         return self.keys, self.values
 

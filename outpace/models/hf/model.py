@@ -18,7 +18,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, Session
-from outpace.models.hf.cache import View, build_cache, read_plan
+from outpace.models.hf.cache import ShownSlots, build_cache, read_plan
 from outpace.models.hf.limits import max_positions, num_embeddings
 from outpace.models.hf.probe import Found, probe
 
@@ -30,10 +30,10 @@ class TransformersSession(Session):
         super().__init__(capacity, room)
         self.cache, self.layers = build_cache(config, self.slots)
 
-    def show(self, view: View) -> None:
+    def show(self, shown: ShownSlots) -> None:
         """Sets what the next forward sees of this session."""
         for layer in self.layers:
-            layer.show(view)
+            layer.show(shown)
 
     @torch.inference_mode()
     def _move(self, source: np.ndarray, start: int) -> None:
@@ -158,7 +158,7 @@ class TransformersModel(Model):
         read = np.concatenate([above, pending])
         is_gapless = np.array_equal(read, np.arange(len(read)))
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
-        session.show(View(start + len(above), start + pending, order))
+        session.show(ShownSlots(start + len(above), start + pending, order))
         last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
         positions = [min(start + session.pending_depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
@@ -166,7 +166,7 @@ class TransformersModel(Model):
         try:
             logits = self._call(session, tokens, positions, mask, places)
         finally:
-            session.show(View(0, np.arange(0), None))  # what was gathered for this pass is not held
+            session.show(ShownSlots(0, np.arange(0), None))  # what was gathered for this pass is not held
         return logits[: len(wanted), : self.vocab_size]
 
     def _call(

@@ -25,7 +25,7 @@ from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
 from outpace.models.llama.rope import Rotary
 from outpace.models.llama.span import Span
-from outpace.models.llama.torch_weights import Layer, Normed, load_head, load_layer
+from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, load_layer
 
 
 class LlamaSession(Session):
@@ -56,7 +56,7 @@ class Llama(Model):
     def __init__(
         self,
         config: LlamaConfig,
-        layers: Sequence[Layer],
+        layers: Sequence[LayerWeights],
         embedding: Tensor,
         head: Normed,
         exact: bool | None = None,

@@ -28,8 +28,8 @@ class Normed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer. `qkv` gives queries, keys and values side by side; rotation pairs lie next to each other.
+class LayerWeights:
+    """One layer's weights. `qkv` gives queries, keys and values side by side; rotation pairs lie next to each other.
 
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), 1 for
     values; None where heads are not normed. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each
@@ -45,7 +45,7 @@ class Layer:
     bounds: Tensor
 
 
-def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> Layer:
+def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> LayerWeights:
     """Layer `number` from Hugging Face weight names."""
     prefix = f"model.layers.{number}."
     input_norm, post_norm = (fetch(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
@@ -55,7 +55,7 @@ def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> Layer:
     def linear(name: str, has_bias: bool) -> Linear:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
 
-    return Layer(
+    return LayerWeights(
         qkv=_normed(weight, bias, input_norm),
         output=linear("self_attn.o_proj", config.output_bias),
         gate_up=_gate_up(config, prefix + "mlp.", post_norm, fetch),
