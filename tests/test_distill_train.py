@@ -17,12 +17,12 @@ from distill_files import prompts_file, target_folder
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import POSITIONS, REACHED, Row, Speed, _conditional, predicted_speedups
+from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Speed, _conditional, predicted_speedups
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
 from outpace.distill.start import Shape, new_student, pick_layers
-from outpace.distill.train import Progress, Trainer, TrainOptions, learning_rate
+from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.distill.writer import WriterOptions
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import from_dict
@@ -97,9 +97,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(target: Path, made: Path, 
             part.run(interrupt_at(stop))
     last = trainer(tmp_path / "parts")
     assert last.resume()
-    assert 0 < last.progress.step < 21
+    assert 0 < last.state.step < 21
     last.run(lambda figures: None)
-    assert last.progress.step == whole.progress.step
+    assert last.state.step == whole.state.step
     for name, value in whole.student.tensors.items():
         assert torch.equal(value, last.student.tensors[name]), name
     ends = [read_curve(tmp_path / name / "curve.jsonl")[-1] for name in ("whole", "parts")]
@@ -182,7 +182,7 @@ def test_losses_by_hand(divergence: str) -> None:
 
 def test_the_learning_rate_rises_holds_and_falls() -> None:
     options = TrainOptions(learning_rate=1.0, warmup=4, cooldown=0.25)
-    rates = [learning_rate(options, Progress(step=step, seen=step * 10, total=1000)) for step in range(101)]
+    rates = [learning_rate(options, TrainingState(step=step, seen=step * 10, total=1000)) for step in range(101)]
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[75] == pytest.approx(1.0)
     assert rates[88] == pytest.approx(0.5, abs=0.05)
@@ -244,7 +244,7 @@ def test_another_vocabulary_than_the_checkpoints(target: Path, made: Path) -> No
 
 def test_predicted_speedups_by_hand() -> None:
     speed = Speed(0.1, {1: 1.0, **{rows: 1.0 + 0.1 * rows for rows in range(2, 10)}})
-    rows = [Row("t", 0.0, 2.0, 2.5, (0.8, 0.5), 100), Row("t", 0.8, 1.0, 1.0, (0.1,), 100)]
+    rows = [Acceptance("t", 0.0, 2.0, 2.5, (0.8, 0.5), 100), Acceptance("t", 0.8, 1.0, 1.0, (0.1,), 100)]
     found = predicted_speedups(rows, speed)
     assert found[1] == pytest.approx(1.8 / (0.1 + 1.2))
     assert found[2] == pytest.approx((1.8 + 0.4) / (0.2 + 1.3))

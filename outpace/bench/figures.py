@@ -29,8 +29,8 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contender on one task. Seconds; None where there is nothing to say.
+class TableRow:
+    """One row of the table: a contender on one task. Seconds; None where there is nothing to say.
 
     `tokens_per_second` and `speedup` are pooled: all tokens over all time, decoding only (with `batch` > 1: all answers
     of a group over the time from the call to the last one's end). `quartiles` are of the prompts' own medians.
@@ -90,7 +90,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
     return percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75)
 
 
-def rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[Row]:
+def rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
     """A row for each task, batch and contender, the tasks in the order met, and all of them together last.
 
     `order`: the contenders as they were asked for; plain decoding always comes first.
@@ -109,7 +109,7 @@ def rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[Row]:
     return [_row(task, groups[batch, task, label], latest) for batch, task, label in chosen]
 
 
-def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> Row:
+def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> TableRow:
     done = [record for record in records if record.failed is None]
     first = records[0]
     against = [(base, record) for record in done if (base := latest.get(record.key._replace(label=PLAIN)))]
@@ -118,7 +118,7 @@ def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> Row
     texts = _texts(done, latest)
     different = [found for found in texts if found is not None]
     failures = [record.failed for record in records if record.failed is not None]
-    return Row(
+    return TableRow(
         task=task,
         method=None if first.is_peer else first.label,
         peer=first.label if first.is_peer else None,

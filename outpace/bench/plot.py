@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from outpace.bench.figures import Row
+from outpace.bench.figures import TableRow
 from outpace.core.errors import UserError
 
 COLORS = ("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333")
@@ -17,7 +17,7 @@ INK = "#333333"
 PALE = "#c4c8ce"
 
 
-def plot(found: Sequence[Row], facts: Mapping[str, Any], file: Path) -> None:
+def plot(found: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
     """Writes a picture whose form its file's name tells. UserError where matplotlib is missing or cannot write it."""
     try:
         from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def _title(facts: Mapping[str, Any]) -> str:
     return f"{Path(str(facts['target'])).name}{inflated}{draft}\n{where}"
 
 
-def _speeds(axes: Any, found: Sequence[Row], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
+def _speeds(axes: Any, found: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:
     """Bars with the quartiles of the prompts, grouped by task; the speedup over plain decoding above."""
     cells = {(row.task, row.label): row for row in found}
     start, ticks = 0.0, []
@@ -76,7 +76,7 @@ def _speeds(axes: Any, found: Sequence[Row], tasks: Sequence[str], colors: Mappi
     axes.tick_params(axis="x", length=0)
 
 
-def _bar(axes: Any, place: float, row: Row, color: str, name: str | None) -> None:
+def _bar(axes: Any, place: float, row: TableRow, color: str, name: str | None) -> None:
     height = row.tokens_per_second or 0.0
     hatch = "////" if row.is_peer else None
     axes.bar(place, height, 0.86, color=color, label=name, hatch=hatch, edgecolor="white", linewidth=0)
@@ -91,7 +91,7 @@ def _bar(axes: Any, place: float, row: Row, color: str, name: str | None) -> Non
     axes.annotate(text, (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7, color=INK)
 
 
-def _positions(axes: Any, found: Sequence[Row], colors: Mapping[str, str]) -> None:
+def _positions(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) -> None:
     """Lines end where too few rounds came so far."""
     longest = 1
     for row in found:
@@ -110,7 +110,7 @@ def _positions(axes: Any, found: Sequence[Row], colors: Mapping[str, str]) -> No
     _dress(axes, f"accepted, once those before it were ({FEWEST} rounds at least)")
 
 
-def _batches(axes: Any, found: Sequence[Row], colors: Mapping[str, str]) -> None:
+def _batches(axes: Any, found: Sequence[TableRow], colors: Mapping[str, str]) -> None:
     """Tokens a second in all, over how many requests run at once."""
     ticks: set[int] = set()
     for label, color in colors.items():

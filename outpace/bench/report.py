@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.api.llm import LLM
-from outpace.bench.figures import ALL, Row
+from outpace.bench.figures import ALL, TableRow
 from outpace.core import machine
 from outpace.core.errors import UserError
 
@@ -58,7 +58,7 @@ def _floor(size: int | None, device: str) -> dict[str, Any]:
     return {"weight_bytes": size, "gigabytes_per_second": round(rate / 1e9, 2), "floor_seconds": round(size / rate, 6)}
 
 
-def tables(found: Sequence[Row], facts: Mapping[str, Any]) -> RenderableType:
+def tables(found: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
     """All that is shown at the end."""
     parts: list[RenderableType] = [_title(facts), _speeds([row for row in found if row.batch == 1])]
     for count in sorted({row.batch for row in found if row.batch > 1}):
@@ -89,7 +89,7 @@ def _table() -> Table:
     return table
 
 
-def _speeds(found: Sequence[Row]) -> Table:
+def _speeds(found: Sequence[TableRow]) -> Table:
     table = _table()
     for name in HEADS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -115,7 +115,7 @@ def _speeds(found: Sequence[Row]) -> Table:
     return table
 
 
-def _batched(found: Sequence[Row]) -> Table:
+def _batched(found: Sequence[TableRow]) -> Table:
     table = _table()
     for name in ("tokens/s\nin all", "speedup", "same\ntext"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -124,7 +124,7 @@ def _batched(found: Sequence[Row]) -> Table:
     return table
 
 
-def _positions(found: Sequence[Row]) -> Table:
+def _positions(found: Sequence[TableRow]) -> Table:
     table = _table()
     table.title, table.title_justify = "accepted by position, once those before it were", "left"
     for place in range(1, 1 + min(POSITIONS, max(len(row.acceptance_by_position) for row in found))):
@@ -134,12 +134,12 @@ def _positions(found: Sequence[Row]) -> Table:
     return table
 
 
-def _with_heads(found: Sequence[Row]) -> list[tuple[Row, bool]]:
+def _with_heads(found: Sequence[TableRow]) -> list[tuple[TableRow, bool]]:
     """Each row, and whether it is the first of its task."""
     return [(row, place == 0 or row.task != found[place - 1].task) for place, row in enumerate(found)]
 
 
-def _name(row: Row, prompts: int | None = None) -> Text:
+def _name(row: TableRow, prompts: int | None = None) -> Text:
     """A peer with its precision; and how many prompts it has, where the others have `prompts`."""
     name = Text("  " + row.label)
     if row.is_peer:
@@ -147,7 +147,7 @@ def _name(row: Row, prompts: int | None = None) -> Text:
     return name if prompts in (None, row.prompts) else name.append(f" ({row.prompts} prompts)", style="yellow")
 
 
-def _same(row: Row) -> Text:
+def _same(row: TableRow) -> Text:
     if row.failed and not row.prompts:
         return Text("failed", style="red")
     if row.equal_text is None:
@@ -164,7 +164,7 @@ def _busy(facts: Mapping[str, Any]) -> list[str]:
     return [busy] if load >= BUSY * cores else []
 
 
-def _remarks(found: Sequence[Row]) -> list[str]:
+def _remarks(found: Sequence[TableRow]) -> list[str]:
     """What the table has no room for: where texts part, and what failed."""
     lines = []
     for row in found:
@@ -208,7 +208,7 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
-def plain_rows(found: Sequence[Row], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def plain_rows(found: Sequence[TableRow], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows as JSON has them; each says on what it was measured."""
     known = {name: facts.get(name) for name in ("target", "draft", "inflate", "processor", "commit")}
     return [_rounded(asdict(row)) | known for row in found]

@@ -16,7 +16,7 @@ from outpace.bench import contenders as names
 from outpace.bench import own
 from outpace.bench.apart import Apart
 from outpace.bench.contenders import Contender
-from outpace.bench.figures import ALL, Row, rows
+from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
 from outpace.bench.tasks import BUILT_IN, Asked, collect
@@ -26,7 +26,7 @@ WARM_TOKENS = 12  # of the prompt, and of the answer
 WARM_SECONDS = 30.0  # that a drafter in a process may take until it is there
 REST = 0.05  # seconds between two contenders: threads of the one before go to sleep
 
-Report = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """Told what is measured now, and how many of how many answers are there."""
 
 
@@ -98,11 +98,11 @@ class Bench:
         """The contenders' labels, as asked for."""
         return [contender.label for contender in self.options.contenders]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """What is finished so far, of this run's prompts and contenders and of any that lay in the folder."""
         return rows(self.store.records.values(), self.order)
 
-    def measure(self, report: Report) -> None:
+    def measure(self, progress: Progress) -> None:
         """Whatever is not there yet."""
         alone = list(self._alone())
         groups = list(self._groups())
@@ -111,10 +111,10 @@ class Bench:
         left = [job for job in left if job[0].label in self._running]
         self._warm_up(list(dict.fromkeys(key.label for key, _, _ in left)))
         for done, (key, contender, asked) in enumerate(left):
-            report(f"{key.task} {key.prompt}: {key.label}", done, len(left))
+            progress(f"{key.task} {key.prompt}: {key.label}", done, len(left))
             time.sleep(REST)
             self.store.add(self._record(key, contender, asked))
-        report("done", len(left), len(left))
+        progress("done", len(left), len(left))
 
     def _alone(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
         """One prompt at a time; who comes first moves on from prompt to prompt."""
@@ -228,7 +228,7 @@ def answered(answer: Answered) -> dict[str, Any]:
     return {name: value for name, value in vars(answer).items() if name in Record.__dataclass_fields__}
 
 
-def with_gaps(found: Sequence[Row], bench: Bench) -> list[Row]:
+def with_gaps(found: Sequence[TableRow], bench: Bench) -> list[TableRow]:
     """The rows with the target's own judgement of each first divergence, where both texts have a token there."""
     prompts = {(asked.task, asked.name): prompt for asked, prompt in bench.prompts.items()}
     made = []

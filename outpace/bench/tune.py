@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from outpace.api.llm import LLM, Prompt, Result
 from outpace.core.errors import UserError, check_whole
 from outpace.engine.build import PLANNED, default_drafter
 from outpace.engine.profile import Profile, subject
-from outpace.models.load import Loaded
+from outpace.models.load import Loaded, Progress
 
 PROMPTS = (
     "Explain to a child of ten why the sea is salty.",
@@ -23,8 +23,6 @@ PROMPTS = (
     "Rewrite this politely: I will not come to your party, I do not like crowds.",
 )
 BETTER = 1.03  # a drafter beside the target must be so much faster than one in turn to be chosen
-
-Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Tuned:
     options: TuneOptions = field(repr=False, default_factory=TuneOptions)
 
 
-def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, report: Report) -> Tuned:
+def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> Tuned:
     """Measures, chooses, and writes the profile with which method "auto" will begin."""
     drafter = default_drafter(PLANNED, draft is not None)
     ways: dict[str, dict[str, Any]] = {PLANNED: {}, "card": {"drafter": drafter}, "autoregressive": {}}
@@ -72,8 +70,8 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, report: Rep
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
             costs.recall(costs.remember() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
-            report("rounds", (place + 1) / len(options.rows))
-        rates = _race(llms, asked, options, report)
+            progress("rounds", (place + 1) / len(options.rows))
+        rates = _race(llms, asked, options, progress)
         apart = rates["card"] > BETTER * rates[PLANNED]
         chosen = "card" if apart else PLANNED
         path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
@@ -93,7 +91,9 @@ def _rounds(
         return found
 
 
-def _race(llms: Mapping[str, LLM], asked: Sequence[Prompt], options: TuneOptions, report: Report) -> dict[str, float]:
+def _race(
+    llms: Mapping[str, LLM], asked: Sequence[Prompt], options: TuneOptions, progress: Progress
+) -> dict[str, float]:
     """Tokens a second by way, all ways in turn on each prompt, pooled over all."""
     results: dict[str, list[Result]] = {name: [] for name in llms}
     total = options.rounds * len(asked)
@@ -103,7 +103,7 @@ def _race(llms: Mapping[str, LLM], asked: Sequence[Prompt], options: TuneOptions
         for name in names:
             prompt = asked[turn % len(asked)]
             results[name] += llms[name].generate([prompt], max_tokens=options.max_tokens)
-        report("ways", (turn + 1) / total)
+        progress("ways", (turn + 1) / total)
     return {name: _rate(found) for name, found in results.items()}
 
 

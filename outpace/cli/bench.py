@@ -186,7 +186,7 @@ def _run(running: Any) -> bool:
 
         said = time.monotonic()
 
-        def report(what: str, done: int, total: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             nonlocal said
             progress.update(task, description=what, completed=done, total=total)
             if not console.is_terminal and time.monotonic() - said > QUIET:
@@ -194,7 +194,7 @@ def _run(running: Any) -> bool:
                 display.say(f"{done} of {total}, {what}")
 
         try:
-            running.measure(report)
+            running.measure(show)
         except KeyboardInterrupt:
             return False
     return True

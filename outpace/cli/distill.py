@@ -172,9 +172,9 @@ def _run(options: Any, evaluated: str | None, as_json: bool) -> None:
 
     with Screen(as_json) as screen:
         if evaluated is None:
-            found = run.distill(options, screen.report)
+            found = run.distill(options, screen.show)
         else:
-            found = run.judge_stage(options, evaluated, screen.report)
+            found = run.judge_stage(options, evaluated, screen.show)
     if found is None:
         return
     if as_json:

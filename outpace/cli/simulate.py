@@ -99,7 +99,7 @@ def simulate(
 
 
 def _costs(times: Times) -> list[Any]:
-    """The `Costs` that the flags mean."""
+    """The `PassTimes` that the flags mean."""
     from outpace.simulate import costs
 
     if times.target_times is None and times.draft_times is None:

@@ -1,4 +1,4 @@
-"""Stage 3: what a draft is worth to its target on prompts that it never saw, by real decoding and by the clock."""
+"""Stage judge: what a draft is worth to its target on prompts that it never saw, by real decoding and by the clock."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from outpace.api.llm import LLM
 from outpace.core.errors import check_whole
 from outpace.core.stats import Figures
+from outpace.distill.progress import Progress
 from outpace.models.base import chain
 from outpace.models.load import Loaded
 
@@ -23,8 +24,6 @@ TIMED = 9  # passes, of which the median counts
 REACHED = 10  # rounds that must come to a position for its acceptance to be told
 UNEVEN = 1.5  # a median so many times the minimum was disturbed
 CONTEXT = 200  # tokens that stand before a timed pass
-
-Report = Callable[[dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class JudgeOptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class Acceptance:
     """One task at one temperature. Lengths are emitted tokens a target pass."""
 
     task: str
@@ -73,7 +72,7 @@ class Judgement:
 
     target: str
     draft: str
-    rows: tuple[Row, ...]
+    rows: tuple[Acceptance, ...]
     speed: Speed
     predicted: Mapping[int, float] = field(default_factory=dict)  # speedup at temperature 0, by draft length
     where: str = ""  # runtime and threads
@@ -84,22 +83,22 @@ class Judgement:
 
 
 def judge(
-    target: Loaded, draft: Loaded, tasks: Mapping[str, Sequence[str]], options: JudgeOptions, report: Report
+    target: Loaded, draft: Loaded, tasks: Mapping[str, Sequence[str]], options: JudgeOptions, progress: Progress
 ) -> Judgement:
     """Decodes every task's prompts (texts; chat messages where the target has a template) and times both models."""
-    rows: list[Row] = []
+    rows: list[Acceptance] = []
     total = len(tasks) * len(TEMPERATURES)
     for task, prompts in tasks.items():
         for temperature in TEMPERATURES:
             rows.append(_row(target, draft, task, prompts[: options.prompts], temperature, options))
-            report({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
+            progress({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
     speed = _speed(target.model, draft.model)
     runtime = type(target.model).__module__.rpartition(".")[2]
     where = f"runtime {runtime}, threads {torch.get_num_threads()}"
     return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
 
 
-def predicted_speedups(rows: Sequence[Row], speed: Speed) -> dict[int, float]:
+def predicted_speedups(rows: Sequence[Acceptance], speed: Speed) -> dict[int, float]:
     """E / (gamma c + v) for every draft length gamma, from greedy acceptance by position: 1 + sum of its products, and
     v = t_p(gamma + 1) / t_p(1)."""
     greedy = [row for row in rows if row.temperature == 0]
@@ -116,14 +115,14 @@ def predicted_speedups(rows: Sequence[Row], speed: Speed) -> dict[int, float]:
 
 def _row(
     target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: JudgeOptions
-) -> Row:
+) -> Acceptance:
     def decode(nodes: int, width: int, depth: int) -> Figures:
         shape = {"nodes": nodes + 1, "width": width, "draft_length": depth}
         return _decode(target, draft, prompts, shape, temperature=temperature, options=options)
 
     long, chained = (decode(length, 1, length) for length in (POSITIONS, CHAIN))
     tree = decode(TREE, TREE_WIDTH, TREE_DEPTH)
-    return Row(
+    return Acceptance(
         task,
         temperature,
         round(chained.mean_accepted_length, 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, write_draft
 from outpace.distill.facts import facts, licence, notes, read_state, record
 from outpace.distill.judge import Judgement, JudgeOptions, judge
 from outpace.distill.numbering import is_held_out, number
+from outpace.distill.progress import StageProgress
 from outpace.distill.report import PLOT, plot, read_curve
 from outpace.distill.start import Shape, draft_config, new_student
 from outpace.distill.student import Student
@@ -39,8 +40,6 @@ TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 JUDGEMENT = "judgement.json"
 
 UNSAID = ("save_every", "seconds")  # options that leave the weights alone
-
-Report = Callable[[str, dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,20 @@ class DistillOptions:
         check_range("epochs", self.epochs, 0.001, 10000.0)
 
 
-def distill(options: DistillOptions, report: Report) -> Judgement | None:
+def distill(options: DistillOptions, progress: StageProgress) -> Judgement | None:
     """Runs the stages that `options.stage` means; the judgement, where there is one."""
     target = resolve(options.target)
     name = shipped_model().stem if options.target is None else Path(options.target).name
     if options.stage in ("text", "all"):
-        text_stage(options, target, name, report)
+        text_stage(options, target, name, progress)
     if options.stage in ("train", "all"):
-        train_stage(options, target, report)
+        train_stage(options, target, progress)
     if options.stage in ("judge", "all"):
-        return judge_stage(options, options.out / DRAFT, report)
+        return judge_stage(options, options.out / DRAFT, progress)
     return None
 
 
-def text_stage(options: DistillOptions, target: Path, name: str, report: Report) -> None:
+def text_stage(options: DistillOptions, target: Path, name: str, progress: StageProgress) -> None:
     """Writes the target's text, until there is enough of it or its share of the time is over."""
     spent = read_state(options.out).get("text_seconds", 0.0)
     seconds = None if options.seconds is None else max(options.seconds * TEXT_SHARE - spent, 0.0)
@@ -102,7 +101,7 @@ def text_stage(options: DistillOptions, target: Path, name: str, report: Report)
         plan = replace(plan, dtype=torch.float32)
     started = time.monotonic()
     try:
-        write_text(target, name, options.out / TEXT, plan, lambda figures: report("text", figures))
+        write_text(target, name, options.out / TEXT, plan, lambda figures: progress("text", figures))
     finally:
         if options.out.is_dir():
             spent += time.monotonic() - started
@@ -110,7 +109,7 @@ def text_stage(options: DistillOptions, target: Path, name: str, report: Report)
             record(options.out, options.command, text_seconds=round(spent, 1), **made)
 
 
-def train_stage(options: DistillOptions, target: Path, report: Report) -> Path:
+def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
     """Trains the draft from the start or from its last checkpoint, and writes it. Its folder."""
     text, folder = options.out / TEXT, options.out / TRAINING
     train = options.train
@@ -131,19 +130,19 @@ def train_stage(options: DistillOptions, target: Path, report: Report) -> Path:
     config = draft_config(read_json(target / "config.json"), options.shape, ids)
     draft = options.out / DRAFT
     trainer.run(
-        lambda figures: report("training", figures), save=lambda student: write_draft(draft, student, config, target)
+        lambda figures: progress("training", figures), save=lambda student: write_draft(draft, student, config, target)
     )
     return draft
 
 
-def judge_stage(options: DistillOptions, draft: Path | str, report: Report) -> Judgement:
+def judge_stage(options: DistillOptions, draft: Path | str, progress: StageProgress) -> Judgement:
     """Judges a draft; writes figures, plot and model card where it was made here."""
     from outpace.models.load import load_draft, load_model
 
     common: dict[str, Any] = {"device": options.device, "runtime": options.runtime}
     target = load_model(options.target, **common)
     small = load_draft(str(draft), target, **common)
-    found = judge(target, small, _tasks(options), options.judge, lambda figures: report("judgement", figures))
+    found = judge(target, small, _tasks(options), options.judge, lambda figures: progress("judgement", figures))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     if Path(draft) == options.out / DRAFT:

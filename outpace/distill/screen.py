@@ -28,7 +28,7 @@ NAMES = {
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Takes `report(stage, figures)`; the last value of every figure of a stage stays in sight."""
+    """Takes a stage and its figures; the last value of every figure of a stage stays in sight."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -44,7 +44,7 @@ class Screen(AbstractContextManager["Screen"]):
         if self._live is not None:
             self._live.stop()
 
-    def report(self, stage: str, figures: dict[str, float]) -> None:
+    def show(self, stage: str, figures: dict[str, float]) -> None:
         """Shows a stage's figures."""
         is_new = stage != self._stage
         if is_new:

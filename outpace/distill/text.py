@@ -1,4 +1,4 @@
-"""Stage 1: the target answers prompts, greedily and sampled in turn, and its text is kept with its distribution."""
+"""Stage text: the target answers prompts, greedily and sampled in turn, and its text is kept with its distribution."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from outpace.core.errors import UserError, check_range
 from outpace.distill import numbering, prompts
 from outpace.distill.engine_writer import EngineWriter
+from outpace.distill.progress import Progress
 from outpace.distill.shards import TextFolder
 from outpace.distill.weights import load_weights
 from outpace.distill.writer import Answer, Job, Writer, WriterOptions
@@ -48,10 +49,7 @@ class TextPlan:
             check_range("a temperature", temperature, 0.0, 10.0)
 
 
-Report = Callable[[dict[str, float]], None]
-
-
-def write_text(target: Path, name: str, folder: Path, plan: TextPlan, report: Report) -> TextFolder:
+def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: Progress) -> TextFolder:
     """Writes shards into `folder` and goes on where an earlier run stopped. `name` is how the target is called."""
     texts = prompts.collect(plan.prompts)
     tokenizer = Tokenizer.from_folder(target)
@@ -59,7 +57,7 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, report: Re
     settings = {"target": name, "top": options.top, "max_tokens": options.max_tokens, "seed": options.seed}
     store = TextFolder(folder, settings)
     if store.dropped:
-        report({"dropped": len(store.dropped)})
+        progress({"dropped": len(store.dropped)})
     if plan.tokens is not None and store.tokens >= plan.tokens:
         return store
     writer = _writer(target, tokenizer.stop_ids, plan)
@@ -68,7 +66,7 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, report: Re
         raise UserError(f"max_tokens is {options.max_tokens}, the target's context has {writer.max_positions}")
     clock = _Clock(store, plan)
     jobs = _until(clock, _jobs(texts, plan.temperatures, tokenizer, longest, store.finished))
-    _fill(store, writer.answers(jobs), clock, report)
+    _fill(store, writer.answers(jobs), clock, progress)
     return store
 
 
@@ -111,7 +109,7 @@ class _Clock:
         return figures | ({"seconds_left": max(min(left), 0.0)} if left else {})
 
 
-def _fill(store: TextFolder, answers: Iterator[Answer], clock: _Clock, report: Report) -> None:
+def _fill(store: TextFolder, answers: Iterator[Answer], clock: _Clock, progress: Progress) -> None:
     """Collects answers into shards; what is finished when a run is interrupted goes into a shorter one."""
     waiting: list[Answer] = []
     try:
@@ -121,7 +119,7 @@ def _fill(store: TextFolder, answers: Iterator[Answer], clock: _Clock, report: R
             if len(waiting) == SHARD:
                 store.add(waiting)
                 waiting = []
-            report(clock.figures())
+            progress(clock.figures())
     except UserError:
         raise
     except BaseException:

@@ -1,4 +1,4 @@
-"""Stage 3: the draft learns the target's text. Every step follows from the seed and the step's number alone."""
+"""Stage train: the draft learns the target's text. Every step follows from the seed and the step's number alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from outpace.distill import training_state
 from outpace.distill.agreement import Agreement, agreement
 from outpace.distill.batches import Batch, Packer, Sample, read_samples
 from outpace.distill.losses import LossOptions, loss
+from outpace.distill.progress import Progress
 from outpace.distill.student import Student
 
 CURVE = "curve.jsonl"
 PROBE_STEPS = 6  # after so many steps a time budget is turned into a number of tokens
 EVALUATED = 160  # held-out answers judged at each checkpoint
-
-Report = Callable[[dict[str, float]], None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class TrainOptions:
 
 
 @dataclass
-class Progress:
+class TrainingState:
     """Where a training stands; saved with the weights."""
 
     step: int = 0
@@ -64,10 +63,10 @@ class Progress:
     seconds: float = 0.0
 
 
-def learning_rate(options: TrainOptions, progress: Progress) -> float:
+def learning_rate(options: TrainOptions, state: TrainingState) -> float:
     """The rate of the next step."""
-    rise = min(1.0, (progress.step + 1) / options.warmup)
-    left = 1.0 - min(progress.seen / progress.total, 1.0) if progress.total else 1.0
+    rise = min(1.0, (state.step + 1) / options.warmup)
+    left = 1.0 - min(state.seen / state.total, 1.0) if state.total else 1.0
     fall = 0.5 - 0.5 * math.cos(math.pi * left / options.cooldown) if left < options.cooldown else 1.0
     return options.learning_rate * rise * (0.02 + 0.98 * fall)
 
@@ -77,7 +76,7 @@ class Trainer:
 
     def __init__(self, student: Student, text: Path, folder: Path, options: TrainOptions) -> None:
         self.student, self.options, self._text, self.folder = student, options, text, folder
-        self.progress = Progress()
+        self.state = TrainingState()
         self._trained = student.trained
         betas, decay = (0.9, 0.95), options.weight_decay
         matrices = [value for value in self._trained.values() if value.dim() > 1]
@@ -94,46 +93,46 @@ class Trainer:
         found = training_state.load(self.folder, self._trained, self.optimizer)
         if found is None:
             return False
-        self.progress = Progress(**found)
-        training_state.cut_curve(self.folder / CURVE, self.progress.step)
+        self.state = TrainingState(**found)
+        training_state.cut_curve(self.folder / CURVE, self.state.step)
         return True
 
-    def run(self, report: Report, save: Callable[[Student], None] = lambda student: None) -> None:
+    def run(self, progress: Progress, save: Callable[[Student], None] = lambda student: None) -> None:
         """Trains to the end, with a checkpoint every `save_every` seconds: a stopped run goes on from there."""
-        options, progress = self.options, self.progress
+        options, state = self.options, self.state
         if options.tokens is not None:
-            progress.total = options.tokens
+            state.total = options.tokens
         started = saved = time.monotonic()
-        before, first = progress.seconds, progress.step
+        before, first = state.seconds, state.step
         mean = math.nan
         for batch in self._batches():
-            if progress.total and progress.seen >= progress.total:
+            if state.total and state.seen >= state.total:
                 break
             value = self._step(batch)
             mean = value if math.isnan(mean) else 0.95 * mean + 0.05 * value
             now = time.monotonic()
-            progress.seconds = before + now - started
-            self._plan(now - started, progress.step - first)
-            report(self._figures(mean))
+            state.seconds = before + now - started
+            self._plan(now - started, state.step - first)
+            progress(self._figures(mean))
             if now - saved >= options.save_every:
-                self.checkpoint(mean, report, save)
+                self.checkpoint(mean, progress, save)
                 saved = time.monotonic()
-        self.checkpoint(mean, report, save)
+        self.checkpoint(mean, progress, save)
 
-    def checkpoint(self, mean: float, report: Report, save: Callable[[Student], None]) -> Agreement:
+    def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> Agreement:
         """Saves all that a resumed run needs, judges the held-out answers and adds a point to the learning curve."""
-        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.progress))
+        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state))
         save(self.student)
         found = self.judge()
-        progress = self.progress
-        point = {"step": progress.step, "tokens": progress.seen, "loss": round(mean, 5), **asdict(found)}
+        state = self.state
+        point = {"step": state.step, "tokens": state.seen, "loss": round(mean, 5), **asdict(found)}
         point |= {
             "text_tokens": sum(len(sample.top_ids) for sample in self._train),
-            "seconds": round(progress.seconds, 1),
+            "seconds": round(state.seconds, 1),
         }
         with (self.folder / CURVE).open("a") as stream:
             stream.write(json.dumps(point) + "\n")
-        report(self._figures(mean) | {name: value for name, value in asdict(found).items() if value is not None})
+        progress(self._figures(mean) | {name: value for name, value in asdict(found).items() if value is not None})
         return found
 
     def judge(self) -> Agreement:
@@ -142,7 +141,7 @@ class Trainer:
             return agreement(self.student, self._packer, self._held_out[:EVALUATED])
 
     def _step(self, batch: Batch) -> float:
-        rate = learning_rate(self.options, self.progress)
+        rate = learning_rate(self.options, self.state)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
@@ -152,39 +151,39 @@ class Trainer:
         value.backward()
         torch.nn.utils.clip_grad_norm_(list(self._trained.values()), self.options.clip)
         self.optimizer.step()
-        self.progress.step += 1
-        self.progress.seen += batch.num_tokens
+        self.state.step += 1
+        self.state.seen += batch.num_tokens
         return float(value.detach())
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch; each takes in the text that has been written meanwhile."""
-        progress = self.progress
+        state = self.state
         while True:
-            if progress.batch == 0 or progress.samples != len(self._train):
+            if state.batch == 0 or state.samples != len(self._train):
                 self._train, self._held_out = read_samples(self._text, self.options.length)
-                progress.epoch += progress.batch > 0  # more text than the epoch began with: a new one
-                progress.batch, progress.samples = 0, len(self._train)
-            for rows in self._packer.epoch(self._train, self.options.seed, progress.epoch)[progress.batch :]:
-                progress.batch += 1
+                state.epoch += state.batch > 0  # more text than the epoch began with: a new one
+                state.batch, state.samples = 0, len(self._train)
+            for rows in self._packer.epoch(self._train, self.options.seed, state.epoch)[state.batch :]:
+                state.batch += 1
                 yield self._packer.batch(self._train, rows)
-            progress.epoch, progress.batch = progress.epoch + 1, 0
+            state.epoch, state.batch = state.epoch + 1, 0
 
     def _plan(self, seconds: float, steps: int) -> None:
         """Turns a time budget into tokens once the speed is known, so that every later step is settled."""
-        progress, budget = self.progress, self.options.seconds
-        if progress.total or budget is None:
+        state, budget = self.state, self.options.seconds
+        if state.total or budget is None:
             return
         if seconds >= budget:
             raise UserError(f"the time for training, {budget:g} s, is too short: {steps} steps took {seconds:.1f} s")
         if steps >= PROBE_STEPS:
-            progress.total = int(progress.seen * budget / seconds)
+            state.total = int(state.seen * budget / seconds)
 
     def _figures(self, mean: float) -> dict[str, float]:
-        progress = self.progress
-        rate = progress.seen / progress.seconds if progress.seconds else 0.0
-        figures = {"step": progress.step, "tokens": progress.seen, "tokens_per_second": rate, "loss": mean}
-        if progress.total and rate:
-            figures["seconds_left"] = max(progress.total - progress.seen, 0) / rate
+        state = self.state
+        rate = state.seen / state.seconds if state.seconds else 0.0
+        figures = {"step": state.step, "tokens": state.seen, "tokens_per_second": rate, "loss": mean}
+        if state.total and rate:
+            figures["seconds_left"] = max(state.total - state.seen, 0) / rate
         return figures
 
 

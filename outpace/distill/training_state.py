@@ -16,9 +16,7 @@ FILE = "training.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(
-    folder: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, progress: dict[str, Any]
-) -> None:
+def save(folder: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Writes the state under another name and renames it; UserError where the disk refuses, the last one stays good."""
     from safetensors.torch import save_file
 
@@ -29,7 +27,7 @@ def save(
     file = folder / FILE
     part = folder / f".{FILE}.part"
     try:
-        save_file(tensors, part, {"progress": json.dumps(progress)})
+        save_file(tensors, part, {"progress": json.dumps(state)})
         part.rename(file)
     except Exception as error:  # safetensors has an error class of its own
         part.unlink(missing_ok=True)

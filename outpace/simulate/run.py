@@ -13,7 +13,7 @@ from outpace.core.errors import UserError
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Drafter, Request, Step
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.simulate.costs import Costs
+from outpace.simulate.costs import PassTimes
 from outpace.simulate.models import ReplayDraft, ReplayTarget
 from outpace.simulate.script import Script, Scripts, scripts_of
 from outpace.simulate.setups import PLAIN, Setup
@@ -46,7 +46,7 @@ class Outcome:
 def simulate(
     trace: Trace,
     chosen: Sequence[Setup],
-    costs: Sequence[Costs],
+    costs: Sequence[PassTimes],
     devices: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, all: None,
 ) -> Iterator[Outcome]:
@@ -63,7 +63,7 @@ def simulate(
         yield replace(outcome, speedup=plain[cost.name] / outcome.seconds_a_token)
 
 
-def _best(scripts: Scripts, setup: Setup, costs: Costs, devices: int) -> Outcome:
+def _best(scripts: Scripts, setup: Setup, costs: PassTimes, devices: int) -> Outcome:
     """With the best draft length, which is found on some of the answers."""
     if not setup.lengths:
         return run_setup(scripts, setup, costs, devices)
@@ -81,7 +81,7 @@ def _best(scripts: Scripts, setup: Setup, costs: Costs, devices: int) -> Outcome
 def run_setup(
     scripts: Scripts,
     setup: Setup,
-    costs: Costs,
+    costs: PassTimes,
     devices: int = 2,
     draft_length: int | None = None,
     some: Sequence[Script] | None = None,
