@@ -23,7 +23,7 @@ from outpace.core import registry
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import Figures, fold
 from outpace.core.tree import TokenTree
-from outpace.core.types import DraftState, Observation, Request, Row, Step
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, Step
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
@@ -68,7 +68,7 @@ class Watched(draft_model.ModelDrafter):
         check_session(state.session, state.tokens)
 
 
-class Empty:
+class Empty(Drafter):
     """Never offers anything."""
 
     def open(self, request: Request) -> DraftState:
@@ -84,11 +84,15 @@ class Empty:
         pass
 
 
-class Wrapped:
+class Wrapped(Drafter):
     """A drafter around another; `before(verb)` is called first, and may sleep or raise."""
 
     def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
         self.inner, self._before = inner, before
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.inner.sources  # type: ignore[no-any-return]
 
     def open(self, request: Request) -> Any:
         self._before("open")

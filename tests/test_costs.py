@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outpace.core.types import Source
 from outpace.decoders._costs import Costs, Mean
 from outpace.engine import profile as profiles
 
@@ -19,7 +20,7 @@ def costs_of(*rounds: tuple[int, float]) -> Costs:
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert Costs().target(4) == Costs().draft(False) == Costs().price(1) == 0.0
+    assert Costs().target(4) == Costs().draft(DRAFT) == Costs().price(1) == 0.0
 
 
 def test_medians_stand_against_outliers() -> None:
@@ -59,13 +60,16 @@ def test_the_price_is_at_least_plain_decodings() -> None:
 
 def test_only_steps_of_the_draft_count_as_such() -> None:
     costs = Costs()
-    assert costs.draft(False) == 0.0
+    assert costs.draft(DRAFT) == 0.0
     for seconds, is_step in ((30.0, False), (0.8, True), (0.7, True), (0.9, True)):
-        costs.drafted(2 * seconds, 2, free=False)
+        costs.drafted(2 * seconds, 2, DRAFT)
         if is_step:
-            costs.stepped()
-    assert costs.draft(False) == 0.8
-    assert costs.draft(True) == 0.0
+            costs.stepped(DRAFT)
+    assert costs.draft(DRAFT) == 0.8
+    assert costs.draft(COPIES) == 0.0
+    for seconds in (0.2, 0.4):
+        costs.drafted(seconds, 1, COPIES)
+    assert costs.draft(COPIES) == pytest.approx(0.3), "what runs no model has no other growth than steps"
 
 
 def test_a_mean_forgets() -> None:
@@ -77,12 +81,13 @@ def test_a_mean_forgets() -> None:
 
 LEARNT = {
     "rounds": {"1": 6.0, "4": 6.5, "8": 7.5},
-    "draft": {"model": 0.8, "free": 0.05},
-    "trust": {"free": 0.5, "model": 0.9},
-    "growth": [0.6, 0.5, 0.4, 0.3],
+    "draft": {"model": 0.8, "ngram": 0.05},
+    "trust": {"ngram": 0.5, "model": 0.9},
+    "growth": {"model": [0.6, 0.5, 0.4, 0.3]},
     "method": "auto",
     "drafters": {},
 }
+COPIES, DRAFT = Source("ngram", False), Source("model", True)
 ABOUT = {"target": {"name": "a"}, "cores": 2}
 
 
@@ -105,6 +110,9 @@ def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
         lambda text: text.replace('"8"', '"eight"'),
         lambda text: text.replace('"model": 0.9', '"model": "much"'),
         lambda text: text.replace('"trust"', '"thrust"'),
+        lambda text: text.replace("[0.6, 0.5, 0.4, 0.3]", "[]"),
+        lambda text: text.replace("[0.6, 0.5, 0.4, 0.3]", "[0.6, -0.5]"),
+        lambda text: text.replace("[0.6, 0.5, 0.4, 0.3]", "0.6"),
         lambda text: text.replace('"name": "a"', '"name": "b"'),
     ],
 )

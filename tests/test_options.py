@@ -13,7 +13,7 @@ from twins import LETTERS, WIDE, Wish, Written, answer_all, nearly, write_slowly
 
 from outpace.core.adjust import adjusted
 from outpace.core.tree import TokenTree
-from outpace.core.types import Adjustments, DraftState, LogprobsOptions, Observation, Request, Row
+from outpace.core.types import Adjustments, Drafter, DraftState, LogprobsOptions, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import EngineOptions
 
@@ -169,7 +169,7 @@ def test_each_option_alone(method: str) -> None:
         assert mine[:5] == expected(option)[0][:5], option
 
 
-class Recited:
+class Recited(Drafter):
     """Proposes a text by heart, as one branch: it knows nothing of penalties, bans and ends."""
 
     def __init__(self, text: Sequence[int]) -> None:

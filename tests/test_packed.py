@@ -219,4 +219,4 @@ def test_the_command_packs_and_unpacks(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_package_takes_its_drafts_along() -> None:
     settings = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert "drafts/*/*" in settings
-    assert Path(packed.__file__).parents[1] / "drafts" == pairs.SHIPPED_FOLDER
+    assert Path(packed.__file__).parents[2] / "drafts" == pairs.SHIPPED_FOLDER

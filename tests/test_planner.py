@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from doubles import make_request
 
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, Verify
+from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.decoders._costs import Costs
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2
+COPIES, DRAFT = Source("ngram", False), Source("model", True)
+
+
+def place_of(request: Any, budget: int, costs: Costs, sources: tuple[Source, ...] = (COPIES, DRAFT)) -> SimpleNamespace:
+    """What a decoder sees of an engine that runs one request."""
+    return SimpleNamespace(
+        request=request,
+        budget=budget,
+        requests=1,
+        rows_of_others=0,
+        costs=costs,
+        last_token=RIGHT,
+        sources=sources,
+    )
 
 
 class World:
@@ -35,9 +50,7 @@ class World:
         self.promise, self.is_right, self.step, self.row = promise, is_right, step, row
         self.costs, self.seconds, self.written, self.asked, self.lag = Costs(), 0.0, 0, 0, 100
         rule = make_request((1,), **request)
-        self.place = SimpleNamespace(
-            request=rule, budget=budget, requests=1, rows_of_others=0, costs=self.costs, last_token=RIGHT
-        )
+        self.place = place_of(rule, budget, self.costs)
 
     def run(self, tokens: int, options: auto.Options | None = None) -> float:
         """Writes so many tokens; how much faster that was than plain decoding."""
@@ -45,12 +58,13 @@ class World:
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
-                if ask.free and self.free_promise:
+                is_free = ask.source == COPIES
+                if is_free and self.free_promise:
                     ask.tree.add(0, COPY, math.log(self.free_promise))
-                seconds = 0.0 if ask.free else self.step + self.lag * 0.05  # what was written is read first
+                seconds = 0.0 if is_free else self.step + self.lag * 0.05  # what was written is read first
                 drafting += seconds
-                self.costs.drafted(seconds, 1, bool(ask.free))
-                ask = coroutine.send(0 if ask.free else self.grow(ask.tree))
+                self.costs.drafted(seconds, 1, ask.source)
+                ask = coroutine.send(0 if is_free else self.grow(ask.tree))
             elif isinstance(ask, Verify):
                 rows = len(ask.tree)
                 ask = coroutine.send([RIGHT] * rows)
@@ -133,6 +147,28 @@ def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
     assert beside.run(600) > 0.8 * alone.run(600) > 3.0
 
 
+def test_trust_and_costs_are_kept_by_source() -> None:
+    """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
+    costs, guesses = Costs(), Source("prediction", False)
+    place = place_of(None, 16, costs, (COPIES, guesses, DRAFT))
+    planner = auto._Planner(place, auto.Options())
+    for _ in range(20):
+        tree = TokenTree(RIGHT)
+        planner.begin()
+        for copier, token in zip(planner.copiers, (WRONG, RIGHT), strict=True):
+            costs.drafted(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
+            planner.copies_pay(copier)
+            tree.add(0, token, math.log(0.5))
+            planner.copied(tree, copier)
+        planner.learn(tree, [0, 2])
+    trust = costs.remember()["trust"]
+    assert trust["ngram"] < 0.2
+    assert trust["prediction"] > 1.5
+    assert "model" not in trust or trust["model"] == 1.0
+    assert costs.draft(COPIES) == 0.01
+    assert costs.draft(guesses) == 0.04
+
+
 def test_a_draft_slower_than_the_target_is_not_used() -> None:
     world = World(0.9, lambda place: True, step=9.0)
     assert world.run(512) > 0.97
@@ -153,12 +189,13 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     for _ in range(3):
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6)):
             costs.round(1, rows, 1, seconds, 0.0)
-    place = SimpleNamespace(budget=8, requests=1, rows_of_others=0, costs=costs, request=None, last_token=1)
+    place = place_of(None, 8, costs)
     planner = auto._Planner(place, auto.Options())
     planner.begin()
     tree = TokenTree(1)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
         tree.add(0, token, math.log(chance))
+    planner.grown(tree, planner.growers[0])
     assert planner.chosen(tree) == [0, 1]
     place.rows_of_others = 3
     assert planner.chosen(tree) in ([0], [0, 1])

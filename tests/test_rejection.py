@@ -28,7 +28,7 @@ from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.engine import EngineOptions
-from outpace.models.load import load_model
+from outpace.models.load import load_draft, load_model
 from outpace.rules.rejection import Rejection
 
 WIDE = EngineOptions(nodes=8, rows=1 << 14, chunk=1 << 12, batch=512)
@@ -126,7 +126,7 @@ def siblings(text: Sequence[int]) -> list[list[int]]:
     return [[first, (first + 1) % 3, (first + 2) % 3][: 2 + len(text) % 2], [text[-1], (text[-1] + 1) % 3]]
 
 
-class Planted:
+class Planted(Drafter):
     """Grows the tree that a function of the text says, once a round."""
 
     def __init__(self, propose: Propose) -> None:
@@ -246,7 +246,7 @@ def test_what_rejection_does_not_go_with_is_said(
 
 def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factory: pytest.TempPathFactory) -> None:
     target = load_model(folder(tmp_path_factory.mktemp("library"), "target"))
-    draft = outpace.engine.build.load_draft("layers:0", target)
+    draft = load_draft("layers:0", target)
     asked = {"max_tokens": 30, "temperature": 1.2, "top_k": 8, "logprobs": 2, "min_tokens": 30, "seed": 4}
     for drafter in ("model", "ngram", None):
         with closing(LLM(target, draft, rule="rejection", drafter=drafter)) as llm:

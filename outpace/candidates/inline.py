@@ -10,7 +10,7 @@ from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Layer
 from outpace.candidates.loop import DraftLoop, Message
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Request
+from outpace.core.types import Drafter, Observation, Request, Source
 
 T = TypeVar("T")
 
@@ -130,17 +130,24 @@ class InTurn(Worker):
         """There is no drafter to tell."""
 
 
-class ClockedDrafter:
+class ClockedDrafter(Drafter):
     """A drafter that works in turn with the target: the clock stands at the end of each `grow`."""
 
     def __init__(self, inner: Drafter, clock: SimulatedClock) -> None:
         self._inner, self._clock = inner, clock
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._inner.sources
+
     def open(self, request: Request) -> Any:
         return self._inner.open(request)
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        added = self._inner.grow(states, trees)
+        return self.grow_by(None, states, trees)
+
+    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        added = self._inner.grow_by(source, states, trees)
         seconds = self._clock.draft_seconds()
         self._clock.draft_busy += seconds
         self._clock.now += seconds

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
 
+Offer = tuple[list[int], list[float]]  # tokens and their values on a rule's scale, best first
 
-class Rule(Protocol):
+
+class Rule:
     """Judges a tree by the target's scores. `reduce` runs where the scores are, `walk` on the host with integers."""
 
     lossless: bool
@@ -21,12 +25,20 @@ class Rule(Protocol):
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
+        raise NotImplementedError
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         """The verdict on a tree whose first len(picks) nodes have a row."""
+        raise NotImplementedError
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
+        raise NotImplementedError
+
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer] | None:
+        """The best `count` tokens of each row of a drafter's scores on the host [rows, held], faster than by `rank`;
+        an empty offer, or None for all rows, where `rank` has to say."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -123,14 +135,20 @@ class Verdict(NamedTuple):
     next_token: int | None
 
 
-class Draft(NamedTuple):
-    """A coroutine asks for the tree to grow; it is sent the number of nodes added (0: nothing to offer).
+class Source(NamedTuple):
+    """Where proposals come from: a drafter by its file's name, and whether it runs a model for them. Costs and trust
+    are kept by source."""
 
-    `free`: by the drafters that run no model, or by those that do; None: by all.
-    """
+    name: str
+    runs_model: bool
+
+
+class Draft(NamedTuple):
+    """A coroutine asks for the tree to grow, by one source or by all that there are (None); it is sent the number of
+    nodes added (0: nothing to offer)."""
 
     tree: TokenTree
-    free: bool | None = None
+    source: Source | None = None
 
 
 class Verify(NamedTuple):
@@ -187,17 +205,39 @@ class DraftState:
     tokens: list[int] = field(default_factory=list)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Whatever proposes. Its one verb is `grow`; who calls it, and when, is the difference between the methods."""
+
+    name = "drafter"  # its file's
+    runs_model = True  # False: what it proposes costs next to nothing
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What `grow_by` may be asked for: itself, or its parts."""
+        return (Source(self.name, self.runs_model),)
 
     def open(self, request: Request) -> Any:
         """A DraftState for this request, with the prompt as committed tokens."""
+        raise NotImplementedError
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
         """Adds the next bit to every tree in one go; the number of nodes added to each."""
+        raise NotImplementedError
+
+    def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        """As `grow`, by one of the sources alone; None: by all."""
+        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
         """The target has judged: follow it."""
+        raise NotImplementedError
 
     def close(self, state: Any) -> None:
         """The request is over."""
+
+    def remember(self) -> Any:
+        """What a profile keeps of it, as JSON has it; None for nothing."""
+        return None
+
+    def recall(self, kept: Any) -> None:
+        """Begins from what `remember` gave."""

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from outpace.core.types import Source
+
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
-_KINDS = {"free": True, "model": False}  # drafters that run no model, and those that do
 _RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
@@ -53,10 +54,10 @@ class Costs:
         self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
         self._more: dict[int, list[float]] = {}  # see `more`
-        self._draft: dict[bool, deque[float]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
+        self._draft: dict[str, deque[float]] = {}  # by source
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
-        self.trust = {free: Mean(1.0, 2.0) for free in (True, False)}  # accepted tokens over the chances given them
-        self._growth = [Mean(0.6, 2.0, _GROWTH_FADE) for _ in range(_LAYERS)]
+        self._trust: dict[str, Mean] = {}  # by source
+        self._growth: dict[str, list[Mean]] = {}  # by source
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
@@ -87,23 +88,28 @@ class Costs:
     def _is_stale(self, rows: int) -> bool:
         return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
 
-    def growth(self, layer: int) -> Mean:
-        """Of the chance at the leaves, what the draft's layer of this number puts below them."""
-        return self._growth[min(layer, _LAYERS - 1)]
+    def trust(self, source: str) -> Mean:
+        """Accepted tokens over the chances that were given them, of the source with this name."""
+        return self._trust.setdefault(source, Mean(1.0, 2.0))
 
-    def drafted(self, seconds: float, requests: int, free: bool) -> None:
-        """The drafter grew so many requests' trees once. `free`: its parts that run no model."""
+    def growth(self, source: Source, layer: int) -> Mean:
+        """Of the chance at the leaves, what the source's layer of this number puts below them."""
+        layers = self._growth.setdefault(source.name, [Mean(0.6, 2.0, _GROWTH_FADE) for _ in range(_LAYERS)])
+        return layers[min(layer, len(layers) - 1)]
+
+    def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
+        """So many requests' trees were grown once by a source, or by all (None)."""
         self.latest_draft = seconds / requests
-        if free:
-            self._draft[True].append(self.latest_draft)
+        if source is not None and not source.runs_model:
+            self.stepped(source)
 
-    def stepped(self) -> None:
-        """The latest growth was one step of the draft model, in which it read nothing but what it had proposed."""
-        self._draft[False].append(self.latest_draft)
+    def stepped(self, source: Source) -> None:
+        """The latest growth was one step of this source, in which a model read nothing but what it had proposed."""
+        self._draft.setdefault(source.name, deque(maxlen=_KEPT)).append(self.latest_draft)
 
-    def draft(self, free: bool) -> float:
+    def draft(self, source: Source) -> float:
         """Seconds of one growth, a request's share of it; 0 until it is known."""
-        samples = self._draft[free]
+        samples = self._draft.get(source.name, ())
         return median(samples) if len(samples) >= _TRIED else 0.0
 
     def target(self, rows: int) -> float:
@@ -164,9 +170,9 @@ class Costs:
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
         rounds = {str(rows): median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
-        draft = {name: self.draft(free) for name, free in _KINDS.items() if self.draft(free)}
-        growth = [mean.value for mean in self._growth]
-        trust = {name: self.trust[free].value for name, free in _KINDS.items()}
+        draft = {name: median(times) for name, times in self._draft.items() if len(times) >= _TRIED}
+        growth = {name: [mean.value for mean in layers] for name, layers in self._growth.items()}
+        trust = {name: mean.value for name, mean in self._trust.items()}
         return {"rounds": rounds, "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
@@ -175,11 +181,11 @@ class Costs:
             bucket = _bucket(int(rows))
             self._rounds[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
             self._last[bucket] = self.seen
-        for name, free in _KINDS.items():
-            if name in profile["draft"]:
-                self._draft[free].extend([float(profile["draft"][name])] * _TRIED)
-        self.trust = {free: Mean(float(profile["trust"][name]), 2.0) for name, free in _KINDS.items()}
-        self._growth = [Mean(float(value), 4.0, _GROWTH_FADE) for value in profile["growth"]]
+        for name, seconds in profile["draft"].items():
+            self._draft.setdefault(name, deque(maxlen=_KEPT)).extend([float(seconds)] * _TRIED)
+        self._trust |= {name: Mean(float(value), 2.0) for name, value in profile["trust"].items()}
+        for name, values in profile["growth"].items():
+            self._growth[name] = [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]
         self._forget_curve()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import Role, Siblings, TokenTree
-from outpace.core.types import Commit, Draft, Verify
+from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Coroutine, Place
 
@@ -69,16 +69,46 @@ def decode(place: Place, options: Options) -> Coroutine:
 
 
 def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
-    """Layers while they pay: first what costs no model, then the model's."""
+    """Layers while they pay: first what costs no model, then the models'."""
     if planner.is_plain:
         return
-    if planner.copies_pay():
-        yield Draft(tree, free=True)
-        planner.found(tree)
-    while planner.pays(tree):
-        if not (yield Draft(tree, free=False)):
-            return
-        planner.grown(tree)
+    for copier in planner.copiers:
+        if planner.copies_pay(copier):
+            yield Draft(tree, copier.source)
+            planner.copied(tree, copier)
+    for grower in planner.growers:
+        while planner.pays(tree, grower):
+            if not (yield Draft(tree, grower.source)):
+                break
+            planner.grown(tree, grower)
+
+
+class _Copier:
+    """A source that runs no model, and what this request had of it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.gain = Mean(0.2, 8.0)  # tokens that it gave a round in which it was asked
+        self.skipped = 0  # rounds since it was asked
+        self.is_asked = False  # in this round
+
+
+class _Grower:
+    """A source that runs a model, and how its layers did for this request."""
+
+    def __init__(self, source: Source, deepest: int) -> None:
+        self.source = source
+        self.layers = 0  # that it grew in this round
+        self.is_trial = False  # the last of them does not pay, as far as is known
+        self.grown = [0.0] * deepest  # by layer: when it was grown last, in seconds of rounds
+        self.failures = 0  # trials since a layer last paid
+        self.trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
+        self.is_following = False  # it has read all but what was written in the last round
+
+    @property
+    def tries(self) -> bool:
+        """Whether its first layer is a trial."""
+        return self.is_trial and self.layers == 1
 
 
 class _Planner:
@@ -87,27 +117,25 @@ class _Planner:
     def __init__(self, place: Place, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
-        self._trust = {free: Mean(mean.value, 2.0, _FADE) for free, mean in self._costs.trust.items()}
-        self._copied = Mean(0.2, 8.0)  # tokens that those without a model gave a round
-        self._skipped, self._has_copies = 0, False  # rounds since they were asked; in this round
+        self._trust = {source.name: Mean(self._costs.trust(source.name).value, 2.0, _FADE) for source in place.sources}
+        self.copiers = [_Copier(source) for source in place.sources if not source.runs_model]
+        self.growers = [_Grower(source, options.deepest) for source in place.sources if source.runs_model]
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
+        self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._worth = 0.0  # of this round's tree
-        self._free: set[int] = set()  # ids of this round's nodes that cost no model
+        self._has_copies = False  # in this round's tree
         self._seconds = 0.0  # of rounds so far
-        self._grown = [0.0] * options.deepest  # by layer: when it was grown last, of those
-        self._failures = 0  # trials since a layer last paid
-        self._trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
-        self._is_trial = False
-        self._is_following = False  # the draft has read all but what was written in the last round
         self._at_leaves = 1.0
         self._rounds = 0
         self.is_plain = False  # this round writes plainly in any case
-        self.layers = 0  # that the model grew in this round
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it. It is plain where that has no price yet."""
-        self.layers, self._is_trial, self._has_copies, self._worth = 0, False, False, 0.0
-        self._free, self._chances = set(), []
+        self._chances, self._sources, self._worth, self._has_copies = [], {}, 0.0, False
+        for grower in self.growers:
+            grower.layers, grower.is_trial = 0, False
+        for copier in self.copiers:
+            copier.is_asked = False
         self._price = _DOUBT * self._costs.price(self._place.requests)
         requests = self._place.requests
         is_new = self._rounds < _PLAIN and not self._costs.knows(requests, 1)
@@ -123,50 +151,56 @@ class _Planner:
             return False
         return self._price * self._costs.more(requests, 1)[0] > _CROWDED
 
-    def copies_pay(self) -> bool:
-        """Whether the drafters that run no model are asked: they take some of the host's time."""
-        cost = self._price * self._costs.draft(True)
-        self._skipped = 0 if self._copied.value > cost else (self._skipped + 1) % _SKIPS
-        self._has_copies = not self._skipped
-        return self._has_copies
+    def copies_pay(self, copier: _Copier) -> bool:
+        """Whether a source that runs no model is asked: it takes some of the host's time."""
+        cost = self._price * self._costs.draft(copier.source)
+        copier.skipped = 0 if copier.gain.value > cost else (copier.skipped + 1) % _SKIPS
+        copier.is_asked = not copier.skipped
+        return copier.is_asked
 
-    def found(self, tree: TokenTree) -> None:
-        """These are the nodes that cost no model."""
-        self._free = set(tree.ids[1:])
+    def copied(self, tree: TokenTree, copier: _Copier) -> None:
+        """The source has added what it has."""
+        self._note(tree, copier.source)
+        self._has_copies = len(tree) > 1
 
-    def pays(self, tree: TokenTree) -> bool:
+    def _note(self, tree: TokenTree, source: Source) -> None:
+        """The nodes that are new in the tree are the source's."""
+        self._sources.update(dict.fromkeys(tree.ids[1 + len(self._sources) :], source.name))
+
+    def pays(self, tree: TokenTree, grower: _Grower) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
-        cost = self._price * self._costs.draft(False)
-        if self._is_trial or self.layers >= (self._options.deepest if cost else _UNKNOWN):
+        cost = self._price * self._costs.draft(grower.source)
+        if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
-        self._at_leaves = self._reach(tree)
-        if self._costs.growth(self.layers).value * self._at_leaves > cost:
+        self._at_leaves = self._reach(tree, grower)
+        if self._costs.growth(grower.source, grower.layers).value * self._at_leaves > cost:
             return True
-        self._is_trial = self._is_due()
-        return self._is_trial
+        grower.is_trial = self._is_due(grower)
+        return grower.is_trial
 
-    def grown(self, tree: TokenTree) -> None:
+    def grown(self, tree: TokenTree, grower: _Grower) -> None:
         """The model has added a layer."""
-        if not self._free:  # beside copies a layer adds what they leave to add, which says nothing of other rounds
+        self._note(tree, grower.source)
+        if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
             chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._place.budget - 1])
             is_cut = len(chances) >= rows > self._most_more  # by what is known, not by what pays
             if not is_cut:
-                self._costs.growth(self.layers).learn(self._worth - before, self._at_leaves)
-        if self.layers or self._is_following:
-            self._costs.stepped()
-        if self._is_trial and not self.layers:
-            self._trial_cost = self._costs.latest_draft
-        self.layers += 1
+                self._costs.growth(grower.source, grower.layers).learn(self._worth - before, self._at_leaves)
+        if grower.layers or grower.is_following:
+            self._costs.stepped(grower.source)
+        if grower.is_trial and not grower.layers:
+            grower.trial_cost = self._costs.latest_draft
+        grower.layers += 1
 
-    def _is_due(self) -> bool:
+    def _is_due(self, grower: _Grower) -> bool:
         """Whether a layer that does not pay is tried again."""
-        cost = self._costs.draft(False)
-        if not self.layers:
-            cost = max(self._trial_cost, 3 * cost)
-        is_told = not self.layers or not self._free  # beside copies a deeper layer says nothing
-        share = self._options.trials / 2 ** (0 if self.layers else self._failures)
-        idle = self._seconds - self._grown[self.layers]
+        cost = self._costs.draft(grower.source)
+        if not grower.layers:
+            cost = max(grower.trial_cost, 3 * cost)
+        is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
+        share = self._options.trials / 2 ** (0 if grower.layers else grower.failures)
+        idle = self._seconds - grower.grown[grower.layers]
         return is_told and cost * self._place.requests < share * idle
 
     def chosen(self, tree: TokenTree) -> list[int]:
@@ -178,7 +212,7 @@ class _Planner:
 
     def _count(self, chances: Sequence[float]) -> int:
         """How many rows are verified, the root's included, of nodes with these falling chances."""
-        if self._is_trial and self.layers == 1:
+        if any(grower.tries for grower in self.growers):
             return 2
         others = self._place.rows_of_others
         best, _ = self._best(chances)
@@ -204,35 +238,34 @@ class _Planner:
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
-        self._is_following = self.layers > 0
         self._seconds += self._costs.target(self._place.requests)
-        self._grown[: self.layers] = [self._seconds] * self.layers
-        if self.layers:
-            self._failures = self._failures + 1 if self._is_trial and self.layers == 1 else 0
-        if self._has_copies:
-            self._copied.learn(sum(self._is_free(tree, node) for node in path[1:]))
-        if len(tree) == 1:
-            return
-        for free in (True, False):
-            promised = sum(exp(tree.scores[node]) for node in range(1, len(tree)) if self._is_free(tree, node) is free)
-            if promised:
-                accepted = sum(self._is_free(tree, node) is free for node in path[1:])
-                self._trust[free].learn(accepted, promised)
-                self._costs.trust[free].learn(accepted, promised)
-
-    def _is_free(self, tree: TokenTree, node: int) -> bool:
-        return tree.ids[node] in self._free
+        for grower in self.growers:
+            grower.is_following = grower.layers > 0
+            grower.grown[: grower.layers] = [self._seconds] * grower.layers
+            if grower.layers:
+                grower.failures = grower.failures + 1 if grower.tries else 0
+        walked = [self._sources[tree.ids[node]] for node in path[1:]]
+        for copier in self.copiers:
+            if copier.is_asked:
+                copier.gain.learn(walked.count(copier.source.name))
+        promised: dict[str, float] = {}
+        for node in range(1, len(tree)):
+            source = self._sources[tree.ids[node]]
+            promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
+        for source, chances in promised.items():
+            self._trust[source].learn(walked.count(source), chances)
+            self._costs.trust(source).learn(walked.count(source), chances)
 
     def _weigh(self, tree: TokenTree) -> list[float]:
-        """The chance that the target walks to each node, trusted as far as those of its kind came true. It never
+        """The chance that the target walks to each node, trusted as far as those of its source came true. It never
         exceeds the parent's, so the best n are closed under ancestors."""
         chances = self._chances
         for node in range(len(chances), len(tree)):
-            own = exp(tree.scores[node]) * self._trust[self._is_free(tree, node)].value if node else 1.0
+            own = exp(tree.scores[node]) * self._trust[self._sources[tree.ids[node]]].value if node else 1.0
             chances.append(min(own, chances[tree.parents[node]]) if node else own)
         return chances
 
-    def _reach(self, tree: TokenTree) -> float:
+    def _reach(self, tree: TokenTree, grower: _Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root."""
         chances, leaves = self._weigh(tree), []
@@ -240,6 +273,8 @@ class _Planner:
             if not tree.children(node) and tree.roles[node] is not Role.PROBE:
                 leaves.append(chances[node])
         reach = sum(nlargest(_BEAM, leaves))
-        if not self.layers:
-            reach += self._trust[False].value * max(0.0, 1.0 - sum(chances[node] for node in tree.children(0)))
+        if not grower.layers:
+            reach += self._trust[grower.source.name].value * max(
+                0.0, 1.0 - sum(chances[node] for node in tree.children(0))
+            )
         return min(1.0, reach)

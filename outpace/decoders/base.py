@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from outpace.candidates.cache import CandidateCache, Correction
-from outpace.core.types import Ask, Request
+from outpace.core.types import Ask, Request, Source
 from outpace.decoders._costs import Costs
 
 Coroutine = Generator[Ask, Any, None]
@@ -20,6 +20,7 @@ class Place(Protocol):
     requests: int  # running at once, this one included
     rows_of_others: int  # of the last pass
     costs: Costs
+    sources: Sequence[Source]  # of drafts
     candidates: CandidateCache  # only where the decoder needs a worker
 
     @property

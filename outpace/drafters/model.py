@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, Siblings, TokenTree
-from outpace.core.types import DraftState, Observation, Request, Row
+from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
 from outpace.models.base import Model, Part, chain
-from outpace.rules.base import Offer, best_rows, rank_rows
+from outpace.rules.base import best_rows, rank_rows
 
 _CHUNK = 256  # prompt tokens a forward
 _CHOICES = {"greedy": True, "sampled": False}
@@ -68,8 +68,10 @@ class _Job(NamedTuple):
     frontier: list[int]
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Keeps a session of the draft model for each request, in step with what the target commits."""
+
+    name = "model"
 
     def __init__(self, model: Model, options: Options) -> None:
         self._model, self._options = model, options

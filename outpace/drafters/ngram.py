@@ -12,10 +12,8 @@ from itertools import islice
 
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import DraftState, Observation, Request
+from outpace.core.types import Drafter, DraftState, Observation, Request
 from outpace.drafters._chance import Rate
-
-FREE = True  # it runs no model
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,11 @@ class NgramState(DraftState):
     proposed: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # node id -> parent id, token, kind of rate
 
 
-class Ngram:
+class Ngram(Drafter):
     """Grows one branch from the root for each place where the last tokens stood before, longest match first."""
+
+    name = "ngram"
+    runs_model = False
 
     def __init__(self, options: Options) -> None:
         self._options = options

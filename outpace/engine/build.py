@@ -76,9 +76,8 @@ def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
 
 
 def drafter_modules(name: str) -> dict[str, ModuleType]:
-    """The drafters that `name` means: one, or several joined by +; those that need no model stand first."""
-    modules = {part: registry.find("drafters", part) for part in name.split("+")}
-    return dict(sorted(modules.items(), key=lambda item: not _is_free(item[1])))
+    """The drafters that `name` means: one, or several joined by +."""
+    return {part: registry.find("drafters", part) for part in name.split("+")}
 
 
 def may_draft(method: str, drafter: str | None) -> bool:
@@ -88,17 +87,13 @@ def may_draft(method: str, drafter: str | None) -> bool:
 
 
 def build_drafter(name: str, draft: Model | None, values: Mapping[str, Any]) -> Drafter:
-    """One drafter, or several on one tree."""
+    """One drafter, or several on one tree, those that run no model first."""
     from outpace.drafters._combined import Combined
 
-    modules = drafter_modules(name)
-    parts = [module.build(registry.build_options(module, values), draft=draft) for module in modules.values()]
-    return parts[0] if len(parts) == 1 else Combined(parts, free=sum(map(_is_free, modules.values())))
-
-
-def _is_free(module: ModuleType) -> bool:
-    """Whether a drafter runs no model."""
-    return bool(getattr(module, "FREE", False))
+    modules = drafter_modules(name).values()
+    parts = [module.build(registry.build_options(module, values), draft=draft) for module in modules]
+    parts.sort(key=lambda part: part.runs_model)  # what costs no model stands first
+    return parts[0] if len(parts) == 1 else Combined(parts)
 
 
 @dataclass(frozen=True)

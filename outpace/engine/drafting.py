@@ -11,9 +11,8 @@ from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Await, Draft, Drafter, Observation, Verdict
+from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.decoders._costs import Costs
-from outpace.drafters._combined import Combined
 from outpace.engine.request import Running
 
 T = TypeVar("T")
@@ -28,6 +27,11 @@ class Drafting:
         self.drafter, self.worker, self._costs, self._clock = drafter, worker, costs, clock
         self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
         self._warned = False
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What a request may ask to be drafted by."""
+        return self.drafter.sources if self.drafter else ()
 
     def check(self, run: Running) -> None:
         """UserError for a method whose drafter is not here."""
@@ -64,10 +68,9 @@ class Drafting:
             waiting = [run for run in running if isinstance(run.ask, Await)]
             if not drafting and not waiting:
                 return
-            for free in (True, False, None):
-                asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.free is free]
-                if asking:
-                    self._grow(asking, free)
+            for source in sorted({run.ask.source for run in drafting if isinstance(run.ask, Draft)}, key=_order):
+                asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.source == source]
+                self._grow(asking, source)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.candidates, run.ask.layers)
@@ -89,15 +92,15 @@ class Drafting:
             seen = Observation([tree.ids[node] for node in path], tokens, root)
             self._guarded(self.drafter.observe, run.draft_state, seen)
 
-    def _grow(self, runs: Sequence[Running], free: bool | None) -> None:
-        """One growth of all these requests' trees, which they are told; see `Draft` for `free`."""
+    def _grow(self, runs: Sequence[Running], source: Source | None) -> None:
+        """One growth of all these requests' trees by a source, which they are told."""
         added: list[int] | None = None
         if self.drafter:
             began = self._clock()
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self._guarded(_grow_of(self.drafter, free), [run.draft_state for run in runs], trees)
+            added = self._guarded(self.drafter.grow_by, source, [run.draft_state for run in runs], trees)
             seconds = self._clock() - began
-            self._costs.drafted(seconds, len(runs), bool(free))
+            self._costs.drafted(seconds, len(runs), source)
             for run in runs:
                 run.draft_seconds += seconds
         for run, count in zip(runs, added or [0] * len(runs), strict=True):
@@ -119,10 +122,6 @@ class Drafting:
             warnings.warn(f"the drafter failed ({kind}: {failure}); going on without it", stacklevel=2)
 
 
-def _grow_of(drafter: Drafter, free: bool | None) -> Callable[[Sequence[Any], Sequence[TokenTree]], list[int]]:
-    """What grows trees by the drafters that run no model (`free`), by the others, or by all. One alone runs one."""
-    if free is None:
-        return drafter.grow
-    if isinstance(drafter, Combined):
-        return partial(drafter.grow, free=free)
-    return drafter.grow if not free else lambda states, trees: [0] * len(trees)
+def _order(source: Source | None) -> tuple[bool, bool]:
+    """What runs no model grows first: who asked for it may then share the model's forward with the others."""
+    return source is None, source is not None and source.runs_model

@@ -176,7 +176,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.running.append(run)
         try:
             self.drafting.open(run)
-            run.costs = self.costs
+            run.costs, run.sources = self.costs, self.drafting.sources
             run.coroutine = run.decoder.decode(run, run.options)
             self._place(run)
             if not run.is_prefilling:

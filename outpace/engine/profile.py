@@ -10,25 +10,25 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outpace.core import machine
-from outpace.decoders._costs import Costs
+from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
 from outpace.models.files.find import cache_folder
 from outpace.models.load import Loaded
 
-VERSION = 1
-GROWTHS = len(Costs().remember()["growth"])
+VERSION = 2
 FEWEST = 50  # rounds to go by
 FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
     "trust": dict,
-    "growth": list,
+    "growth": dict,
     "drafters": dict,
     "method": (str, type(None)),
 }
@@ -104,9 +104,9 @@ class Profile:
         if self._known is None:
             return
         engine.costs.recall(self._known)
-        drafter: Any = engine.drafting.drafter
+        drafter = engine.drafting.drafter
         kept = self._known["drafters"].get(_kind(drafter))
-        if kept is not None:
+        if drafter is not None and kept is not None:
             drafter.recall(kept)
 
     def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
@@ -114,15 +114,15 @@ class Profile:
         if engine.costs.seen < FEWEST:
             return None
         learnt = engine.costs.remember() | {"method": tuned or self.method, "drafters": {}}
-        drafter: Any = engine.drafting.drafter
-        if hasattr(drafter, "remember"):
-            learnt["drafters"][_kind(drafter)] = drafter.remember()
+        drafter = engine.drafting.drafter
+        if drafter is not None and (kept := drafter.remember()) is not None:
+            learnt["drafters"][_kind(drafter)] = kept
         return write(self._about, learnt, self._cache)
 
 
-def _kind(drafter: Any) -> str:
-    """What is remembered of one arrangement of drafters is no use to another."""
-    return "+".join(type(part).__name__ for part in getattr(drafter, "parts", [drafter]))
+def _kind(drafter: Drafter | None) -> str:
+    """The drafters by name: what is remembered of one arrangement of them is no use to another."""
+    return "+".join(source.name for source in drafter.sources) if drafter else ""
 
 
 def _model(loaded: Loaded) -> dict[str, Any]:
@@ -143,14 +143,22 @@ def _checked(learnt: Any) -> dict[str, Any]:
     seconds = [*learnt["rounds"].values(), *learnt["draft"].values()]
     if not all(_is_positive(value) for value in [*seconds, *map(_whole, learnt["rounds"])]):
         raise ValueError("a time or a row count is not a number above 0")
-    shares = [learnt["trust"]["free"], learnt["trust"]["model"], *learnt["growth"]]
-    if len(shares) != 2 + GROWTHS or not all(0 <= value < math.inf for value in shares):
+    shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
+    if not all(map(_is_number, shares)) or not all(map(_is_layers, learnt["growth"].values())):
         raise ValueError("trust or growth is not a number from 0")
     return learnt
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _is_layers(values: Any) -> bool:
+    return isinstance(values, list) and bool(values)
 
 
 def _whole(text: str) -> int:

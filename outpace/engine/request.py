@@ -13,7 +13,18 @@ from outpace.candidates.cache import CandidateCache, Correction
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import Ask, Commit, DraftState, LogprobsOptions, Request, Row, Step, TokenLogprobs, Verdict
+from outpace.core.types import (
+    Ask,
+    Commit,
+    DraftState,
+    LogprobsOptions,
+    Request,
+    Row,
+    Source,
+    Step,
+    TokenLogprobs,
+    Verdict,
+)
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine
 from outpace.models.base import Model, Session
@@ -43,6 +54,7 @@ class Running:
     requests: int = 1  # running at once, this one included
     rows_of_others: int = 0  # of the last pass
     costs: Costs = field(default_factory=Costs, repr=False)  # the engine's
+    sources: Sequence[Source] = ()  # of drafts
     candidates: CandidateCache = field(init=False, repr=False)
     session: Session = field(init=False, repr=False)
     first_token: float = 0.0  # when the first round ended, 0 before

@@ -10,8 +10,8 @@ import torch
 
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import log_softmax
+from outpace.core.types import Offer
 
-Offer = tuple[list[int], list[float]]
 """Tokens on the scale by which a rule's target will choose, best first, and their values there."""
 
 

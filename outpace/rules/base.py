@@ -14,8 +14,8 @@ from torch import Tensor
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Verdict
-from outpace.rules._ranking import Offer, log_chances, ranked
+from outpace.core.types import Offer, Row, Verdict
+from outpace.rules._ranking import log_chances, ranked
 
 
 def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
@@ -62,11 +62,12 @@ def best_rows(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
 
 
 def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
-    """By the rule's `best(scores, held, rows, count)` for rows on the host; by its `rank` for those left empty."""
+    """By the rule's `best` for rows on the host; by its `rank` for those left empty."""
     rule, host = rows[0].request.rule, host_rows(held.values)
-    if host is None or not hasattr(rule, "best") or any(row.request.adjustments is not None for row in rows):
+    is_adjusted = any(row.request.adjustments is not None for row in rows)
+    offers = None if host is None or is_adjusted else rule.best(host, held, rows, count)
+    if offers is None:
         return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
-    offers: list[Offer] = rule.best(host, held, rows, count)
     return [
         offer if offer[0] else _best_by_rank(held, number, row, count)
         for number, (offer, row) in enumerate(zip(offers, rows, strict=True))

@@ -16,8 +16,7 @@ from outpace.core.adjust import adjusted
 from outpace.core.sampling import GREEDY
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Verdict
-from outpace.rules._ranking import Offer
+from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
@@ -28,7 +27,7 @@ class Options:
     """None."""
 
 
-class Greedy:
+class Greedy(Rule):
     """argmax p; equal logits go to the lowest id."""
 
     lossless = LOSSLESS

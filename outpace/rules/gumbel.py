@@ -17,9 +17,9 @@ from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import processed
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Verdict
+from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules._race import Race, clear_winner
-from outpace.rules._ranking import Offer, log_chances, prepared, ranked
+from outpace.rules._ranking import log_chances, prepared, ranked
 from outpace.rules.base import follow, offer_at
 
 LOSSLESS = True
@@ -30,7 +30,7 @@ class Options:
     """None."""
 
 
-class Gumbel:
+class Gumbel(Rule):
     """The exponential race argmax(p / E), with E the same for target and drafter."""
 
     lossless = LOSSLESS

@@ -19,8 +19,7 @@ from outpace.core.noise import uniform
 from outpace.core.sampling import processed
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Row, Verdict
-from outpace.rules._ranking import Offer
+from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
@@ -31,7 +30,7 @@ class Options:
     """None."""
 
 
-class Match:
+class Match(Rule):
     """The least x whose cumulative p exceeds u."""
 
     lossless = LOSSLESS

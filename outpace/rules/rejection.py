@@ -20,7 +20,7 @@ from outpace.core.adjust import adjusted
 from outpace.core.noise import ACCEPT, RESIDUAL, uniform
 from outpace.core.sampling import processed
 from outpace.core.tree import Role, Siblings, TokenTree
-from outpace.core.types import Row, Verdict
+from outpace.core.types import Row, Rule, Verdict
 
 LOSSLESS = True
 
@@ -37,7 +37,7 @@ class Judged(NamedTuple):
     p: Tensor
 
 
-class Rejection:
+class Rejection(Rule):
     """The ratio rule, for chains that were drawn and for picked trees."""
 
     lossless = LOSSLESS
