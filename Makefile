@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 RUN = .venv/bin/python
 
-.PHONY: demo test check check-native mutations mutations-native same-text bench clean
+.PHONY: demo test check check-native mutations mutations-native same-text bench rooms clean
 
 demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
@@ -30,6 +30,9 @@ same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchm
 
 bench: .venv/installed-bench
 	$(RUN) bench/plain_against_transformers.py
+
+rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew
+	$(PYTHON) tests/rooms.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info

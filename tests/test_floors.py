@@ -7,84 +7,33 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from rooms import (
+    COMMAND,
+    FLOORS,
+    MODELS,
+    PAGE,
+    ROOT,
+    SIDE_HOUSES,
+    Edge,
+    all_edges,
+    edges_of,
+    module_files,
+    renewed,
+    room,
+)
 
-ROOT = Path(__file__).parents[1] / "outpace"
-FLOORS = {"core": 0, "models": 1, "rules": 1, "candidates": 1, "drafters": 2, "decoders": 3, "engine": 4, "api": 5}
-SIDE_HOUSES = ("cli", "server", "bench", "distill", "simulate", "cluster", "integrations", "timeseries", "edge")
-FLOORS |= dict.fromkeys(SIDE_HOUSES, 6)
-HOMES = {"__init__": "api", "_moved": "core"}  # modules of the package itself, and the room whose rights they have
-MODELS = {"base": 0, "toy": 1, "llama": 1, "files": 2, "text": 3, "hf": 4, "runtimes": 5, "load": 6}  # inside `models`
 ALLOWED_IN_CORE = {"torch", "numpy"}
 CIRCLES = [["models.hf.model", "models.hf.probe"]]  # that stay for now
 HEAVY = ("transformers", "ray", "fastapi", "matplotlib", "huggingface_hub", "gguf")
-
-
-class Edge(NamedTuple):
-    """One import: from a module to a module, both by name without the package's own."""
-
-    source: str
-    target: str
-    is_late: bool  # inside a function, or for types alone
-    line: int
-
-
-def imported(node: ast.AST, package: str) -> Iterator[str]:
-    """Full names that one import statement may load."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-        module = ".".join([*above, *([node.module] if node.module else [])])
-        yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def runs_later(node: ast.AST) -> bool:
-    """Whether what stands in it is not imported with its module: a function's body, or what types alone need."""
-    is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    return is_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def edges_of(source: str, text: str, is_package: bool = False) -> Iterator[Edge]:
-    """All imports of a module, wherever they stand."""
-    full = ".".join(part for part in ("outpace", source) if part and part != "__init__")
-    package = full if is_package or source == "__init__" else full.rpartition(".")[0]
-
-    def walk(node: ast.AST, is_late: bool) -> Iterator[Edge]:
-        for child in ast.iter_child_nodes(node):
-            for target in imported(child, package):
-                yield Edge(source, target, is_late, child.lineno)
-            yield from walk(child, is_late or runs_later(child))
-
-    yield from walk(ast.parse(text), False)
-
-
-def module_files() -> Iterator[tuple[str, Path]]:
-    """Every module by its name inside the package; a folder is one by its `__init__`."""
-    for file in sorted(ROOT.rglob("*.py")):
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), file
-
-
-def all_edges() -> Iterator[Edge]:
-    for name, file in module_files():
-        yield from edges_of(name, file.read_text(), file.stem == "__init__" and file.parent != ROOT)
-
-
-def room(name: str) -> str:
-    """The room in which a module stands, by its name inside the package."""
-    first = name.partition(".")[0]
-    return HOMES.get(first, first)
 
 
 def objection(edge: Edge) -> str | None:
     """What is wrong with an import, or None."""
     home = room(edge.source)
     if home not in FLOORS:
-        return f"{home} stands on no floor: give it one in this test and in docs/architecture.md"
+        return f"{home} stands on no floor: give it one in tests/rooms.py"
     top, _, target = edge.target.partition(".")
     if top != "outpace":
         foreign = home == "core" and top not in ALLOWED_IN_CORE | sys.stdlib_module_names
@@ -125,6 +74,11 @@ def test_imports_go_down_only() -> None:
     assert len(edges) > 100, "too few imports were read"
     found = [f"outpace/{e.source.replace('.', '/')}, line {e.line}: {objection(e)}" for e in edges if objection(e)]
     assert not found, "\n".join(["", *found])
+
+
+def test_the_drawing_shows_the_rooms_as_they_are() -> None:
+    page = PAGE.read_text()
+    assert renewed(page) == page, f"docs/architecture.md is stale: {COMMAND}"
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
