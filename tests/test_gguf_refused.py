@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from files import MERGES, tokens, weights, write_gguf
+from test_tokenizer import WORDS, sentence_piece
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf import convert as gguf_file
@@ -101,6 +102,13 @@ def test_not_gguf(tmp_path: Path) -> None:
 )
 def test_refused_metadata(tmp_path: Path, field: str, value: object, word: str) -> None:
     refused(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache", word)
+
+
+def test_a_word_that_merges_cannot_be_sought_for(tmp_path: Path) -> None:
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS[:-1], "a" * 1001]
+    path = sentence_piece(tmp_path / "sp.gguf", tokens=words)
+    said = refused(path, tmp_path / "cache", "a token of 1001 characters is not supported, at most 1000 are")
+    assert said.count(str(path)) == 1
 
 
 def test_refused_contents(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from files import model_folder, smollm2_file
+from files import model_folder, smollm2_file, write_gguf
 
 import outpace
 from outpace.cli import doctor
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models import runtimes
+from outpace.models.base import UnsupportedModel
 from outpace.models.llama import native_runtime as native
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.torch_runtime import Llama
@@ -78,6 +79,29 @@ def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
     assert loaded.model.notice == "float32 by torch, not int8: native kernels have no sliding window"
     with pytest.raises(UserError, match="no sliding window"):
         load_model(folder, dtype="int8")
+
+
+@pytest.mark.parametrize(("error", "is_tried"), [(UnsupportedModel, True), (UserError, False)])
+def test_transformers_tries_what_is_refused_by_type_whatever_the_words(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[UserError], is_tried: bool
+) -> None:
+    def refuse(*anything: Any) -> Any:
+        raise error("no" if is_tried else "see --runtime transformers")
+
+    def tried(*anything: Any) -> Any:
+        raise LookupError
+
+    monkeypatch.setattr(runtimes, "_own", refuse)
+    monkeypatch.setattr(runtimes, "_transformers", tried)
+    monkeypatch.setattr(runtimes.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(LookupError if is_tried else UserError):
+        load_model(folder)
+
+
+def test_a_gguf_file_is_never_handed_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_transformers", lambda *anything: pytest.fail("transformers was asked"))
+    with pytest.raises(UserError, match="has the architecture 'gemma3'; GGUF files are read of llama"):
+        load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma3"))
 
 
 def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest.CaptureFixture[str]) -> None:

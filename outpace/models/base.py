@@ -14,6 +14,10 @@ from outpace.core.scores import Held
 from outpace.core.tree import PREFIX
 
 
+class UnsupportedModel(UserError):
+    """A model that our own runtimes refuse as not theirs to run; transformers may run it."""
+
+
 class Session:
     """One request's storage in a model: committed tokens, and behind them the pending nodes scored since.
 

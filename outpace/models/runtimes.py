@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from outpace.core.errors import UserError, unknown
+from outpace.models.base import UnsupportedModel
 from outpace.models.llama.inflate import check_factor, inflated, label, notice
 
 Progress = Callable[[str, float], None]
@@ -105,9 +106,7 @@ def _auto(spec: str | Path | None, how: How, progress: Progress) -> Opened:
         return _transformers(spec, how, progress)
     try:  # plain files need no code of their own, whatever is allowed
         return _own(spec, replace(how, trust_remote_code=False), progress)
-    except UserError as refusal:
-        if "runtime transformers" not in str(refusal):
-            raise
+    except UnsupportedModel as refusal:
         if importlib.util.find_spec("transformers") is None:
             raise UserError(f"{refusal}; it needs {INSTALL}") from None
     return _transformers(spec, how, progress)

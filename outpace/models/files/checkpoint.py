@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from outpace.core.errors import UserError
+from outpace.models.base import UnsupportedModel
 from outpace.models.files.reading import check_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -91,7 +92,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             if part.get_dtype() not in DTYPES:
                 allowed = f"allowed are {', '.join(sorted(DTYPES))}"
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
-                raise UserError(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
+                raise UnsupportedModel(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
 
     def _slice(self, name: str) -> Any:
         return self._file(name).get_slice(name)
@@ -109,7 +110,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._add_file(SINGLE)
             return
         if not is_there(self.path / INDEX):
-            raise UserError(_without_weights(self.path))
+            raise _without_weights(self.path)
         shards = _index(self.path / INDEX)
         for shard in sorted(set(shards.values())):
             self._add_file(shard)
@@ -212,24 +213,25 @@ def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
         found = config.get(name)
         if found:
             method = found.get("quant_method") if isinstance(found, Mapping) else found
-            raise UserError(
+            raise UnsupportedModel(
                 f"{path} is quantised ({name} {method!r:.50}): {OTHER_RUNTIME} runs it, this runtime cannot"
             )
 
 
-def _without_weights(path: Path) -> str:
-    """The sentence for a folder without safetensors, by what it holds instead."""
+def _without_weights(path: Path) -> UserError:
+    """The error for a folder without safetensors, by what it holds instead."""
     names = sorted(file.name for file in path.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     if gguf:
-        return f"{path} holds no {SINGLE}; to run its GGUF file, name the file itself: {path / gguf[0]}"
+        return UserError(f"{path} holds no {SINGLE}; to run its GGUF file, name the file itself: {path / gguf[0]}")
     if "adapter_config.json" in names:
-        return f"{path} holds an adapter and no model: merge it into its model first, or use {OTHER_RUNTIME}"
+        advice = f"merge it into its model first, or use {OTHER_RUNTIME}"
+        return UnsupportedModel(f"{path} holds an adapter and no model: {advice}")
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         rule = "reading them can run any code and nothing is executed from a file; save the model as safetensors"
-        return f"{path} holds pickled weights only ({pickled[0]}): {rule}"
-    return f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read"
+        return UserError(f"{path} holds pickled weights only ({pickled[0]}): {rule}")
+    return UserError(f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read")
 
 
 def _index(file: Path) -> dict[str, str]:

@@ -153,6 +153,7 @@ def _reason(name: HubName, error: Exception) -> str:
         return f"{name.repository} has no revision {name.revision!r} on the hub"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"{said}, HF_HUB_OFFLINE keeps the hub out, and no copy was downloaded before"
+    # the HTTP client that raises it is another package from version to version of the hub's library
     if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
         return f"{said}, the hub cannot be reached and no copy was downloaded before"
     words = " ".join(str(error).split())

@@ -80,7 +80,10 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turns what transformers raises for bad files and options, in many classes, into a UserError."""
+    """Turns what transformers raises for bad files and options, in many classes, into a UserError.
+
+    These three are told by their text, because transformers raises bare ValueErrors and ImportErrors for them.
+    """
     try:
         yield
     except Exception as error:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.base import UnsupportedModel
 
 LARGEST_SIZE = 2**31 - 1
 
 
-def unsupported(what: str) -> UserError:
+def unsupported(what: str) -> UnsupportedModel:
     """An error for what this runtime does not compute, although others do."""
-    return UserError(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
+    return UnsupportedModel(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
 
 
 def size(fields: Mapping[str, Any], name: str, default: int | None = None, smallest: int = 1) -> int:

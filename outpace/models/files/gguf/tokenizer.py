@@ -65,8 +65,8 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise UserError(f"{path}: {unknown('tokenizer.ggml.model', kind, builders)}")
     try:
         tokenizer = builders[kind](vocabulary)
-    except UserError as error:
-        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises bare Exceptions, for example for a merge of unknown tokens
         raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
     special = {token for token, is_a in vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED)) if is_a != USER_DEFINED}
@@ -186,7 +186,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     known = "tokenizer.ggml.merges" in vocabulary.metadata
-    merges = vocabulary.merges() if known else _merges_by_score(vocabulary.ids, vocabulary.numbers("scores"))
+    merges = vocabulary.merges() if known else _merges_by_score(vocabulary)
     unk = vocabulary.special("unk")
     model = models.BPE(
         vocabulary.ids, merges, unk_token=unk[0] if unk else None, fuse_unk=True, byte_fallback=True
@@ -203,12 +203,14 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to put a token together from two others, best score of the result first, as SentencePiece merges."""
+    ids, scores = vocabulary.ids, vocabulary.numbers("scores")
     found = []
     for token, index in ids.items():
         if len(token) > LONGEST_PIECE:
-            raise UserError(f"a token of {len(token)} characters is not supported, at most {LONGEST_PIECE} are")
+            allowed = f"at most {LONGEST_PIECE} are"
+            raise UserError(f"{vocabulary.path}: a token of {len(token)} characters is not supported, {allowed}")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in ids and right in ids:
