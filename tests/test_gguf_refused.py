@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from files import MERGES, tokens, weights, write_gguf
 from test_tokenizer import WORDS, sentence_piece
 
 from outpace.core.errors import UserError
+from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import convert as gguf_file
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.header import open_gguf
@@ -39,20 +39,75 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
         refused(torn, tmp_path / "cache")
 
 
-def test_lying_bytes_never_crash(tmp_path: Path) -> None:
+def taken(path: Path, cache: Path) -> bool:
+    """Whether a file is converted; where it is refused, that says which, and leaves nothing."""
+    try:
+        folder = convert(path, cache)
+    except UserError as error:
+        said = str(error)
+    else:
+        check_taken(path, folder)
+        shutil.rmtree(folder)
+        return True
+    assert path.name in said
+    assert folders(cache) == []
+    return False
+
+
+def check_taken(path: Path, folder: Path) -> None:
+    """The header is what the gguf package reads, the weights are those that were written: a damage of the header cannot
+    change a weight. It either moves a tensor, which is refused, or changes a text or a number."""
+    fields = gguf.GGUFReader(path).fields
+    with open_gguf(path) as header, Checkpoint.open(folder) as checkpoint:
+        assert all(header.metadata[key] == fields[key].contents() for key in fields if not key.startswith("GGUF."))
+        for name, values in weights().items():
+            assert np.array_equal(checkpoint.tensor(name).numpy(), values), name
+
+
+@pytest.mark.parametrize("trials", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_lying_bytes_never_crash(tmp_path: Path, trials: int) -> None:
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     random = np.random.default_rng(0)
     with open_gguf(tmp_path / "whole.gguf") as header:
         end = min(entry.start for entry in header.tensors.values())
-    path = tmp_path / "torn.gguf"
-    for trial in range(150):
+    path, count = tmp_path / "torn.gguf", 0
+    for trial in range(trials):
         damaged = bytearray(whole)
         place = int(random.integers(4, 64 if trial % 3 == 0 else end))
         for offset in range(int(random.integers(1, 9))):
             damaged[place + offset] = int(random.choice([0, 1, 127, 255, int(random.integers(256))]))
         path.write_bytes(damaged)
-        with contextlib.suppress(UserError):
-            shutil.rmtree(convert(path, tmp_path / "cache"))
+        count += taken(path, tmp_path / "cache")
+    assert 0.05 < count / trials < 0.25  # texts that may be other texts; more, and the damage is no test
+
+
+def test_a_damage_that_nobody_can_notice_is_taken(tmp_path: Path) -> None:
+    """What refuses every file would pass all the tests here but this and the next."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert taken(path, tmp_path / "cache")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"<|im_end|>", b"<|im_and|>"))  # in the table of tokens, and in the chat template
+    assert taken(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("llama.rope.dimension_count", 16),
+        ("llama.attention.value_length", 16),
+        ("llama.expert_count", 0),
+        ("llama.context_length", 64),
+        ("llama.attention.head_count_kv", 2),
+        ("split.count", 1),
+        ("tokenizer.ggml.pre", "llama-bpe"),
+        ("tokenizer.ggml.merges", MERGES[:-1]),
+        ("tokenizer.ggml.eos_token_id", 0),
+        ("general.name", "what nobody reads"),
+    ],
+)
+def test_allowed_metadata(tmp_path: Path, field: str, value: object) -> None:
+    """Beside what is refused below stands what is not."""
+    assert taken(write_gguf(tmp_path / "tiny.gguf", {field: value}), tmp_path / "cache")
 
 
 @pytest.mark.parametrize("place", [8, 16, 24])

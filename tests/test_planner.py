@@ -187,7 +187,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     """A node worth .1 token is not verified where its row costs .3 of a pass."""
     costs = Costs()
     for _ in range(3):
-        for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6)):
+        for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
             costs.round(1, rows, 1, seconds, 0.0)
     place = place_of(None, 8, costs)
     planner = auto._Planner(place, auto.Options())
@@ -198,7 +198,9 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     planner.grown(tree, planner.growers[0])
     assert planner.chosen(tree) == [0, 1]
     place.rows_of_others = 3
-    assert planner.chosen(tree) in ([0], [0, 1])
+    assert planner.chosen(tree) == [0, 1]
+    place.rows_of_others = 7
+    assert planner.chosen(tree) == [0]  # from eight to nine it costs two
 
 
 def test_rules_that_judge_draws_are_refused() -> None:
