@@ -141,7 +141,7 @@ class Session:
         runs = llm.engine.step()
         worker = llm.engine.worker
         if self.moments and isinstance(worker, ProcessWorker) and worker.is_ready:
-            self.moments[-1].drafted += sum(run.steps[-1].drafted for run in runs if run.steps)
+            self.moments[-1].drafted += sum(run.history.steps[-1].drafted for run in runs if run.history.steps)
         over = [answer for answer in self.running if answer.stream._run.finish_reason is not None]
         self.done += over
         self.running = [answer for answer in self.running if answer not in over]

@@ -95,8 +95,8 @@ class Answer:
     def reach(self, count: int) -> None:
         """Rounds, until so many tokens are written."""
         while not self.written or self.written[-1] < count:
-            rounds, began = len(self.run.steps), time.perf_counter()
-            while len(self.run.steps) == rounds:
+            rounds, began = len(self.run.history.steps), time.perf_counter()
+            while len(self.run.history.steps) == rounds:
                 next(self._pieces)
             self.seconds.append(time.perf_counter() - began)
             self.written.append(len(self.run.tokens))

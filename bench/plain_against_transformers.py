@@ -70,7 +70,7 @@ def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]
         running = llm.engine.submit(request, autoregressive, autoregressive.Options())
         while running.finish_reason is None:
             llm.engine.step()
-        return running.tokens, (running.ended - running.first_token) / count
+        return running.tokens, (running.history.ended - running.history.first_token) / count
 
     return run
 

@@ -98,7 +98,7 @@ def count_pairs(engine: Engine, seeds: Iterable[int]) -> tuple[Counter[Pair], Fi
     for run in runs:
         if run.error is not None:
             raise run.error
-    return Counter(tuple(run.tokens) for run in runs), fold(step for run in runs for step in run.steps)
+    return Counter(tuple(run.tokens) for run in runs), fold(step for run in runs for step in run.history.steps)
 
 
 def chi_square(seen: Mapping[Pair, int], expected: Mapping[Pair, float]) -> tuple[float, int, float]:

@@ -224,9 +224,9 @@ def _drive(
         assert run.finish_reason is not None, f"no end after {limit} steps"
     counts: Counter[str] = Counter()
     for run in runs:
-        counts.update(run.candidates.counts if decoder.NEEDS == "worker" else {})
+        counts.update(run.place.candidates.counts if decoder.NEEDS == "worker" else {})
     failure = parts.worker.failure if parts.worker else None
-    steps = [run.steps for run in runs]
+    steps = [run.history.steps for run in runs]
     figures = fold(step for some in steps for step in some)
     return Outcome([run.tokens for run in runs], [run.finish_reason for run in runs], steps, figures, counts, failure)
 

@@ -99,7 +99,7 @@ def memory_differences() -> Iterator[str]:
         run = parts.submit(replace(TURNS[0], logprobs=LogprobsOptions(0, prompt=True)), autoregressive, None)
         while run.finish_reason is None:
             parts.step()
-        if len(run.prompt_logprobs) != len(STEM) + 1:
+        if len(run.history.prompt_logprobs) != len(STEM) + 1:
             yield "the prompt's log-probabilities are not all there"
     with Engine(target, options=EngineOptions(chunk=40)) as parts:
         broken = parts.submit(TURNS[0], autoregressive, None)

@@ -58,9 +58,9 @@ def always_raw(token_logprobs: Original) -> Original:
 
 def not_cut(commit: Original) -> Original:
     def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
-        records = list(run.logprobs)
+        records = list(run.history.logprobs)
         tokens = commit(run, tree, verdict)
-        run.logprobs[:] = records
+        run.history.logprobs[:] = records
         return tokens
 
     return mutated

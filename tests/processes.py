@@ -131,7 +131,7 @@ class Drive:
         self.until(lambda: self.accepted() >= goal, "candidates of the drafter")
 
     def accepted(self) -> int:
-        return sum(step.accepted for _, run in self.runs for step in run.steps)
+        return sum(step.accepted for _, run in self.runs for step in run.history.steps)
 
     def finish(self) -> None:
         """The rest of what was begun; every text is plain decoding's."""

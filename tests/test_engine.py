@@ -169,7 +169,7 @@ def test_the_budget_follows_the_load() -> None:
         runs = [engine.submit(request(), autoregressive, autoregressive.Options()) for _ in range(3)]
         engine.step()
         engine.step()
-        assert [run.budget for run in runs] == [4, 4, 4]
+        assert [run.place.budget for run in runs] == [4, 4, 4]
 
 
 def test_a_request_that_cannot_be_opened_ends_alone() -> None:

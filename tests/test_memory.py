@@ -266,12 +266,12 @@ def test_a_request_that_reports_on_its_prompt_reads_it() -> None:
         (run,) = submit(engine, asked)
         finish(engine, [run])
         assert target.rows - before == 89 + 3
-        assert [record.token for record in run.prompt_logprobs] == list(SYSTEM[1:])
+        assert [record.token for record in run.history.prompt_logprobs] == list(SYSTEM[1:])
         before = target.rows
         (run,) = submit(engine, make_request(SYSTEM, max_tokens=3, logprobs=LogprobsOptions(2)))
         finish(engine, [run])
         assert target.rows - before == 3
-        assert len(run.logprobs) == 3
+        assert len(run.history.logprobs) == 3
 
 
 def test_an_aborted_request_leaves_what_it_had_read() -> None:

@@ -133,7 +133,7 @@ def test_an_engine_of_ngrams_needs_no_model_there() -> None:
         until(lambda: worker.is_ready, "a drafter")
         run = engine.submit(make_request([1, 2, 3] * 5, "greedy", 200), card, card.Options())
         within(SECONDS, partial(finish, engine, run))
-        assert sum(step.accepted for step in run.steps) > 100
+        assert sum(step.accepted for step in run.history.steps) > 100
         assert run.tokens == write(TARGET, run.request)
         assert worker.failure is None
 

@@ -88,7 +88,7 @@ def answer_all(
                 raise run.error
             answer.finish()
             text = "".join(piece.text for piece in answer.pieces)
-            parts_of = (run.finish_reason, run.logprobs, run.prompt_logprobs, run.steps)
+            parts_of = (run.finish_reason, run.history.logprobs, run.history.prompt_logprobs, run.history.steps)
             written.append(Written(run.tokens, text, *parts_of))
         return written
 

@@ -85,22 +85,23 @@ class Stream:
         for _ in self._pieces:
             pass
         run = self._run
-        decoding = run.ended - run.first_token
-        later = self._sent - (run.steps[0].emitted if run.steps else 0)
+        history = run.history
+        decoding = history.ended - history.first_token
+        later = self._sent - (history.steps[0].emitted if history.steps else 0)
         return Result(
             text="".join(self._texts),
             tokens=tuple(run.tokens[: self._sent]),
             finish_reason=run.finish_reason or "abort",
             method=self._method,
             seed=run.request.seed,
-            seconds=max(run.ended - run.submitted, 0.0),
-            time_to_first_token=max(run.first_token - run.submitted, 0.0),
+            seconds=max(history.ended - history.submitted, 0.0),
+            time_to_first_token=max(history.first_token - history.submitted, 0.0),
             tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
-            figures=fold(run.steps),
+            figures=fold(history.steps),
             choice=run.request.choice,
             prompt_tokens=len(run.request.prompt),
-            logprobs=tuple(run.logprobs[: self._sent]),
-            prompt_logprobs=tuple(run.prompt_logprobs),
+            logprobs=tuple(history.logprobs[: self._sent]),
+            prompt_logprobs=tuple(history.prompt_logprobs),
         )
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:
@@ -127,7 +128,7 @@ class Stream:
 
     def _piece(self, piece: Piece) -> Piece:
         self._texts.append(piece.text)
-        records = self._run.logprobs[self._sent : self._sent + len(piece.tokens)]
+        records = self._run.history.logprobs[self._sent : self._sent + len(piece.tokens)]
         self._sent += len(piece.tokens)
         return replace(piece, logprobs=tuple(records))
 

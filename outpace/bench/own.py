@@ -54,8 +54,8 @@ class Own:
             run: Running = self.llm.engine.waiting[-1]
             for piece in stream:
                 now = time.perf_counter() - called
-                if len(run.steps) > rounds:
-                    rounds = len(run.steps)
+                if len(run.history.steps) > rounds:
+                    rounds = len(run.history.steps)
                     arrivals.append(now)
                     counts.append(0)
                 counts[-1] += len(piece.tokens)  # a round's drafted tokens are one piece, its last token another
@@ -68,9 +68,9 @@ class Own:
             counts=tuple(counts),
             drafted=result.figures.drafted,
             accepted=result.figures.accepted,
-            by_position=tuple(kept / reached for reached, kept in positions(run.steps)),
+            by_position=tuple(kept / reached for reached, kept in positions(run.history.steps)),
             hit_rate=result.figures.hit_rate,
-            positions=positions(run.steps),
+            positions=positions(run.history.steps),
             hits=result.figures.hits,
             misses=result.figures.misses,
         )

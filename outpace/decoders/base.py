@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from outpace.candidates.cache import CandidateCache, Correction
 from outpace.core.types import Ask, Request, Source
@@ -12,21 +13,26 @@ from outpace.decoders._costs import Costs
 Coroutine = Generator[Ask, Any, None]
 
 
-class Place(Protocol):
-    """One running request. `budget` is the number of nodes that the load allows it in this round, the root included."""
+def _to_nobody(correction: Correction) -> None:
+    """There is no worker."""
+
+
+@dataclass(eq=False)
+class Place:
+    """One running request as its decoder sees it. `budget` is the number of nodes that the load allows it in this
+    round, the root included."""
 
     request: Request
-    budget: int
-    requests: int  # running at once, this one included
-    rows_of_others: int  # of the last pass
-    costs: Costs
-    sources: Sequence[Source]  # of drafts
-    candidates: CandidateCache  # only where the decoder needs a worker
+    committed: Sequence[int]  # the prompt, and what was written so far
+    costs: Costs = field(repr=False)  # the engine's
+    sources: Sequence[Source] = ()  # of drafts in turn
+    budget: int = 1
+    requests: int = 1  # running at once, this one included
+    rows_of_others: int = 0  # of the last pass
+    candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
+    correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
 
     @property
     def last_token(self) -> int:
         """The last committed token: the next tree's root."""
-
-    @property
-    def correct(self) -> Callable[[Correction], None]:
-        """Tells the drafter's worker where the target went."""
+        return self.committed[-1]

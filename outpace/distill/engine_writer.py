@@ -65,7 +65,7 @@ class EngineWriter:
     def _answer(self, run: Running, job: Job) -> Answer:
         if run.error is not None:
             raise run.error
-        top = [record.top for record in run.logprobs]
+        top = [record.top for record in run.history.logprobs]
         ids = np.array([[token for token, _ in row] for row in top], dtype=np.int32)  # [tokens, k]
         log_p = np.array([[value for _, value in row] for row in top], dtype=np.float16)
         return Answer(job, np.array(run.tokens, dtype=np.int32), ids, log_p)

@@ -43,16 +43,16 @@ class Drafting:
     def open(self, run: Running) -> None:
         """A request begins."""
         if run.decoder.NEEDS == "worker" and self.worker:
-            run.candidates = CandidateCache(run.last_token)
-            run.correct = partial(self.worker.correct, run.key)
-            self.worker.open(run.key, run.request, run.candidates)
+            run.place.candidates = CandidateCache(run.place.last_token)
+            run.place.correct = partial(self.worker.correct, run.key)
+            self.worker.open(run.key, run.request, run.place.candidates)
         elif run.decoder.NEEDS == "drafter" and self.drafter:
-            run.draft_state = self._guarded(self.drafter.open, run.request)
+            run.draft.state = self._guarded(self.drafter.open, run.request)
 
     def close(self, run: Running) -> None:
         """A request is over."""
-        if run.draft_state is not None and self.drafter:
-            self._guarded(self.drafter.close, run.draft_state)
+        if run.draft.state is not None and self.drafter:
+            self._guarded(self.drafter.close, run.draft.state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
 
@@ -73,7 +73,7 @@ class Drafting:
                 self._grow(asking, source)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
-                    self.worker.wait(run.candidates, run.ask.layers)
+                    self.worker.wait(run.place.candidates, run.ask.layers)
                 run.advance(None)
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
@@ -87,10 +87,10 @@ class Drafting:
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
         """Tells the drafter in turn what was committed; `root` is the next tree."""
-        if run.draft_state is not None and self.drafter:
+        if run.draft.state is not None and self.drafter:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
             seen = Observation([tree.ids[node] for node in path], tokens, root)
-            self._guarded(self.drafter.observe, run.draft_state, seen)
+            self._guarded(self.drafter.observe, run.draft.state, seen)
 
     def _grow(self, runs: Sequence[Running], source: Source | None) -> None:
         """One growth of all these requests' trees by a source, which they are told."""
@@ -98,11 +98,11 @@ class Drafting:
         if self.drafter:
             began = self._clock()
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self._guarded(self.drafter.grow_by, source, [run.draft_state for run in runs], trees)
+            added = self._guarded(self.drafter.grow_by, source, [run.draft.state for run in runs], trees)
             seconds = self._clock() - began
             self._costs.drafted(seconds, len(runs), source)
             for run in runs:
-                run.draft_seconds += seconds
+                run.draft.seconds += seconds
         for run, count in zip(runs, added or [0] * len(runs), strict=True):
             run.advance(count)
 

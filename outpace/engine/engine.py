@@ -108,7 +108,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         self.memory.check(request)
-        run = Running(request, decoder, options, next(self._keys), watch, self._clock())
+        run = Running(request, decoder, options, next(self._keys), self.costs, watch)
+        run.history.submitted = self._clock()
         self.drafting.check(run)
         self.waiting.append(run)
         return run
@@ -137,7 +138,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.sweep()
         joined = self._admit()
         for run in self.running:
-            self._place(run)
+            self._allot(run)
         self.drafting.serve(self.running)
         drafted = self._clock()
         chunks = self._chunks()
@@ -176,9 +177,9 @@ class Engine(AbstractContextManager["Engine"]):
         self.running.append(run)
         try:
             self.drafting.open(run)
-            run.costs, run.sources = self.costs, self.drafting.sources
-            run.coroutine = run.decoder.decode(run, run.options)
-            self._place(run)
+            run.place.sources = self.drafting.sources
+            run.coroutine = run.decoder.decode(run.place, run.options)
+            self._allot(run)
             if not run.is_prefilling:
                 run.advance(None)
         except BaseException as error:
@@ -234,20 +235,21 @@ class Engine(AbstractContextManager["Engine"]):
         ask, rows = run.ask, len(judged.rows)
         tree, verdict, _ = ask
         if judged.logits is not None:
-            run.record_logprobs(tree, verdict, judged.rows, judged.logits)
+            run.note_logprobs(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
         run.keep = [node for node in verdict.path if node < rows]
-        run.record(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
+        run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
-            root = TokenTree(run.last_token, root_id=tree.next_id, next_id=tree.next_id + 1)
+            root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
             self.drafting.observe(run, tree, verdict, tokens, root)
             run.advance(root)
 
-    def _place(self, run: Running) -> None:
+    def _allot(self, run: Running) -> None:
         """Tells a request how much room the load leaves it."""
-        run.requests = len(self.running)
-        run.budget = max(1, min(self.options.nodes, self.options.rows // run.requests))
-        run.rows_of_others = sum(other.rows for other in self.running) - run.rows
+        place = run.place
+        place.requests = len(self.running)
+        place.budget = max(1, min(self.options.nodes, self.options.rows // place.requests))
+        place.rows_of_others = sum(other.rows for other in self.running) - run.rows
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
@@ -263,7 +265,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _note(self, trees: Sequence[tuple[Running, TokenTree]], drafting: float, seconds: float) -> None:
         """Remembers what a round cost and gave; not an answer's first one, which finds other things in the caches."""
-        steps = [run.steps[-1] for run, _ in trees if len(run.steps) > 1]
+        steps = [run.history.steps[-1] for run, _ in trees if len(run.history.steps) > 1]
         if len(steps) < len(trees):
             return
         rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from outpace.candidates.cache import CandidateCache, Correction
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
@@ -20,13 +19,12 @@ from outpace.core.types import (
     LogprobsOptions,
     Request,
     Row,
-    Source,
     Step,
     TokenLogprobs,
     Verdict,
 )
 from outpace.decoders._costs import Costs
-from outpace.decoders.base import Coroutine
+from outpace.decoders.base import Coroutine, Place
 from outpace.models.base import Model, Session
 
 Watch = Callable[[Sequence[int], int], int | None]
@@ -34,41 +32,54 @@ Watch = Callable[[Sequence[int], int], int | None]
 
 
 @dataclass(eq=False)
+class History:
+    """What became of a request: a Step a round, records of tokens, and seconds on the engine's clock."""
+
+    submitted: float = 0.0
+    first_token: float = 0.0  # when the first round ended, 0 before
+    ended: float = 0.0  # when the last one did
+    steps: list[Step] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
+
+
+@dataclass(eq=False)
+class Drafted:
+    """A request's side of a drafter that works in turn."""
+
+    state: DraftState | None = None
+    seconds: float = 0.0  # of the round under way
+
+
+@dataclass(eq=False)
 class Running:
-    """One request on its way. `finish_reason` is None until it is over."""
+    """One request on its way. `finish_reason` is None until it is over.
+
+    `place` is all that its decoder sees; `coroutine` is None until it runs and when it is over.
+    """
 
     request: Request
     decoder: ModuleType
     options: Any
     key: int
+    costs: Costs = field(repr=False)
     watch: Watch | None = None
-    submitted: float = 0.0  # seconds on the engine's clock, as all of its times
     committed: list[int] = field(init=False)  # the prompt, and what was written so far
-    steps: list[Step] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
-    is_broken: bool = False  # a round broke off: what the session holds is unknown
-    budget: int = 1
-    requests: int = 1  # running at once, this one included
-    rows_of_others: int = 0  # of the last pass
-    costs: Costs = field(default_factory=Costs, repr=False)  # the engine's
-    sources: Sequence[Source] = ()  # of drafts
-    candidates: CandidateCache = field(init=False, repr=False)
+    place: Place = field(init=False, repr=False)
+    history: History = field(default_factory=History, repr=False)
+    draft: Drafted = field(default_factory=Drafted, repr=False)
     session: Session = field(init=False, repr=False)
-    first_token: float = 0.0  # when the first round ended, 0 before
-    ended: float = 0.0
     prefilled: int = 0
     keep: Sequence[int] = ()
-    draft_state: DraftState | None = None
-    draft_seconds: float = 0.0
+    is_broken: bool = False  # a round broke off: what the session holds is unknown
     ask: Ask | None = None
     coroutine: Coroutine | None = None
-    correct: Callable[[Correction], None] = field(default=lambda correction: None, repr=False)  # tells the worker
 
     def __post_init__(self) -> None:
         self.committed = list(self.request.prompt)
+        self.place = Place(self.request, self.committed, self.costs)
 
     @property
     def tokens(self) -> list[int]:
@@ -78,12 +89,8 @@ class Running:
     @property
     def rows(self) -> int:
         """That the last pass had of this request."""
-        return self.steps[-1].verified_rows if self.steps else 1
-
-    @property
-    def last_token(self) -> int:
-        """The last committed token: the next tree's root."""
-        return self.committed[-1]
+        steps = self.history.steps
+        return steps[-1].verified_rows if steps else 1
 
     @property
     def is_prefilling(self) -> bool:
@@ -114,7 +121,9 @@ class Running:
         self.keep = range(len(tokens))
         if len(rows) and self.request.logprobs is not None:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
-            self.prompt_logprobs += token_logprobs(rows, [], following, LogprobsOptions(self.request.logprobs.top))
+            self.history.prompt_logprobs += token_logprobs(
+                rows, [], following, LogprobsOptions(self.request.logprobs.top)
+            )
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""
@@ -128,14 +137,14 @@ class Running:
         if end is not None:
             tokens = tokens[:end]
         self.committed += tokens
-        del self.logprobs[len(self.committed) - len(self.request.prompt) :]
+        del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
         if end is not None or stop < left:
             self.finish_reason = "stop"
         elif len(tokens) == left:
             self.finish_reason = "length"
         return tokens
 
-    def record_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
+    def note_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
         assert self.request.logprobs is not None
         path = [node for node in verdict.path if node < len(rows)]
@@ -143,9 +152,11 @@ class Running:
         if verdict.next_token is not None:
             tokens.append(verdict.next_token)
         judged = [rows[node] for node in path[: len(tokens)]]
-        self.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.logprobs)
+        self.history.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.logprobs)
 
-    def record(self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float) -> None:
+    def note_step(
+        self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float
+    ) -> None:
         """Adds the Step of the round from `start` to `now`; `rows` nodes of the tree were judged, a late one may have
         been accepted beside."""
         tree, verdict, hit = commit
@@ -154,11 +165,11 @@ class Running:
         judged = rows - 1 - tree.roles[1:rows].count(Role.PROBE)
         longest = max(*depths(tree.parents[:rows]), length)
         accepted = min(length, emitted)  # not what a stop or the limit cut off
-        self.ended = now
-        times = (self.draft_seconds, target_seconds, now - start)
-        self.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times))
-        self.draft_seconds = 0.0
-        self.first_token = self.first_token or self.ended
+        times = (self.draft.seconds, target_seconds, now - start)
+        self.draft.seconds = 0.0
+        history = self.history
+        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times))
+        history.ended, history.first_token = now, history.first_token or now
 
 
 def check_request(request: Request, target: Model) -> None:

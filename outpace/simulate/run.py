@@ -141,4 +141,4 @@ def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _
         raise worker.failure
     if tuple(run.tokens) != script.tokens:
         raise RuntimeError(f"{setup.name} wrote another text than the recorded one")
-    return run.steps
+    return run.history.steps

@@ -155,7 +155,7 @@ def _answers(
     for run in runs:
         if run.error is not None:
             raise run.error
-    return [(tuple(run.tokens), [record.logprob for record in run.logprobs]) for run in runs]
+    return [(tuple(run.tokens), [record.logprob for record in run.history.logprobs]) for run in runs]
 
 
 def _name(loaded: Loaded) -> str:
