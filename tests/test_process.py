@@ -143,4 +143,4 @@ def finish(engine: Engine, run: Running) -> None:
     while run.finish_reason is None:
         engine.step()
         if run.finish_reason is None and not run.is_prefilling:
-            until(lambda: run.candidates.layers > 0, "an answer of the drafter's")
+            until(lambda: run.place.candidates.layers > 0, "an answer of the drafter's")
