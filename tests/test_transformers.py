@@ -18,6 +18,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.hf.limits import max_positions
+from outpace.models.hf.load import adapt
 from outpace.models.hf.model import TransformersModel
 
 BART = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -26,7 +27,7 @@ BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_
 
 @lru_cache
 def load(name: str) -> TransformersModel:
-    return TransformersModel(tiny.build(name))
+    return adapt(tiny.build(name))
 
 
 @pytest.fixture(params=sorted(tiny.CONFIGS))
@@ -140,7 +141,7 @@ class Counted(torch.nn.Module):
 @pytest.mark.parametrize(("name", "forwards"), [("gpt2", [6]), ("bloom", [3, 1, 2])])
 def test_a_tree_is_one_forward_or_one_for_each_branch_and_nothing_is_computed_twice(name: str, forwards: list) -> None:
     counted = Counted(tiny.build(name))
-    model = TransformersModel(counted)
+    model = adapt(counted)
     session = prefilled(model, text(model, 5))
     counted.sizes.clear()
     model.score([Part(session, text(model, 6), [PREFIX, 0, 1, 0, PREFIX, 4], range(6))])
@@ -162,7 +163,7 @@ def test_it_says_what_it_does_with_trees(name: str) -> None:
 def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: torch.dtype, attention: str) -> None:
     module = tiny.build(name).to(dtype)
     module.set_attn_implementation(attention)
-    model = TransformersModel(module)
+    model = adapt(module)
     assert model.trees, model.notice
     assert model.score([chain(model.open(9, 9), [5, 6], [1])]).dtype == dtype
 
@@ -171,7 +172,7 @@ def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: 
 def test_the_windows_of_these_cases_matter(name: str) -> None:
     tokens = text(load(name), 23)
     wide = tiny.build(name, **({"window_size": 99} if name == "gpt_neo" else {"sliding_window": 99}))
-    assert (fresh(TransformersModel(wide), tokens) - fresh(load(name), tokens)).abs().max() > 0.01
+    assert (fresh(adapt(wide), tokens) - fresh(load(name), tokens)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_the_windows_of_these_cases_matter(name: str) -> None:
 )
 def test_a_model_that_cannot_take_tokens_back_is_refused(name: str, changes: dict, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        TransformersModel(tiny.build(name, **changes))
+        adapt(tiny.build(name, **changes))
 
 
 @pytest.mark.parametrize(
@@ -201,18 +202,18 @@ def test_a_model_that_cannot_take_tokens_back_is_refused(name: str, changes: dic
 )
 def test_other_objects_are_refused(thing: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        TransformersModel(thing)
+        adapt(thing)
 
 
 def test_a_loaded_model_is_put_in_evaluation_mode() -> None:
     module = tiny.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
-    model = TransformersModel(module)
+    model = adapt(module)
     assert not module.training
     assert_close(model.score([chain(model.open(9, 9), [5, 6], [1])])[0], fresh(model, [5, 6]))
 
 
 def test_a_narrower_vocabulary_cuts_the_rows() -> None:
-    model = TransformersModel(tiny.build("gpt2"))
+    model = adapt(tiny.build("gpt2"))
     model.vocab_size = 100
     assert model.score([chain(model.open(9, 9), [5, 6], [0, 1])]).shape == (2, 100)
 
@@ -220,7 +221,7 @@ def test_a_narrower_vocabulary_cuts_the_rows() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "gpt_neo", "mpt"])
 def test_a_tree_may_reach_past_the_context(name: str) -> None:
     length = {"gpt2": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len"}.get(name, "max_position_embeddings")
-    model = TransformersModel(tiny.build(name, **{length: 16}))
+    model = adapt(tiny.build(name, **{length: 16}))
     assert model.max_positions == 16
     prompt, tokens, parents = text(model, 13), text(model, 7, 1), [PREFIX, 0, 1, 2, 3, 0, 5]
     session = prefilled(model, prompt)

@@ -13,6 +13,8 @@ from transformers.utils import logging
 
 from outpace.core.errors import UserError
 from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.passes import Passes
+from outpace.models.hf.probe import probe
 from outpace.models.hf.tokenizer import wrap
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -53,8 +55,16 @@ def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer
     """A loaded model and its tokenizer. UserError without a tokenizer, or for objects that are something else."""
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
-    model = TransformersModel(module)
-    return model, wrap(tokenizer, _stop_ids(module))
+    return adapt(module), wrap(tokenizer, _stop_ids(module))
+
+
+def adapt(module: Any) -> TransformersModel:
+    """A loaded model behind our interface, once a probe has found what it takes.
+
+    UserError for one that has no scores for tokens, is not causal, or cannot take a drafted token back.
+    """
+    passes = Passes(module)
+    return TransformersModel(passes, probe(passes))
 
 
 def _stop_ids(module: Any) -> list[int]:

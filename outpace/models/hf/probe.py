@@ -7,7 +7,7 @@ from one another by the shape of the pass alone says how much rounding is.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-
-if TYPE_CHECKING:
-    from outpace.models.hf.cache import Plan
-    from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.passes import Passes, TransformersSession
 
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
 BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
@@ -33,70 +30,87 @@ class Found(NamedTuple):
     objection: str | None
 
 
-def probe(model: TransformersModel, plan: Plan) -> Found:
+def probe(passes: Passes) -> Found:
     """UserError for a model that is not causal or cannot take a token back; where trees do not go, it says why."""
-    prefix, nodes = _tokens(model)
-    fresh = torch.stack([model.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
-    most = _most(model, fresh)
-    whole = model.plain([*prefix, *(nodes[n] for n in BRANCHES[3])])[BEFORE:].float()
+    try:
+        return _probe(passes)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own code meets a cache that it may not know
+        first = str(error).partition("\n")[0]
+        name = type(passes.module).__name__
+        raise UserError(f"{name} does not run over keys and values ({type(error).__name__}: {first})") from error
+
+
+def _probe(passes: Passes) -> Found:
+    prefix, nodes = _tokens(passes)
+    name = type(passes.module).__name__
+    fresh = torch.stack([passes.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
+    most = _most(passes, fresh)
+    whole = passes.plain([*prefix, *(nodes[n] for n in BRANCHES[3])])[BEFORE:].float()
     rounding = _distance(whole, fresh[[0, 1, 3]])
     if not rounding <= most:
-        raise UserError(f"{type(model.module).__name__} is not causal: a token's scores change with those after it")
-    session = model.open(BEFORE + len(nodes), BEFORE + len(nodes))
-    model.score([chain(session, prefix)])
+        raise UserError(f"{name} is not causal: a token's scores change with those after it")
+    token_bytes = _token_bytes(passes, prefix)
+    off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
+    if not off <= most:
+        raise UserError(
+            f"{name} scores differently with its cache than without (by {off:.2g}), so drafted tokens could not be"
+            " taken back"
+        )
+    limit = min(most, 8 * rounding + 64 * torch.finfo(torch.float32).eps * fresh.abs().max().item())
+    return Found(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
+
+
+def _token_bytes(passes: Passes, prefix: list[int]) -> int:
+    """Bytes that the cache stores for a token; UserError where it stores none."""
+    session = passes.open(len(prefix), 0)
+    _read(passes, session, prefix)
     if not all(layer.stored for layer in session.layers):
-        name = type(model.module).__name__
+        name = type(passes.module).__name__
         raise UserError(
             f"{name} stores nothing in the cache that it is given, so drafted tokens could not be taken back"
         )
-    token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
-    limit = min(most, 8 * rounding + 64 * torch.finfo(torch.float32).eps * fresh.abs().max().item())
-    off = _distance(_tree(model, prefix, nodes), fresh)
-    if not off <= most:
-        raise UserError(
-            f"{type(model.module).__name__} scores differently with its cache than without (by {off:.2g}), so drafted"
-            " tokens could not be taken back"
-        )
-    return Found(fresh.shape[-1], token_bytes, plan.objection or _objection(model, fresh, limit))
+    return sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
 
 
-def _objection(model: TransformersModel, fresh: Tensor, limit: float) -> str | None:
+def _objection(passes: Passes, fresh: Tensor, limit: float) -> str | None:
     """Why a tree does not go through one forward, None where it does."""
-    prefix, nodes = _tokens(model)
-    if "position_ids" not in model.arguments:
+    if "position_ids" not in passes.arguments:
         return "the model takes no positions"
-    model.trees = True
     try:
-        off = _distance(_tree(model, prefix, nodes), fresh)
+        off = _distance(_tree(passes, *_tokens(passes), as_trees=True), fresh)
     except Exception as error:  # what a model does with a mask that it does not know is its own
         return f"the model takes no mask of a tree ({type(error).__name__})"
-    finally:
-        model.trees = False
     if not off <= limit:
         return f"the model does not follow the mask of a tree (scores off by {off:.2g}, rounding is {limit:.2g})"
     return None
 
 
-def _tree(model: TransformersModel, prefix: list[int], nodes: list[int]) -> Tensor:
-    """The small tree's scores behind the prefix. [nodes, vocab]"""
-    session = model.open(BEFORE + len(nodes), BEFORE + len(nodes))
-    model.score([chain(session, prefix)])
+def _tree(passes: Passes, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
+    """The small tree's scores behind the prefix, in one forward or in one for each branch. [nodes, vocab]"""
+    session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
+    _read(passes, session, prefix)
     part = Part(session, nodes, PARENTS, range(len(nodes)), range(BEFORE))
-    return model.score([part]).float()
+    return passes.score([part], width=passes.num_embeddings, as_trees=as_trees).float()
 
 
-def _tokens(model: TransformersModel) -> tuple[list[int], list[int]]:
+def _read(passes: Passes, session: TransformersSession, prefix: list[int]) -> None:
+    passes.score([chain(session, prefix)], width=passes.num_embeddings, as_trees=False)
+
+
+def _tokens(passes: Passes) -> tuple[list[int], list[int]]:
     """Ids that differ and are not special: some models treat padding apart."""
-    special = [getattr(model.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
-    plain = [token for token in range(min(model.vocab_size, 64)) if token not in special]
+    special = [getattr(passes.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
+    plain = [token for token in range(min(passes.num_embeddings, 64)) if token not in special]
     some = [plain[(3 + 5 * number) % len(plain)] for number in range(BEFORE + len(PARENTS))]
     return some[:BEFORE], some[BEFORE:]
 
 
-def _most(model: TransformersModel, fresh: Tensor) -> float:
+def _most(passes: Passes, fresh: Tensor) -> float:
     """The largest difference that rounding may make: more, and something else is wrong."""
-    eps = torch.finfo(model.dtype).eps
-    if getattr(model.module.config, "quantization_config", None) is not None:
+    eps = torch.finfo(passes.dtype).eps
+    if getattr(passes.module.config, "quantization_config", None) is not None:
         eps = max(eps, torch.finfo(torch.float16).eps)
     spread = (fresh - fresh.mean(-1, keepdim=True)).abs().max().item()
     return 2 * math.sqrt(eps) * spread + 64 * torch.finfo(torch.float32).eps * fresh.abs().max().item()

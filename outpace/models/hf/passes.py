@@ -1,0 +1,215 @@
+"""A transformers model's own forwards over slots: a token tree in one forward, or in one for each of its branches.
+
+Nothing here knows which of the two the model takes, nor what becomes of its scores: who calls says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+from outpace.models.base import Part, Session
+from outpace.models.hf.cache import ShownSlots, build_cache, read_plan
+from outpace.models.hf.limits import max_positions, num_embeddings
+
+
+class TransformersSession(Session):
+    """Keys and values of every layer that stores some, in slots."""
+
+    def __init__(self, capacity: int, room: int, config: Any) -> None:
+        super().__init__(capacity, room)
+        self.cache, self.layers = build_cache(config, self.slots)
+
+    def show(self, shown: ShownSlots) -> None:
+        """Sets what the next forward sees of this session."""
+        for layer in self.layers:
+            layer.show(shown)
+
+    @torch.inference_mode()
+    def _move(self, source: np.ndarray, start: int) -> None:
+        for layer in self.layers:
+            layer.move(source, start)
+
+    @torch.inference_mode()
+    def _copy(self, other: TransformersSession, length: int) -> None:
+        for mine, others in zip(self.layers, other.layers, strict=True):
+            mine.copy(others, length)
+
+
+class Passes:
+    """The forwards of a model object of transformers, or of one that behaves so."""
+
+    def __init__(self, module: Any) -> None:
+        """`module` is put in evaluation mode; its weights stay as and where they are. UserError for one that does not
+        fit: it is no loaded model, or cannot take a drafted token back."""
+        _check_module(module)
+        self.module = module.eval()
+        self.config = module.config.get_text_config(decoder=True)
+        self.plan = read_plan(self.config)
+        self.arguments = _parameters(module)
+        self.device = _device(module)
+        self.dtype = getattr(module, "dtype", None) or torch.get_default_dtype()
+        self.max_positions = max_positions(self.config)
+        self.num_embeddings = num_embeddings(module)
+
+    def open(self, capacity: int, room: int) -> TransformersSession:
+        """A session for at most `capacity` committed tokens and `room` pending nodes."""
+        return TransformersSession(min(capacity, self.max_positions), room, self.config)
+
+    @torch.inference_mode()
+    def score(self, forest: Sequence[Part], *, width: int, as_trees: bool) -> Tensor:
+        """Rows of the wanted nodes, part after part, cut to `width` tokens. [wanted rows, width]
+
+        A tree is one forward with a mask where `as_trees`, else one for each branch; a chain is one without a mask.
+        """
+        for part in forest:
+            if part.keep is not None:
+                part.session.keep(part.keep)
+        rows = [self._score_part(part, width, as_trees) for part in forest if part.tokens]
+        rows = [row for row in rows if len(row)]
+        return torch.cat(rows) if rows else torch.empty(0, width, dtype=self.dtype, device=self.device)
+
+    def plain(self, tokens: Sequence[int]) -> Tensor:
+        """Scores after every token of a text without any cache, what all else must agree with. [tokens, vocab]"""
+        with torch.inference_mode():
+            output = self.module(input_ids=self._ids(tokens), use_cache=False)
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(tokens)):
+            name = type(self.module).__name__
+            raise UserError(f"{name} gives no scores for the next token, load it with AutoModelForCausalLM")
+        return logits[0]
+
+    def _score_part(self, part: Part, width: int, as_trees: bool) -> Tensor:
+        """The wanted rows of one session's part."""
+        session = part.session
+        before = session.pending
+        sees = session.extend(part.parents)
+        nodes = np.arange(len(part.tokens))
+        if _is_chain(sees, before):
+            return self._chains(part, sees, [nodes], before, width)
+        if not as_trees:
+            return self._chains(part, sees, _branches(part.parents, before), before, width)
+        mask = self._mask(session, sees)
+        return self._forward(part, nodes, np.arange(before), mask, list(part.wanted))[:, :width]
+
+    def _chains(self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, width: int) -> Tensor:
+        """A forward for each branch, whose nodes follow one another below what stands already; no mask is needed.
+
+        Nodes beyond the context, which are never committed, are not computed: their rows are 0.
+        """
+        session = part.session
+        rows: dict[int, Tensor] = {}
+        for branch in branches:
+            above = np.flatnonzero(sees[branch[0]])[:-1]
+            inside = branch[: max(0, self.max_positions - session.length - len(above))]
+            wanted = [node for node in inside.tolist() if node in part.wanted]
+            if len(inside):
+                found = self._forward(part, inside, above, None, wanted, before)[:, :width]
+                rows.update(zip(wanted, found, strict=True))
+        missing = torch.zeros(width, dtype=self.dtype, device=self.device)
+        wanted_rows = [rows.get(node, missing) for node in part.wanted]
+        return torch.stack(wanted_rows) if wanted_rows else missing.new_empty(0, width)
+
+    def _forward(
+        self,
+        part: Part,
+        nodes: np.ndarray,
+        above: np.ndarray,
+        mask: Any,
+        wanted: Sequence[int],
+        before: int | None = None,
+    ) -> Tensor:
+        """One forward of new nodes, which come after the prefix and the pending nodes `above`: the wanted rows."""
+        session = part.session
+        start = session.length
+        pending = nodes + (len(above) if before is None else before)
+        read = np.concatenate([above, pending])
+        is_gapless = np.array_equal(read, np.arange(len(read)))
+        order = None if is_gapless else np.concatenate([np.arange(start), start + read])
+        session.show(ShownSlots(start + len(above), start + pending, order))
+        last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
+        positions = [min(start + session.pending_depths[node], last) for node in pending]
+        tokens = [part.tokens[node] for node in nodes]
+        places = np.searchsorted(nodes, wanted).tolist() if len(wanted) else [len(nodes) - 1]
+        try:
+            logits = self._call(session, tokens, positions, mask, places)
+        finally:
+            session.show(ShownSlots(0, np.arange(0), None))  # what was gathered for this pass is not held
+        return logits[: len(wanted)]
+
+    def _call(
+        self,
+        session: TransformersSession,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        mask: Any,
+        rows: Sequence[int],
+    ) -> Tensor:
+        """The model's own forward, with those of its arguments that it has. [rows, vocab]"""
+        given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
+        if mask is not None:
+            given["attention_mask"] = mask
+        if "position_ids" in self.arguments:
+            given["position_ids"] = torch.tensor([list(positions)], device=self.device)
+        index = torch.tensor(rows, device=self.device)
+        if "logits_to_keep" in self.arguments:
+            return self.module(**given, logits_to_keep=index).logits[0]
+        logits = self.module(**given).logits[0]
+        return logits[index.to(logits.device)]
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.device)  # [1, tokens]
+
+    def _mask(self, session: TransformersSession, sees: np.ndarray) -> Any:
+        """What each new node sees, as numbers to add: [1, 1, new, prefix + pending], or such a mask a layer type."""
+        start, count = session.length, len(sees)
+        seen = np.concatenate([np.ones((count, start), dtype=bool), sees], axis=1)
+        places = np.concatenate([np.arange(start), start + np.asarray(session.pending_depths)])
+        back = places[-count:, None] - places  # how far a node looks back to a key
+        masks = {}
+        for name, window in self.plan.windows.items():
+            hidden = torch.from_numpy(~(seen if window is None else seen & (back < window)))
+            mask = torch.zeros(hidden.shape, dtype=self.dtype)
+            masks[name] = mask.masked_fill_(hidden, torch.finfo(self.dtype).min)[None, None].to(self.device)
+        return masks.get("", masks)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, torch.nn.Module) or not hasattr(module, "config"):
+        raise UserError(f"{type(module).__name__} is not a loaded transformers model, AutoModelForCausalLM gives one")
+
+
+def _is_chain(sees: np.ndarray, before: int) -> bool:
+    """Whether every new node sees all that stands before it."""
+    return bool(np.array_equal(sees, np.tril(np.ones_like(sees), before)))
+
+
+def _branches(parents: Sequence[int], before: int) -> list[np.ndarray]:
+    """The new nodes cut into branches without a fork, each behind the one from which it hangs."""
+    branches: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        tail = next((b for b in branches if parent != PREFIX and b[-1] == parent - before), None)
+        if tail is None:
+            branches.append([node])
+        else:
+            tail.append(node)
+    return [np.asarray(branch) for branch in branches]
+
+
+def _parameters(module: Any) -> set[str]:
+    """The named arguments of the forward that does the work; adapters (PEFT) pass theirs on to it."""
+    inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return set(inspect.signature(inner.forward).parameters)
+
+
+def _device(module: Any) -> torch.device:
+    """Where the tokens go; weights that are offloaded are nowhere, accelerate's hooks move what they need."""
+    device = torch.device(getattr(module, "device", "cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
