@@ -151,7 +151,7 @@ class Session:
 
     def differing(self, answers: list[Answer]) -> int:
         """Answers whose tokens are not those of plain decoding."""
-        return sum(answer.stream.result.tokens != self.plain[answer.number] for answer in answers)
+        return sum(answer.stream.finish().tokens != self.plain[answer.number] for answer in answers)
 
     def report(self) -> dict[str, Any]:
         """A table of the moments by kind and state, and the figures."""

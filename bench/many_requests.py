@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.api.llm import LLM, Result
-from outpace.api.params import Asking
+from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
 from outpace.core.stats import Figures
 from outpace.models.load import Loaded, load_draft, load_model
@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "processed ones": {"logprobs": 3, "logprobs_mode": "processed", "temperature": 1.0, "top_p": 0.95},
     "echo": {"echo": True, "logprobs": 1},
 }
-Wish = tuple[str, str, Asking]
+Wish = tuple[str, str, SamplingParams]
 
 
 def make_wishes(count: int, most_tokens: int) -> list[Wish]:
@@ -56,7 +56,7 @@ def make_wishes(count: int, most_tokens: int) -> list[Wish]:
         prompt = f"{opening}Write about {chance.choice(TOPICS)}. " + "Once upon a time. " * chance.randrange(6)
         options = {"max_tokens": chance.randint(4, most_tokens), "seed": number, **KINDS[kind]}
         options["max_tokens"] = max(options["max_tokens"], options.get("min_tokens", 1))
-        wishes.append((kind, prompt, Asking(**options)))
+        wishes.append((kind, prompt, SamplingParams(**options)))
     return wishes
 
 
@@ -69,16 +69,16 @@ def answer_alone(target: Loaded, wishes: Sequence[Wish]) -> tuple[list[tuple[Any
     """Each by plain decoding, nothing reused; the seconds that all took."""
     start = time.perf_counter()
     with closing(LLM(target, method="autoregressive", reuse=False)) as llm:
-        answers = [answer_of(llm.stream(prompt, asking).result) for _, prompt, asking in wishes]
+        answers = [answer_of(llm.stream(prompt, params).finish()) for _, prompt, params in wishes]
     return answers, time.perf_counter() - start
 
 
 def answer_together(llm: LLM, wishes: Sequence[Wish], threads: int) -> tuple[list[Result], float]:
     """All at once, read by so many threads."""
     start = time.perf_counter()
-    streams = [llm.stream(prompt, asking) for _, prompt, asking in wishes]
+    streams = [llm.stream(prompt, params) for _, prompt, params in wishes]
     with ThreadPoolExecutor(threads) as pool:
-        results = list(pool.map(lambda stream: stream.result, streams))
+        results = list(pool.map(lambda stream: stream.finish(), streams))
     return results, time.perf_counter() - start
 
 

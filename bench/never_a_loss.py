@@ -27,7 +27,7 @@ from rich.table import Table
 
 from outpace.api.llm import LLM
 from outpace.api.load import load
-from outpace.api.params import Asking
+from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.own import Own
 from outpace.bench.run import tokens
@@ -86,8 +86,8 @@ class Times:
 class Answer:
     """One answer that goes on as far as it is told."""
 
-    def __init__(self, llm: LLM, prompt: Sequence[int], asking: Asking) -> None:
-        self._pieces = llm.stream(list(prompt), asking)
+    def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
+        self._pieces = llm.stream(list(prompt), params)
         self.run = llm.engine.waiting[-1]
         self.seconds: list[float] = []  # of each round, all that it took until its text was there
         self.written: list[int] = []  # tokens after each round
@@ -104,7 +104,7 @@ class Answer:
 
 def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[str, Times], int]:
     """Times by row, plain decoding's times for each of them, and how many texts differ."""
-    asking = Asking(max_tokens=args.tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     turning = {PLAIN: None, GARBAGE: 0, TURNING: args.turn, GOOD: 1 << 40}
     found = {name: Times() for name in (PLAIN, GARBAGE, TURNING, BEHIND, GOOD)}
     plain = {name: Times() for name in found}
@@ -113,7 +113,7 @@ def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[
     for prompt in track(prompts, console=Console(stderr=True)):
         with ExitStack() as parts:  # new ones each time: their planners know nothing
             answers = {
-                n: Answer(_open(parts, llm, args.drafter, turn, prompt), prompt, asking) for n, turn in turning.items()
+                n: Answer(_open(parts, llm, args.drafter, turn, prompt), prompt, params) for n, turn in turning.items()
             }
             for count in range(1, args.tokens + 1):
                 for answer in answers.values():
@@ -135,7 +135,7 @@ def _open(parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: Se
         model = Turning(llm.draft.model, len(prompt) + turn if turn else 0)
         draft = SimpleNamespace(**vars(llm.draft) | {"model": model, "again": None})
     models: Any = SimpleNamespace(target=llm.target, draft=draft)
-    return parts.enter_context(closing(Own(contender, models, Asking(), 1))).llm
+    return parts.enter_context(closing(Own(contender, models, SamplingParams(), 1))).llm
 
 
 def main() -> None:

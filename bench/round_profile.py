@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.api.llm import LLM
-from outpace.api.stream import Answer
+from outpace.api.text import TextAssembler
 from outpace.candidates.cache import CandidateCache
 from outpace.candidates.loop import DraftLoop
 from outpace.candidates.thread import ThreadWorker
@@ -113,7 +113,7 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
     yield engine, "tree_rows", "tree_rows"
     yield Running, "commit", "commit, record"
     yield Running, "record", "commit, record"
-    yield Answer, "watch", "text"
+    yield TextAssembler, "watch", "text"
     for drafter in (model_drafter.ModelDrafter, Ngram):
         yield drafter, "grow", "grow"
         yield drafter, "observe", "observe"

@@ -12,19 +12,35 @@ from outpace._moved import install
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.api.llm import LLM, Asking, Piece, Result, Stream
+    from outpace.api.llm import LLM
     from outpace.api.load import load
+    from outpace.api.params import SamplingParams
+    from outpace.api.stream import Result, Stream
+    from outpace.api.text import Piece
 
 __version__ = "0.2.0"
 install()
-__all__ = ["LLM", "Asking", "Piece", "Result", "Stream", "UserError", "load"]
+__all__ = ["LLM", "Piece", "Result", "SamplingParams", "Stream", "UserError", "load"]
+_HOMES = {
+    "LLM": "llm",
+    "Piece": "text",
+    "Result": "stream",
+    "SamplingParams": "params",
+    "Stream": "stream",
+    "load": "load",
+    "Asking": "_deprecated",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The library, torch with it, is imported at its first use: the command line's help needs neither."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
-    from outpace.api import llm
-    from outpace.api.load import load
+    from importlib import import_module
 
-    return load if name == "load" else getattr(llm, name)
+    found = getattr(import_module(f"outpace.api.{_HOMES[name]}"), name)
+    if name == "Asking":
+        from outpace.api._deprecated import warn
+
+        warn("outpace.Asking", "outpace.SamplingParams", 3)
+    return found

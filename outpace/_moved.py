@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 MOVED = {
-    "answer": "api.stream",
+    "answer": "api.text",
     "asking": "api.params",
     "assemble": "engine.build",
     "core.costs": "decoders._costs",

@@ -11,7 +11,7 @@ from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from torch import Tensor
 
-from outpace.api import stream as answer
+from outpace.api import text
 from outpace.core import adjust, logprobs, noise
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verdict
@@ -194,10 +194,10 @@ OPTION_MUTATIONS = [
     mutation("logprobs: of the wrong row", running, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", running, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.Running, "commit", not_cut),
-    mutation("stops: nothing is held back", answer, "_overlap", lambda f: lambda text, stop: 0),
-    mutation("stops: what was held is forgotten in the search", answer.StopStrings, "push", forget_what_is_held),
-    mutation("stops: what was held is lost at the end", answer.StopStrings, "finish", drop_what_is_held),
-    mutation("stops: the text goes on behind one", answer.Answer, "watch", read_on),
+    mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
+    mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),
+    mutation("stops: what was held is lost at the end", text.StopStrings, "finish", drop_what_is_held),
+    mutation("stops: the text goes on behind one", text.TextAssembler, "watch", read_on),
     mutation("rejection: drop the residual", rejection, "residual", lambda f: lambda p, q: p),
     mutation("rejection: take q off twice", rejection, "residual", lambda f: lambda p, q: f(f(p, q), q)),
     mutation("rejection: drop the bonus token", rejection.Rejection, "walk", no_bonus),

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from files import smollm2_file, write_gguf
 from rich.console import Console
 
-from outpace.api.llm import LLM, Piece, Result
+from outpace.api.llm import LLM
+from outpace.api.stream import Result
+from outpace.api.text import Piece
 from outpace.cli import display
 from outpace.cli import generate as generate_module
 from outpace.cli.chat import ChatWriting, Conversation
@@ -60,7 +61,7 @@ class Canned:
     def stream(self, asked: list[dict[str, str]], plain: bool = False, **_: Any) -> Any:
         if plain:
             self.plain += 1
-            return SimpleNamespace(result=answer("plain", *range(8), seconds=2.0))
+            return CannedStream(answer("plain", *range(8), seconds=2.0), False)
         found = self.answers[len(self.asked)]
         number = len(self.asked)
         self.asked.append(asked)
@@ -80,6 +81,9 @@ class CannedStream:
 
     def close(self) -> None:
         pass
+
+    def finish(self) -> Result:
+        return self.result
 
 
 def talk(llm: Any, *lines: str, system: str | None = None) -> Conversation:

@@ -45,8 +45,8 @@ def test_the_text_is_the_targets(tmp_path: Path, dtype: str, method: str, temper
     target = str(folder(tmp_path / "whole"))
     draft = str(folder(tmp_path / "reduced", torch.tensor(IDS, dtype=torch.int32)))
     with outpace.load(target, draft, method=method, worker="inline", dtype=dtype) as llm:
-        fast = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2).result
-        plain = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2, plain=True).result
+        fast = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2).finish()
+        plain = llm.stream("hello", max_tokens=24, temperature=temperature, seed=2, plain=True).finish()
     assert fast.tokens == plain.tokens
     assert fast.figures.drafted > 0
 

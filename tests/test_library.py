@@ -31,13 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3, "top_k": 40, "top_p": 0.95, "min_p": 0.01}])
 def test_pieces_add_up_to_the_text_of_plain_decoding(model: str, method: str, sampling: dict) -> None:
     with outpace.load(model, "layers:0", method=method, drafter=DRAFTS[method]) as llm:
-        plain = llm.stream(CHAT, max_tokens=40, plain=True, **sampling).result
+        plain = llm.stream(CHAT, max_tokens=40, plain=True, **sampling).finish()
         stream = llm.stream(CHAT, max_tokens=40, **sampling)
         pieces = list(stream)
-        assert stream.result.tokens == plain.tokens
-        assert "".join(piece.text for piece in pieces) == stream.result.text == plain.text
+        assert stream.finish().tokens == plain.tokens
+        assert "".join(piece.text for piece in pieces) == stream.finish().text == plain.text
         assert tuple(token for piece in pieces for token in piece.tokens) == plain.tokens
-        assert stream.result.method == method
+        assert stream.finish().method == method
         assert plain.method == "autoregressive"
 
 
@@ -45,7 +45,7 @@ def test_a_batch_gives_what_each_gives_alone(model: str) -> None:
     prompts = ["hello", "hello world", CHAT, "12 12 12 12"]
     with outpace.load(model, drafter="ngram") as llm:
         together = llm.generate(prompts, max_tokens=30, temperature=1.0, seed=5)
-        alone = [llm.stream(prompt, max_tokens=30, temperature=1.0, seed=5).result for prompt in prompts]
+        alone = [llm.stream(prompt, max_tokens=30, temperature=1.0, seed=5).finish() for prompt in prompts]
     assert [result.tokens for result in together] == [result.tokens for result in alone]
 
 
@@ -63,7 +63,7 @@ def test_seed_and_choice_alone_change_a_sampled_answer(model: str) -> None:
     with outpace.load(model) as llm:
 
         def answer(**keys: int) -> tuple[int, ...]:
-            return llm.stream("hello", max_tokens=20, temperature=1.0, **keys).result.tokens
+            return llm.stream("hello", max_tokens=20, temperature=1.0, **keys).finish().tokens
 
         assert answer(seed=1) == answer(seed=1)
         assert len({answer(seed=1), answer(seed=2), answer(seed=1, choice=1)}) == 3
@@ -74,10 +74,10 @@ def test_an_answer_may_be_left_early(model: str) -> None:
         stream = llm.stream("hello", max_tokens=50)
         first = next(stream)
         stream.close()
-        assert stream.result.finish_reason == "abort"
-        assert stream.result.text.startswith(first.text)
+        assert stream.finish().finish_reason == "abort"
+        assert stream.finish().text.startswith(first.text)
         assert not llm.engine.running
-        assert llm.stream("hello", max_tokens=5).result.finish_reason in ("length", "stop")
+        assert llm.stream("hello", max_tokens=5).finish().finish_reason in ("length", "stop")
 
 
 def test_a_padded_draft_just_works(model: str, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_padded_draft_just_works(model: str, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with outpace.load(target, draft, method="speculative") as llm:
-                plain = llm.stream(CHAT, max_tokens=30, plain=True).result
-                drafted = llm.stream(CHAT, max_tokens=30).result
+                plain = llm.stream(CHAT, max_tokens=30, plain=True).finish()
+                drafted = llm.stream(CHAT, max_tokens=30).finish()
         assert drafted.tokens == plain.tokens
         assert drafted.figures.drafted > 0
 

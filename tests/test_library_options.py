@@ -1,4 +1,4 @@
-"""Every option of `Asking` with every method through the library, on a tiny random Llama and on SmolLM2."""
+"""Every option of `SamplingParams` with every method through the library, on a tiny random Llama and on SmolLM2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_library import folder
 from twins import adjusted_slowly, close, cut_slowly, log_softmax_slowly, processed_slowly
 
 from outpace.api.llm import LLM, Result, Stream
-from outpace.api.params import Asking
+from outpace.api.params import SamplingParams
 from outpace.core.noise import gumbel, row_key
 from outpace.models.llama import config as llama
 from outpace.models.load import Loaded, load_draft, load_model
@@ -43,7 +43,11 @@ ASKED: dict[str, Ask] = {
     "ignored end": lambda bare, texts: {"seed": 11, "temperature": 1.5},
     "filters": lambda bare, texts: {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "min_p": 0.02, "seed": 1 << 50},
     "stop strings": lambda bare, texts: {"stop": [across(texts, 4), "zzz"]},
-    "stop string, included": lambda bare, texts: {"stop": across(texts, 3), "include_stop": True, "logprobs": 2},
+    "stop string, included": lambda bare, texts: {
+        "stop": across(texts, 3),
+        "include_stop_str_in_output": True,
+        "logprobs": 2,
+    },
     "chosen logprobs": lambda bare, texts: {"logprobs": 0},
     "five logprobs, processed": lambda bare, texts: {
         "logprobs": 5,
@@ -89,21 +93,21 @@ class Bench:
     base: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor] | None = None
     names: Sequence[str] = tuple(ASKED)
-    asked: list[tuple[str, Any, Asking]] = field(default_factory=list)
+    asked: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
     plain: list[Result] = field(default_factory=list)
 
     def prepare(self) -> Bench:
         """What is asked, made from bare answers, and plain decoding's answers, each written alone."""
         with closing(LLM(self.target, method="autoregressive", reuse=False)) as llm:
-            bare = [llm.stream(prompt, **self.base).result for prompt in self.prompts]
+            bare = [llm.stream(prompt, **self.base).finish() for prompt in self.prompts]
             for number, name in enumerate(self.names):
                 place = number % len(self.prompts)
                 asked = ASKED[name](bare[place], self.texts_of(bare[place].tokens))
                 asked = {**self.base, **asked}
                 if "logit_bias" in self.base:
                     asked["logit_bias"] = {**self.base["logit_bias"], **_by_number(asked["logit_bias"], self.base)}
-                self.asked.append((name, self.prompts[place], Asking(**asked)))
-            self.plain = [llm.stream(prompt, asking).result for _, prompt, asking in self.asked]
+                self.asked.append((name, self.prompts[place], SamplingParams(**asked)))
+            self.plain = [llm.stream(prompt, params).finish() for _, prompt, params in self.asked]
         return self
 
     def texts_of(self, tokens: Sequence[int]) -> list[str]:
@@ -165,7 +169,7 @@ def parts_of(result: Result) -> tuple[Any, ...]:
 def read(stream: Stream) -> Result:
     """The result, held against its own pieces."""
     pieces = list(stream)
-    result = stream.result
+    result = stream.finish()
     assert "".join(piece.text for piece in pieces) == result.text
     assert tuple(token for piece in pieces for token in piece.tokens) == result.tokens
     assert tuple(record for piece in pieces for record in piece.logprobs) == result.logprobs
@@ -177,7 +181,7 @@ def test_every_option_at_once(bench: Bench, method: str) -> None:
     options = METHODS[method]
     draft = bench.draft if "model" in options["drafter"] else None
     with closing(LLM(bench.target, draft, batch=8, **options)) as llm:
-        streams = [llm.stream(prompt, asking) for _, prompt, asking in bench.asked]
+        streams = [llm.stream(prompt, params) for _, prompt, params in bench.asked]
         results = [read(stream) for stream in streams]
         assert llm.engine.worker is None or llm.engine.worker.failure is None
     for (name, _, _), mine, plain in zip(bench.asked, results, bench.plain, strict=True):
@@ -190,16 +194,16 @@ def test_every_option_alone(tiny: Bench) -> None:
     for options in ({"drafter": "model+ngram"}, {"drafter": "ngram"}):
         draft = tiny.draft if "model" in options["drafter"] else None
         with closing(LLM(tiny.target, draft, method="speculative", **options)) as llm:
-            for (name, prompt, asking), plain in zip(tiny.asked, tiny.plain, strict=True):
-                assert parts_of(llm.stream(prompt, asking).result) == parts_of(plain), name
+            for (name, prompt, params), plain in zip(tiny.asked, tiny.plain, strict=True):
+                assert parts_of(llm.stream(prompt, params).finish()) == parts_of(plain), name
 
 
 def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
     """Float64, one text at a time: every written token is the twin's choice, but for rounding, and so is its record."""
     assert tiny.tensors is not None
     with closing(LLM(tiny.target, method="autoregressive")) as llm:
-        for (name, prompt, asking), plain in zip(tiny.asked, tiny.plain, strict=True):
-            stream = llm.stream(prompt, asking)
+        for (name, prompt, params), plain in zip(tiny.asked, tiny.plain, strict=True):
+            stream = llm.stream(prompt, params)
             request = stream._run.request
             stream.close()
             whole = [*request.prompt, *plain.tokens]
@@ -215,38 +219,38 @@ def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
                     scores = torch.log(torch.tensor(p)).tolist()
                     scores = [score + g for score, g in zip(scores, noise, strict=True)]
                 assert scores[token] > max(scores) - 1e-2, f"{name}: token {place} is not the twin's"
-            check_ends(tiny, asking, plain, request.stop_ids)
-            check_records(asking, plain, rows, request)
+            check_ends(tiny, params, plain, request.stop_ids)
+            check_records(params, plain, rows, request)
 
 
-def check_ends(bench: Bench, asking: Asking, plain: Result, stop_ids: frozenset[int]) -> None:
+def check_ends(bench: Bench, params: SamplingParams, plain: Result, stop_ids: frozenset[int]) -> None:
     texts = bench.texts_of(plain.tokens)
-    count, text, is_stopped = cut_slowly(texts, asking.stop, asking.include_stop)
+    count, text, is_stopped = cut_slowly(texts, params.stop, params.include_stop_str_in_output)
     assert count == len(plain.tokens)
     ended = plain.tokens[-1] in stop_ids
     assert plain.finish_reason == ("stop" if is_stopped or ended else "length")
-    assert is_stopped or ended or count == asking.max_tokens
-    assert not stop_ids.intersection(plain.tokens[: max(asking.min_tokens, len(plain.tokens) - 1)])
-    shown = plain.text if not asking.echo else plain.text[-len(text) :] if text else ""
+    assert is_stopped or ended or count == params.max_tokens
+    assert not stop_ids.intersection(plain.tokens[: max(params.min_tokens, len(plain.tokens) - 1)])
+    shown = plain.text if not params.echo else plain.text[-len(text) :] if text else ""
     assert shown.rstrip("\ufffd") == text.rstrip("\ufffd")
 
 
-def check_records(asking: Asking, plain: Result, rows: Sequence[Sequence[float]], request: Any) -> None:
-    assert len(plain.logprobs) == (0 if asking.logprobs is None else len(plain.tokens))
-    assert len(plain.prompt_logprobs) == (len(request.prompt) - 1 if asking.echo and asking.logprobs is not None else 0)
+def check_records(params: SamplingParams, plain: Result, rows: Sequence[Sequence[float]], request: Any) -> None:
+    assert len(plain.logprobs) == (0 if params.logprobs is None else len(plain.tokens))
+    assert len(plain.prompt_logprobs) == (len(request.prompt) - 1 if params.echo and params.logprobs is not None else 0)
     whole = [*request.prompt, *plain.tokens]
     for place, (token, value, top) in enumerate(plain.logprobs, start=len(request.prompt)):
         row = rows[place - 1]
-        if asking.logprobs_mode == "processed":
+        if params.logprobs_mode == "processed":
             p = processed_slowly(row, request, whole[:place])
             log_p = torch.log(torch.tensor(p, dtype=torch.float64)).tolist()
         else:
             log_p = log_softmax_slowly(row)
         assert token == whole[place]
-        check_record(value, top, log_p, token, asking.logprobs or 0)
+        check_record(value, top, log_p, token, params.logprobs or 0)
     for place, (token, value, top) in enumerate(plain.prompt_logprobs, start=1):
         assert token == whole[place]
-        check_record(value, top, log_softmax_slowly(rows[place - 1]), token, asking.logprobs or 0)
+        check_record(value, top, log_softmax_slowly(rows[place - 1]), token, params.logprobs or 0)
 
 
 def check_record(value: float, top: Sequence[tuple[int, float]], log_p: Sequence[float], token: int, most: int) -> None:
@@ -272,8 +276,8 @@ def test_bad_words_are_not_written_in_any_place(tiny: Bench) -> None:
     words = ["hello", "é", "a b"]
     with closing(LLM(tiny.target, tiny.draft, method="speculative", drafter="model+ngram")) as llm:
         asked = {**tiny.base, "max_tokens": 40, "temperature": 1.5}
-        free = "".join(llm.stream("hello", **asked, seed=seed).result.text for seed in range(4))
-        texts = [llm.stream("hello", **asked, seed=seed, bad_words=words).result.text for seed in range(4)]
+        free = "".join(llm.stream("hello", **asked, seed=seed).finish().text for seed in range(4))
+        texts = [llm.stream("hello", **asked, seed=seed, bad_words=words).finish().text for seed in range(4)]
     assert any(word in free for word in words[:2])
     for text in texts:
         assert not any(word in text for word in words[:2]), text
@@ -284,7 +288,7 @@ def test_n_answers_differ_and_each_is_its_own_alone(tiny: Bench) -> None:
     options = {**tiny.base, "max_tokens": 8, "temperature": 1.3, "seed": 8, "logprobs": 1}
     with closing(LLM(tiny.target, tiny.draft, method="card", worker="inline", batch=8)) as llm:
         together = llm.generate([prompt], n=4, **options)
-        alone = [llm.stream(prompt, choice=choice, plain=True, **options).result for choice in range(4)]
+        alone = [llm.stream(prompt, choice=choice, plain=True, **options).finish() for choice in range(4)]
     assert [parts_of(result) for result in together] == [parts_of(result) for result in alone]
     assert [result.choice for result in together] == [0, 1, 2, 3]
     assert len({result.tokens for result in together}) == 4

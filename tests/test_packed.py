@@ -96,7 +96,7 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
     trained = new_student(folder, Shape("1"), None, 0).tensors[EMBEDDING]
     assert torch.equal(load_file(made / "model.safetensors")[EMBEDDING], trained.bfloat16())
     with outpace.load(file, tmp_path / "packed", method="speculative", drafter="model") as llm:
-        fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).result for plain in (False, True))
+        fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).finish() for plain in (False, True))
     assert fast.tokens == plain.tokens
     assert fast.figures.drafted > 0
 
@@ -105,7 +105,7 @@ def test_another_process_drafts_with_it(tmp_path: Path, cache: Path) -> None:
     target = target_folder(tmp_path / "target")
     pack(draft_of(target, tmp_path / "draft"), target, tmp_path / "packed")
     with outpace.load(target, tmp_path / "packed", method="card", drafter="model", worker="process") as llm:
-        fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).result for plain in (False, True))
+        fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).finish() for plain in (False, True))
     assert fast.tokens == plain.tokens
 
 

@@ -118,8 +118,8 @@ def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
         worker = llm.engine.worker
         assert isinstance(worker, ProcessWorker)
         until(lambda: worker.is_ready or bool(worker.failure), "a drafter")
-        plain = llm.stream("hello", max_tokens=60, plain=True).result
-        result = llm.stream("hello", max_tokens=60).result
+        plain = llm.stream("hello", max_tokens=60, plain=True).finish()
+        result = llm.stream("hello", max_tokens=60).finish()
         assert worker.failure is None
     assert result.tokens == plain.tokens
     assert result.figures.accepted > 0

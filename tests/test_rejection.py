@@ -251,7 +251,7 @@ def test_through_the_library_answers_come_again_and_options_hold(tmp_path_factor
     for drafter in ("model", "ngram", None):
         with closing(LLM(target, draft, rule="rejection", drafter=drafter)) as llm:
             assert llm.method == "speculative"  # a plan follows the clock, and the text would follow the plan
-            first, again = (llm.stream("hello hello hello", bad_words=["b"], **asked).result for _ in range(2))
+            first, again = (llm.stream("hello hello hello", bad_words=["b"], **asked).finish() for _ in range(2))
         assert (first.tokens, first.logprobs) == (again.tokens, again.logprobs)
         assert len(first.tokens) == len(first.logprobs) == 30
         assert first.figures.drafted > 0

@@ -14,7 +14,7 @@ from twins import LETTERS, Wish, answer_all, cut_slowly, write_slowly
 
 import outpace
 from outpace.api.llm import LLM
-from outpace.api.stream import Answer, StopStrings
+from outpace.api.text import StopStrings, TextAssembler
 from outpace.models.load import load_draft, load_model
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -92,11 +92,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_folder(folder_of(write_gguf(where / "m.gguf"), where / "tokenizer"))
 
 
-def answer_of(tokenizer: Tokenizer, stops: Sequence[str], include: bool = False) -> Answer:
-    return Answer(tokenizer.stream(), StopStrings(stops, include), tokenizer.stop_ids)
+def answer_of(tokenizer: Tokenizer, stops: Sequence[str], include: bool = False) -> TextAssembler:
+    return TextAssembler(tokenizer.stream(), StopStrings(stops, include), tokenizer.stop_ids)
 
 
-def shown(answer: Answer) -> str:
+def shown(answer: TextAssembler) -> str:
     return "".join(piece.text for piece in answer.pieces)
 
 
@@ -193,31 +193,33 @@ def letters(llm: LLM) -> dict:
 def test_a_stream_never_shows_what_becomes_a_stop_string(llm: LLM) -> None:
     asked, ended = letters(llm), 0
     for seed in range(4):
-        whole = llm.stream("hello", seed=seed, **asked).result.text
+        whole = llm.stream("hello", seed=seed, **asked).finish().text
         for stop in (whole[5:7], whole[8:11], whole[12:18], whole[-3:]):
             for include in (False, True):
-                stream = llm.stream("hello", seed=seed, stop=[stop, "never there"], include_stop=include, **asked)
+                stream = llm.stream(
+                    "hello", seed=seed, stop=[stop, "never there"], include_stop_str_in_output=include, **asked
+                )
                 seen = ""
                 for piece in stream:
                     seen += piece.text
                     assert whole.startswith(seen)
                 place = whole.find(stop)
-                assert seen == stream.result.text == whole[: place + len(stop) * include]
-                assert stream.result.finish_reason == "stop"
+                assert seen == stream.finish().text == whole[: place + len(stop) * include]
+                assert stream.finish().finish_reason == "stop"
                 ended += 1
     assert ended == 32
 
 
 def test_the_prompt_that_is_echoed_ends_nothing(llm: LLM) -> None:
     asked = letters(llm)
-    plain = llm.stream("hello hello", seed=1, **asked).result
-    echoed = llm.stream("hello hello", seed=1, echo=True, stop=["hello hello"], **asked).result
+    plain = llm.stream("hello hello", seed=1, **asked).finish()
+    echoed = llm.stream("hello hello", seed=1, echo=True, stop=["hello hello"], **asked).finish()
     assert "hello hello" not in plain.text
     assert echoed.text == "hello hello" + plain.text
     assert echoed.finish_reason == "length"
     across = "lo" + plain.text[:2]  # the end of the prompt with the beginning of the answer
     place = plain.text.find(across)
-    assert llm.stream("hello hello", seed=1, echo=True, stop=[across], **asked).result.text == "hello hello" + (
+    assert llm.stream("hello hello", seed=1, echo=True, stop=[across], **asked).finish().text == "hello hello" + (
         plain.text if place < 0 else plain.text[:place]
     )
 
@@ -226,4 +228,4 @@ def test_a_stop_string_that_is_empty_is_refused(llm: LLM) -> None:
     for stop in ("", ["a", ""], ("",)):
         with pytest.raises(outpace.UserError, match="stop has an empty string, each needs at least one character"):
             llm.stream("hello", stop=stop)
-    assert llm.stream("hello", stop=[], max_tokens=2).result.tokens
+    assert llm.stream("hello", stop=[], max_tokens=2).finish().tokens

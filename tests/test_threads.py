@@ -76,7 +76,7 @@ def parts_of(result: Result) -> tuple[Any, ...]:
 def single(models: tuple[Loaded, Loaded]) -> list[tuple[Any, ...]]:
     """What each of 64 requests gives alone, by plain decoding."""
     with closing(LLM(models[0], method="autoregressive", reuse=False)) as llm:
-        return [parts_of(llm.stream(prompt, **options).result) for prompt, options in wishes(64)]
+        return [parts_of(llm.stream(prompt, **options).finish()) for prompt, options in wishes(64)]
 
 
 def check_empty(llm: LLM) -> None:
@@ -92,7 +92,7 @@ def test_sixty_four_requests_at_once_equal_their_single_runs(llm: LLM, single: l
     streams = [llm.stream(prompt, **options) for prompt, options in wishes(64)]
     order = list(range(64))
     random.Random(3).shuffle(order)  # read in any order
-    told = {number: parts_of(streams[number].result) for number in order}
+    told = {number: parts_of(streams[number].finish()) for number in order}
     assert [told[number] for number in range(64)] == single
     check_empty(llm)
 
@@ -102,7 +102,7 @@ def test_eight_threads_get_what_each_gets_alone(llm: LLM, single: list[tuple[Any
         told = []
         for number in range(first, 64, 8):
             prompt, options = wishes(64)[number]
-            told.append((number, parts_of(llm.stream(prompt, **options).result)))
+            told.append((number, parts_of(llm.stream(prompt, **options).finish())))
         return told
 
     def run() -> dict[int, tuple[Any, ...]]:
@@ -124,7 +124,7 @@ def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tupl
         prompt, options = wishes(64)[number]
         stream = llm.stream(prompt, **options)
         if number % 4 == 0:
-            return parts_of(stream.result)
+            return parts_of(stream.finish())
         seen = ""
         for piece in stream:
             seen += piece.text
@@ -136,7 +136,7 @@ def test_readers_of_all_kinds_leave_each_other_alone(llm: LLM, single: list[tupl
                 with Closing(stream):
                     raise ReaderError(number)
         assert single[number][0].startswith(seen)
-        return parts_of(stream.result) if number % 4 == 1 else None
+        return parts_of(stream.finish()) if number % 4 == 1 else None
 
     def safely(number: int) -> tuple[int, Any]:
         try:
@@ -192,7 +192,7 @@ def test_a_stream_is_closed_by_another_thread_while_one_reads(llm: LLM) -> None:
         reader.join(SECONDS)
         assert not reader.is_alive()
         assert not errors
-        result = stream.result
+        result = stream.finish()
         assert result.finish_reason == "abort"
         assert 0 < len(result.tokens) < 100
     within(SECONDS, llm.engine.step)
@@ -222,7 +222,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
         finally:
             del models[0].model.score
         assert not reader.is_alive()
-        assert stream.result.finish_reason == "abort"
+        assert stream.finish().finish_reason == "abort"
         check_empty(llm)
 
 
@@ -235,7 +235,7 @@ def test_a_forgotten_stream_ends_with_the_garbage(llm: LLM) -> None:
         del stream
         gc.collect()
         assert run.finish_reason == "abort"
-        assert llm.stream("hello world", max_tokens=3).result.tokens
+        assert llm.stream("hello world", max_tokens=3).finish().tokens
         check_empty(llm)
 
 
@@ -267,7 +267,7 @@ def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(carding: LLM
     try:
         del stream
         worker._wake._cond = threading.Condition(CollectingLock())  # type: ignore[arg-type]
-        result = within(SECONDS / 4, lambda: carding.stream("hello world", max_tokens=20).result)
+        result = within(SECONDS / 4, lambda: carding.stream("hello world", max_tokens=20).finish())
         assert collected.wait(SECONDS)
     finally:
         gc.enable()
@@ -282,7 +282,7 @@ def test_closing_the_library_ends_all_readers(models: tuple[Loaded, Loaded]) -> 
         within(SECONDS, llm.close)
         for read in reads:
             read.result(SECONDS)
-    assert {stream.result.finish_reason for stream in streams} <= {"abort", "length"}
+    assert {stream.finish().finish_reason for stream in streams} <= {"abort", "length"}
     with pytest.raises(outpace.UserError, match="the engine is closed"):
         llm.stream("hello")
 
@@ -300,4 +300,4 @@ def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loade
         finally:
             del models[0].model.score
         check_empty(llm)
-        assert llm.stream("hello", max_tokens=2).result.tokens
+        assert llm.stream("hello", max_tokens=2).finish().tokens

@@ -69,7 +69,7 @@ def generate(module: Any, tokenizer: Tokenizer, count: int, prompt: str = PROMPT
 def write(target: Loaded, draft: Loaded | None, how: str, count: int = 40, prompt: str = PROMPT) -> Any:
     needs = draft if "model" in METHODS[how].get("drafter", "") else None
     with LLM(target, needs, **METHODS[how]) as llm:
-        return llm.stream(prompt, max_tokens=count).result
+        return llm.stream(prompt, max_tokens=count).finish()
 
 
 @pytest.mark.parametrize("how", METHODS)
@@ -103,11 +103,11 @@ def test_a_draft_with_a_shorter_context_stops_drafting_there(how: str, tokenizer
     target = load_model(module, tokenizer=tokenizer)
     with LLM(target, load_draft(short, target), **METHODS[how] | {"drafter": "model"}) as llm:
         stream = llm.stream(PROMPT, max_tokens=60)
-        result = stream.result
+        result = stream.finish()
     assert list(result.tokens) == generate(module, tokenizer, 60)
     assert 0 < result.figures.accepted <= 12
     with LLM(target, load_draft(short, target), **METHODS[how] | {"drafter": "model"}) as llm:
-        beyond = llm.stream(PROMPT * 3, max_tokens=20).result  # the prompt alone is longer than the draft's context
+        beyond = llm.stream(PROMPT * 3, max_tokens=20).finish()  # the prompt alone is longer than the draft's context
     assert list(beyond.tokens) == generate(module, tokenizer, 20, PROMPT * 3)
     assert beyond.figures.drafted == 0
 
@@ -160,7 +160,7 @@ def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path
 def test_the_library_takes_a_loaded_model(tokenizer: Tokenizer) -> None:
     module, near = pair("gpt2")
     with outpace.load(module, near, tokenizer=tokenizer, worker="inline") as llm:
-        result = llm.stream(PROMPT, max_tokens=30).result
+        result = llm.stream(PROMPT, max_tokens=30).finish()
     assert list(result.tokens) == generate(module, tokenizer, 30)
     assert result.method == "auto"
 

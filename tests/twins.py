@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from doubles import QuickToy, probabilities, within
 
-from outpace.api.stream import Answer, StopStrings
+from outpace.api.text import StopStrings, TextAssembler
 from outpace.candidates.inline import InlineWorker
 from outpace.candidates.thread import ThreadWorker
 from outpace.core import registry
@@ -74,7 +74,8 @@ def answer_all(
         decoder = registry.find("decoders", method)
         with Engine(target, None if beside else drafter, beside, engine) as parts:
             answers = [
-                Answer(LetterStream(), StopStrings(wish.stops, wish.include), wish.request.stop_ids) for wish in wishes
+                TextAssembler(LetterStream(), StopStrings(wish.stops, wish.include), wish.request.stop_ids)
+                for wish in wishes
             ]
             runs = [
                 parts.submit(wish.request, decoder, decoder.Options(**options), answer.watch)

@@ -1,13 +1,14 @@
-"""What may be asked of one answer: one frozen record, the same for library, command line and server."""
+"""Sampling parameters: what may be asked of one answer, the same for library, command line and server."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole
+from outpace.core.numbers import plain
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions
 
@@ -15,13 +16,39 @@ LOGPROBS_MODES = ("raw", "processed")
 
 
 @dataclass(frozen=True)
-class Asking:
-    """Options of one answer. The text depends on them, on the target and on the prompt, and on nothing else.
+class SamplingParams:
+    """Options of an answer. Its text depends on them, on the target and on the prompt, and on nothing else.
 
-    Temperature 0 is greedy. `stop` strings end the text and are left out unless `include_stop`. `bad_words` are not
-    written, as they are or after a space. `logprobs`: how many of the best tokens to report beside each written one
-    (0: the written one alone); `logprobs_mode` "raw" as the model gave them, "processed" after penalties, temperature
-    and filters. `echo` puts the prompt before the answer, with its log-probabilities if those are asked for.
+    The names are those of vLLM; the defaults are our own, `temperature` 0 above all. A value out of range raises
+    UserError when the parameters are made.
+
+    Length and end:
+        max_tokens: the most tokens to write, at least 1.
+        min_tokens: no stop token before so many tokens, 0 to `max_tokens`.
+        stop: a string, or several, at whose first appearance the text ends. It is cut from the text.
+        include_stop_str_in_output: the stop string, or the text of a stop token, stays in the text.
+        stop_token_ids: tokens that end the text beside the model's own.
+        ignore_eos: the model's own stop tokens do not end the text.
+
+    Choice of tokens:
+        temperature: 0 is greedy, up to 100.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all of them.
+        top_p: keep the likeliest tokens whose probabilities add up to this, above 0 up to 1.
+        min_p: keep tokens at least this likely relative to the likeliest, 0 to 1.
+        seed: the same seed gives the same text, 0 to 2**63 - 1.
+        n: answers to each prompt, 1 to 1024; more than one needs a temperature above 0.
+
+    Penalties and bans, each token judged by what stands before it:
+        repetition_penalty: 0.01 to 100; above 1 makes tokens of prompt and answer less likely.
+        presence_penalty: -2 to 2, taken off the logit of tokens that the answer has.
+        frequency_penalty: -2 to 2, taken off for each time that the answer has them.
+        logit_bias: token id to what is added to its logit, -100 to 100.
+        bad_words: strings that are not written, as they are or after a space.
+
+    What is told beside the text:
+        logprobs: so many of the best tokens' log-probabilities beside each written token's, 0 to 1024; None for none.
+        logprobs_mode: "raw" as the model gave them, or "processed" after penalties, temperature and filters.
+        echo: the text begins with the prompt, and `logprobs` are given for the prompt's tokens too.
     """
 
     max_tokens: int = 256
@@ -31,7 +58,7 @@ class Asking:
     min_p: float = 0.0
     seed: int = 0
     stop: Sequence[str] = ()
-    include_stop: bool = False
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -42,18 +69,20 @@ class Asking:
     logprobs: int | None = None
     logprobs_mode: str = "raw"
     echo: bool = False
+    n: int = 1
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for option in fields(self):
+            value = _READ.get(option.name, _plain)(option.name, getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
         check_whole("max_tokens", self.max_tokens, 1)
         check_whole("seed", self.seed, 0, 2**63 - 1)
         check_whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens is {self.min_tokens}, it must be at most max_tokens {self.max_tokens}")
-        for name, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
-            _check_strings(name, strings)
         self._check_logprobs()
+        self._check_choices()
         _ = self.sampling
         self._adjustments(())
 
@@ -78,13 +107,14 @@ class Asking:
         return None if made == Adjustments() else made
 
     def _adjustments(self, words: tuple[tuple[int, ...], ...]) -> Adjustments:
-        if not isinstance(self.logit_bias, Mapping):
-            raise UserError(f"logit_bias is {self.logit_bias!r}, it must map token ids to numbers")
-        bias = tuple(sorted((_token(token), value) for token, value in self.logit_bias.items()))
-        if len(dict(bias)) < len(bias):
-            raise UserError("logit_bias names a token twice, as a number and as text")
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return Adjustments(*penalties, bias, words, self.min_tokens)
+        return Adjustments(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(sorted(self.logit_bias.items())),
+            bad_words=words,
+            min_tokens=self.min_tokens,
+        )
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None:
@@ -94,38 +124,91 @@ class Asking:
         if self.logprobs is None and self.logprobs_mode != "raw":
             raise UserError("logprobs_mode says nothing without logprobs, give both or neither")
 
+    def _check_choices(self) -> None:
+        check_whole("n", self.n, 1, 1024)
+        if self.n > 1 and self.sampling.is_greedy:
+            raise UserError(
+                f"n is {self.n}, greedy answers are all alike: ask for a temperature above 0 or for one answer"
+            )
 
-def asking_of(options: Mapping[str, Any]) -> Asking:
+
+def params_of(options: Mapping[str, Any]) -> SamplingParams:
     """From options by name; UserError for a name that there is not."""
-    known = [option.name for option in fields(Asking)]
+    known = [option.name for option in fields(SamplingParams)]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"unknown option {name!r} of an answer, allowed are {', '.join(known)}{hint}")
-    return Asking(**options)
+    return SamplingParams(**options)
 
 
-def check_choices(count: int, asking: Asking) -> None:
-    """UserError unless `count` answers to one prompt make sense."""
-    check_whole("n", count, 1, 1024)
-    if count > 1 and asking.sampling.is_greedy:
-        raise UserError(f"n is {count}, greedy answers are all alike: ask for a temperature above 0 or for one answer")
+def _plain(name: str, value: Any) -> Any:
+    return plain(value)
 
 
-def _check_strings(name: str, strings: Any) -> None:
-    if not isinstance(strings, (list, tuple)) or not all(isinstance(text, str) for text in strings):
-        raise UserError(f"{name} is {strings!r}, it must be a list of strings")
-    if not all(strings):
+def _top_k(name: str, value: Any) -> Any:
+    return 0 if plain(value) == -1 else plain(value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if plain(value) not in (True, False):
+        raise UserError(f"{name} is {value!r}, it must be True or False")
+    return bool(value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    """None is none, as elsewhere."""
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+        raise UserError(f"{name} is {value!r}, it must be a list of strings")
+    if not all(value):
         raise UserError(f"{name} has an empty string, each needs at least one character")
+    return tuple(value)
 
 
-def _token(token: Any) -> int:
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    return _strings(name, [value] if isinstance(value, str) else value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    given = () if value is None else plain(value)
+    if not isinstance(given, (list, tuple, set, frozenset)):
+        raise UserError(f"{name} is {value!r}, it must be a list of token ids")
+    tokens = tuple(plain(token) for token in given)
+    for token in tokens:
+        check_whole(f"a token of {name}", token, 0)
+    return tokens
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    given = {} if value is None else value
+    if not isinstance(given, Mapping):
+        raise UserError(f"{name} is {value!r}, it must map token ids to numbers")
+    bias = {_token(name, token): plain(amount) for token, amount in given.items()}
+    if len(bias) < len(given):
+        raise UserError(f"{name} names a token twice, as a number and as text")
+    return bias
+
+
+def _token(name: str, given: Any) -> int:
     """A token id; JSON writes them as strings."""
+    token = plain(given)
     try:
         number = int(token)
     except (TypeError, ValueError, OverflowError):
         number = -1
     if number < 0 or str(number) != str(token):  # 1.5 is no token, nor is True
-        raise UserError(f"a token of logit_bias is {token!r}, it must be a whole number, at least 0")
+        raise UserError(f"a token of {name} is {token!r}, it must be a whole number, at least 0")
     return number
+
+
+_READ: dict[str, Callable[[str, Any], Any]] = {
+    "top_k": _top_k,
+    "stop": _stops,
+    "bad_words": _strings,
+    "stop_token_ids": _token_ids,
+    "logit_bias": _bias,
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo"), _switch),
+}

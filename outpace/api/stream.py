@@ -1,89 +1,131 @@
-"""The text of one answer while it is written: pieces in order, cut at the first stop string."""
+"""One answer as it comes, and as a whole."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
+from outpace.api.shared_engine import SharedEngine
+from outpace.api.text import Piece, TextAssembler
+from outpace.core.stats import Figures, fold
 from outpace.core.types import TokenLogprobs
-from outpace.models.text.text_stream import TextStream
+from outpace.engine.request import Running
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A bit of text as it comes. `is_draft`: it was drafted and accepted, not written by the target itself.
+class Result:
+    """One whole answer.
 
-    Text that may still become a stop string is held back, so a piece may have tokens and no text, or the reverse.
+    `finish_reason`: "stop" (a stop token or stop string), "length" (`max_tokens`, or the context is full) or "abort"
+    (closed early). `tokens`: the ids that were written, the stop token included. `seconds`: from the call to the last
+    token; `time_to_first_token`: to the end of the first round; `tokens_per_second` is counted between the two.
+    `figures`: what was drafted and accepted. `choice` tells the answers to one prompt apart. `logprobs` has a record
+    for each of `tokens`, `prompt_logprobs` one for each of the prompt's but its first, where they were asked for.
     """
 
     text: str
     tokens: tuple[int, ...]
-    is_draft: bool
+    finish_reason: str
+    method: str
+    seed: int
+    seconds: float
+    time_to_first_token: float
+    tokens_per_second: float
+    figures: Figures
+    choice: int = 0
+    prompt_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class StopStrings:
-    """Finds the first stop string in a growing text; holds back what may become one, and not a character more."""
+class Stream:
+    """Iterates over the Pieces of one answer. `finish()` reads on to its end, `close()` ends it where it is."""
 
-    def __init__(self, stops: Sequence[str], include: bool) -> None:
-        """`include`: the stop string itself stays in the text."""
-        self._stops, self._include = tuple(stops), include
-        self._held = ""
-        self.found: str | None = None
+    def __init__(
+        self, engine: SharedEngine, run: Running, text: TextAssembler, method: str, echo: str, owner: object
+    ) -> None:
+        """`echo` is handed out before the answer; `owner` must live as long as the stream."""
+        self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner
+        self._texts: list[str] = []
+        self._sent = 0  # tokens whose text was handed out
+        self._pieces = self._iterate(echo)
 
-    def push(self, text: str) -> str:
-        """What is certain to be written once `text` has come."""
-        if not self._stops:
-            return text
-        if self.found is not None:
-            return ""
-        held = self._held + text
-        places = [(held.find(stop), -len(stop), stop) for stop in self._stops if stop in held]
-        if places:
-            place, _, self.found = min(places)
-            self._held = ""
-            return held[: place + len(self.found) * self._include]
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+    def __iter__(self) -> Generator[Piece, None, None]:
+        return self._pieces
 
-    def finish(self) -> str:
-        """What was held back and became no stop string."""
-        held, self._held = self._held, ""
-        return held
+    def __next__(self) -> Piece:
+        return next(self._pieces)
 
+    @property
+    def choice(self) -> int:
+        """Which of several answers to one prompt this is."""
+        return self._run.request.choice
 
-class Answer:
-    """Watches one request: turns its tokens into pieces and tells the engine where a stop string ends the text."""
+    def __del__(self) -> None:
+        self._engine.abort(self._run)  # nobody reads on
 
-    def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int]) -> None:
-        """`hidden`: stop tokens, whose text is not part of the answer."""
-        self._text, self._stops, self._hidden = text, stops, hidden
-        self.pieces: deque[Piece] = deque()
+    def close(self) -> None:
+        """Ends the answer where it is, also for a thread that is reading it."""
+        self._engine.drop(self._run)
+        with suppress(ValueError):  # raised while another thread reads: that comes to the end by itself
+            self._pieces.close()
 
-    def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
-        """A round's tokens, the first `drafted` of them accepted drafts; after how many of them the text ends."""
-        count = len(tokens)
-        texts = []
-        for number, token in enumerate(tokens):
-            texts.append(self._stops.push(self._text.push([token])) if token not in self._hidden else "")
-            if self._stops.found is not None:
-                count = number + 1
-                break
-        for some, is_draft in ((range(min(drafted, count)), True), (range(drafted, count), False)):
-            if some:
-                text = "".join(texts[some.start : some.stop])
-                self.pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
-        return None if self._stops.found is None else count
+    def finish(self) -> Result:
+        """Reads the answer to its end, as long as that takes, and gives the whole of it; again at once when called
+        again. After `close()`: what was written until then."""
+        for _ in self._pieces:
+            pass
+        run, history = self._run, self._run.history
+        decoding = history.ended - history.first_token
+        later = self._sent - (history.steps[0].emitted if history.steps else 0)
+        return Result(
+            text="".join(self._texts),
+            tokens=tuple(run.tokens[: self._sent]),
+            finish_reason=run.finish_reason or "abort",
+            method=self._method,
+            seed=run.request.seed,
+            seconds=max(history.ended - history.submitted, 0.0),
+            time_to_first_token=max(history.first_token - history.submitted, 0.0),
+            tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
+            figures=fold(history.steps),
+            choice=run.request.choice,
+            prompt_tokens=len(run.request.prompt),
+            logprobs=tuple(history.logprobs[: self._sent]),
+            prompt_logprobs=tuple(history.prompt_logprobs),
+        )
 
-    def finish(self) -> None:
-        """The text is over: hands out what was held back."""
-        rest = "" if self._stops.found is not None else self._stops.push(self._text.finish()) + self._stops.finish()
-        if rest:
-            self.pieces.append(Piece(rest, (), False))
+    @property
+    def result(self) -> Result:
+        """Deprecated: call `finish()`, which says that it reads the answer to its end."""
+        warnings.warn("Stream.result is deprecated, call Stream.finish()", DeprecationWarning, stacklevel=2)
+        return self.finish()
 
+    def _iterate(self, echo: str) -> Generator[Piece, None, None]:
+        run, pieces, end = self._run, self._text.pieces, self._engine.drop
+        try:
+            if echo:
+                pieces.appendleft(Piece(echo, (), False))
+            while True:
+                if not pieces:
+                    self._engine.drive(run, pieces)
+                if not pieces:
+                    break
+                yield self._piece(pieces.popleft())
+            if run.error is not None:
+                raise run.error
+            self._text.finish()
+            while pieces:
+                yield self._piece(pieces.popleft())
+        except GeneratorExit:  # it may be garbage, collected in any thread, under any lock: no place to take a turn
+            end = self._engine.abort
+            raise
+        finally:
+            end(run)
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    def _piece(self, piece: Piece) -> Piece:
+        self._texts.append(piece.text)
+        records = self._run.history.logprobs[self._sent : self._sent + len(piece.tokens)]
+        self._sent += len(piece.tokens)
+        return replace(piece, logprobs=tuple(records))

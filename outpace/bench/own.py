@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.api.llm import LLM
-from outpace.api.params import Asking
+from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.peer import Answered
 from outpace.core.types import Step
@@ -32,9 +32,9 @@ class Own:
     """One of our methods. Keys and values are not reused between answers, so each reads its own prompt; a planner knows
     nothing of earlier runs, unless its options say so."""
 
-    def __init__(self, contender: Contender, models: LLM, asking: Asking, most: int) -> None:
+    def __init__(self, contender: Contender, models: LLM, params: SamplingParams, most: int) -> None:
         """`models` has them loaded; `most` answers are written at once at most."""
-        self.name, self.asking, self.precision = contender.label, asking, precision(models)
+        self.name, self.params, self.precision = contender.label, params, precision(models)
         draft = None if contender.name == "autoregressive" else models.draft
         options: dict[str, Any] = {"batch": max(most, 1), "reuse": False, "profile": False, **contender.options}
         self.llm = LLM(models.target, draft, method=contender.name, **options)
@@ -45,12 +45,12 @@ class Own:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> OwnAnswered:
         """As `Peer.answer`; text is made too, as a user has it."""
-        asking = replace(self.asking, max_tokens=max_tokens)
+        params = replace(self.params, max_tokens=max_tokens)
         called = time.perf_counter()
         arrivals: list[float] = []
         counts: list[int] = []
         rounds = 0
-        with closing(self.llm.stream(list(prompt), asking)) as stream:
+        with closing(self.llm.stream(list(prompt), params)) as stream:
             run: Running = self.llm.engine.waiting[-1]
             for piece in stream:
                 now = time.perf_counter() - called
@@ -59,7 +59,7 @@ class Own:
                     arrivals.append(now)
                     counts.append(0)
                 counts[-1] += len(piece.tokens)  # a round's drafted tokens are one piece, its last token another
-            result = stream.result
+            result = stream.finish()
         return OwnAnswered(
             tokens=result.tokens,
             seconds=time.perf_counter() - called,
@@ -78,7 +78,7 @@ class Own:
     def together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
         """All answers at once: their tokens, and the seconds from the call to the last one's end."""
         called = time.perf_counter()
-        results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.asking, max_tokens=max_tokens))
+        results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outpace.api.llm import LLM
-from outpace.api.params import Asking
+from outpace.api.params import SamplingParams
 from outpace.bench import contenders as names
 from outpace.bench import own
 from outpace.bench.apart import Apart
@@ -44,7 +44,7 @@ class BenchOptions:
     batch: tuple[int, ...] = (1,)
     inflate: int = 1
     target: str | None = None
-    asking: Asking = field(default_factory=lambda: Asking(max_tokens=128))
+    asking: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1)

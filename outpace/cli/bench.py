@@ -109,7 +109,7 @@ def bench(
 
 def _options(loading: Loading, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
-    from outpace.api.params import Asking
+    from outpace.api.params import SamplingParams
     from outpace.bench import contenders
     from outpace.bench.run import BenchOptions
     from outpace.bench.tasks import collect
@@ -128,7 +128,7 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
         batch=_counts(measuring.batch),
         inflate=measuring.inflate,
         target=loading.target,
-        asking=Asking(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed),
+        asking=SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed),
     )
     collect(options.tasks, options.prompts)
     if options.inflate > 1:

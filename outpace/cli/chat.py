@@ -79,7 +79,7 @@ class Conversation:
         try:
             stream = self._llm.stream(asked, **self._writing.options())
             display.write_answer(stream, page.show)
-            result = stream.result
+            result = stream.finish()
         except UserError as error:
             display.say(f"error: {error}", "red")
             return
@@ -100,7 +100,7 @@ class Conversation:
 
     def _plain_rate(self, asked: list[dict[str, str]]) -> float | None:
         options = self._writing.options() | {"max_tokens": min(SAMPLE, self._writing.max_tokens)}
-        sample = self._llm.stream(asked, plain=True, **options).result
+        sample = self._llm.stream(asked, plain=True, **options).finish()
         return sample.tokens_per_second if len(sample.tokens) >= FEWEST else None
 
 

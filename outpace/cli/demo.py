@@ -196,7 +196,7 @@ class Show:
             page.end()
         if not whole:
             raise KeyboardInterrupt
-        return stream.result
+        return stream.finish()
 
     def _compare(self, title: str, doing: str, prompt: str, shown: Mapping[str | None, Result]) -> Comparison:
         """All rounds of all methods, in turn; those `shown` already stand for the first."""

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 if TYPE_CHECKING:
-    from outpace.api.llm import Piece, Result, Stream
+    from outpace.api.stream import Result, Stream
+    from outpace.api.text import Piece
 
 DRAFTED = "green"
 GREY = "bright_black"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,10 +33,10 @@ class Asked:
     ] = "raw"
 
     def options(self, as_json: bool) -> dict[str, Any]:
-        """The options of `Asking` by name."""
+        """The options of `SamplingParams` by name."""
         if self.logprobs is not None and not as_json:
             raise UserError("--logprobs are written with --json only, add it")
-        return {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
+        return {"n": self.n, "echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
 
 
 @flags
@@ -57,13 +57,12 @@ def generate(
 
     The options of methods and drafters (see outpace methods) are flags too: --method speculative --draft-length 6.
     """
-    from outpace.api.params import Asking, check_choices
+    from outpace.api.params import SamplingParams
 
-    asking = Asking(**writing.options(), **wanted.options(as_json))
-    check_choices(wanted.n, asking)
+    params = SamplingParams(**writing.options(), **wanted.options(as_json))
     asked = _asked(prompt, system, raw)
     with loading.open(ctx.obj, quiet=as_json) as llm:
-        streams = [llm.stream(asked, asking, choice=choice) for choice in range(wanted.n)]
+        streams = [llm.stream(asked, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         whole = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
     if not whole:
@@ -75,7 +74,7 @@ def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
     page = display.Page()
     whole = display.write_answer(stream, page.show if not as_json else lambda piece: None)
     page.end()
-    result = stream.result
+    result = stream.finish()
     if as_json:
         display.print_json(_record(result, precision, several=last.choice > 0))
     else:

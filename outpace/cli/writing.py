@@ -1,4 +1,4 @@
-"""How an answer is to be drawn: the flags of `Asking`, shared by the commands that write text."""
+"""How an answer is to be drawn: the flags of `SamplingParams`, shared by the commands that write text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Writing:
     min_tokens: Annotated[int, _flag("No end before so many tokens.")] = 0
 
     def options(self) -> dict[str, Any]:
-        """The options of `Asking` by name."""
+        """The options of `SamplingParams` by name."""
         given = asdict(self)
         for name in ("stop", "bad_words"):
             given[name] = tuple(given[name] or ())
@@ -50,9 +50,9 @@ class Writing:
 
     def check(self) -> None:
         """UserError for a value out of range, before a model is loaded."""
-        from outpace.api.params import Asking
+        from outpace.api.params import SamplingParams
 
-        Asking(**self.options())
+        SamplingParams(**self.options())
 
 
 def _bias(given: Sequence[str]) -> dict[int, float]:

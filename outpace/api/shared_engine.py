@@ -1,0 +1,44 @@
+"""One engine for several threads: whoever waits for text steps it for all requests, when it is its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from outpace.api.fair_lock import Turns
+from outpace.core.types import Request
+from outpace.engine.engine import Engine
+from outpace.engine.request import Running, Watch
+
+
+class SharedEngine:
+    """An engine with the lock that its threads take turns by. There is no thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.turns = Turns()
+
+    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch) -> Running:
+        """Hands a request in; UserError where it can never run."""
+        with self.turns.turn():
+            return self.engine.submit(request, decoder, options, watch)
+
+    def drive(self, run: Running, pieces: Sequence[Any]) -> None:
+        """Steps the engine, in turn with other threads, until this request has pieces or is over."""
+        while True:
+            with self.turns.turn():
+                if pieces or run.finish_reason is not None:
+                    return
+                self.engine.step()
+
+    def abort(self, run: Running) -> None:
+        """Ends a request without a turn, so from anywhere; what it holds goes with the next step."""
+        self.engine.abort(run)
+
+    def drop(self, run: Running) -> None:
+        """Ends a request; what it holds goes at once, or with the next step of the thread that has the turn."""
+        self.engine.abort(run)
+        with self.turns.try_turn() as is_mine:
+            if is_mine:
+                self.engine.sweep()

@@ -1,0 +1,89 @@
+"""The text of one answer while it is written: pieces in order, cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from outpace.core.types import TokenLogprobs
+from outpace.models.text.text_stream import TextStream
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A bit of text as it comes. `is_draft`: it was drafted and accepted, not written by the target itself.
+
+    Text that may still become a stop string is held back, so a piece may have tokens and no text, or the reverse.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    is_draft: bool
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text; holds back what may become one, and not a character more."""
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        """`include`: the stop string itself stays in the text."""
+        self._stops, self._include = tuple(stops), include
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What is certain to be written once `text` has come."""
+        if not self._stops:
+            return text
+        if self.found is not None:
+            return ""
+        held = self._held + text
+        places = [(held.find(stop), -len(stop), stop) for stop in self._stops if stop in held]
+        if places:
+            place, _, self.found = min(places)
+            self._held = ""
+            return held[: place + len(self.found) * self._include]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def finish(self) -> str:
+        """What was held back and became no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TextAssembler:
+    """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text."""
+
+    def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int]) -> None:
+        """`hidden`: stop tokens, whose text is not part of the answer."""
+        self._text, self._stops, self._hidden = text, stops, hidden
+        self.pieces: deque[Piece] = deque()
+
+    def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
+        """A round's tokens, the first `drafted` of them accepted drafts; after how many of them the text ends."""
+        count = len(tokens)
+        texts = []
+        for number, token in enumerate(tokens):
+            texts.append(self._stops.push(self._text.push([token])) if token not in self._hidden else "")
+            if self._stops.found is not None:
+                count = number + 1
+                break
+        for some, is_draft in ((range(min(drafted, count)), True), (range(drafted, count), False)):
+            if some:
+                text = "".join(texts[some.start : some.stop])
+                self.pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
+        return None if self._stops.found is None else count
+
+    def finish(self) -> None:
+        """The text is over: hands out what was held back."""
+        rest = "" if self._stops.found is not None else self._stops.push(self._text.finish()) + self._stops.finish()
+        if rest:
+            self.pieces.append(Piece(rest, (), False))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

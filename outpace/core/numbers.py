@@ -1,0 +1,10 @@
+"""Numbers of numpy and torch as Python's own, where a user may hand over either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plain(value: Any) -> Any:
+    """A scalar or an array of numpy or torch as a number or a list of Python's; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
