@@ -114,6 +114,7 @@ def test_damaged_tokenizer_models(model_only: Path, data: bytes, words: str) -> 
     with pytest.raises(UserError, match=words) as caught:
         Tokenizer.from_folder(model_only)
     assert "save_pretrained" in str(caught.value)
+    assert "sentencepiece, protobuf and tiktoken" in str(caught.value)  # without them that line raises
 
 
 def written(folder: Path, data: bytes) -> Path:

@@ -22,7 +22,10 @@ SPECIAL = {"unknown_token_id": (40, 0), "bos_token_id": (41, 1), "eos_token_id":
 CHARACTER_MAP, SPACE_FIRST, FEWER_SPACES, ESCAPE_SPACES = 2, 3, 4, 5  # of the normalizer
 BPE = 2  # a model type; 1 is unigram
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
-ADVICE = "save it as tokenizer.json: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+ADVICE = (
+    "save it as tokenizer.json: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers,"
+    " with the packages sentencepiece, protobuf and tiktoken installed"
+)
 
 
 def read_fields(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

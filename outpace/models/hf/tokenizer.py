@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import DAMAGED, TextStream
 from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
+from outpace.models.text.window_text import WindowText
 
 
 class PythonBackend:
@@ -49,37 +49,10 @@ class OtherTokenizer(Tokenizer):
         self._special = _special(tokenizer)
         self._add_bos = None
         self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
-        self._stream = lambda skip_special: WholeText(partial(self.decode, skip_special=skip_special))
+        self._stream = lambda skip_special: WindowText(partial(self.decode, skip_special=skip_special))
         self.size = max(self._words, default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
-
-
-class WholeText(TextStream):
-    """Decodes the whole text anew with each token, and returns what has become certain."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        super().__init__(lambda ids: [])
-        self._decode = decode
-        self._ids: list[int] = []
-        self._sent = ""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids, often empty."""
-        self._ids += ids
-        return self._since(self._decode(self._ids).rstrip(DAMAGED))
-
-    def finish(self) -> str:
-        return self._since(self._decode(self._ids))
-
-    def _since(self, text: str) -> str:
-        if not text.startswith(self._sent):
-            return ""
-        new, self._sent = text[len(self._sent) :], text
-        return new
-
-    def _push_token(self, token: str) -> str:
-        raise NotImplementedError("whole texts are decoded, not tokens")
 
 
 def wrap(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:

@@ -24,22 +24,29 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TextStream(ABC):
     """One text being decoded; the work for a token does not grow with the text's length."""
 
-    def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
-        self._tokens = tokens  # the strings of ids, without those that are not shown
-
+    @abstractmethod
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids, often empty."""
-        return "".join(self._push_token(token) for token in self._tokens(ids))
 
     @abstractmethod
     def finish(self) -> str:
         """What was held back: U+FFFD for a character that never got all its bytes. Call it once, last."""
 
+
+class TokenText(TextStream):
+    """A text that is put together token by token."""
+
+    def __init__(self, tokens: Callable[[Iterable[int]], list[str]]) -> None:
+        self._tokens = tokens  # the strings of ids, without those that are not shown
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(self._push_token(token) for token in self._tokens(ids))
+
     @abstractmethod
     def _push_token(self, token: str) -> str: ...
 
 
-class ByteText(TextStream):
+class ByteText(TokenText):
     """Byte-level BPE: a token is a string of bytes. At most three bytes are held back."""
 
     def __init__(self, tokens: Callable[[Iterable[int]], list[str]], byte_of: dict[str, int]) -> None:
@@ -55,7 +62,7 @@ class ByteText(TextStream):
         return self._utf8.decode(token.encode() if -1 in found else bytes(found))
 
 
-class PieceText(TextStream):
+class PieceText(TokenText):
     """SentencePiece BPE: a token is text, or one byte named <0x00> to <0xFF>.
 
     A run of byte tokens is held back to its end: one bad byte in it makes `decode` show every byte as U+FFFD.

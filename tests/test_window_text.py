@@ -1,0 +1,147 @@
+"""Streams over a decoder that nothing is known of: the pieces of whole decoding, and few ids decoded for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+from test_tokenizer import BYTES
+from tokenizers import Tokenizer, decoders, models
+
+from outpace.models.text.text_stream import DAMAGED, byte_alphabet
+from outpace.models.text.window_text import KEPT, LONGEST, WindowText
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class WholeText:
+    """The slow twin: decodes all ids with each new one."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode, self._ids, self._sent = decode, list[int](), ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids += ids
+        return self._since(self._decode(self._ids).rstrip(DAMAGED))
+
+    def finish(self) -> str:
+        return self._since(self._decode(self._ids))
+
+    def _since(self, text: str) -> str:
+        if not text.startswith(self._sent):
+            return ""
+        new, self._sent = text[len(self._sent) :], text
+        return new
+
+
+def rust(words: Iterable[str], decoder: decoders.Decoder) -> Decode:
+    """What a tokenizer with these words and one special token, its last, decodes."""
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["</s>"])
+    return lambda ids: tokenizer.decode(list(ids))
+
+
+def dropped_bytes(ids: Sequence[int]) -> str:
+    """As ByT5: what is no whole character is left out."""
+    return bytes(index for index in ids if index < 256).decode(errors="ignore")
+
+
+def joined(ids: Sequence[int]) -> str:
+    """As CTRL and GPT-1: spaces at both ends of a text are taken away."""
+    return "".join(("a", "b ", " ", "c</w>")[index % 4] for index in ids).replace("</w>", " ").strip()
+
+
+def numbered(ids: Sequence[int]) -> str:
+    """Every token's text depends on all that stand before it."""
+    return "".join(f"{place}:{index} " for place, index in enumerate(ids))
+
+
+UTF8 = [*range(97, 105), *"é日😀".encode()]
+DECODERS: dict[str, tuple[Decode, list[int]]] = {
+    "WordPiece": (rust(["a", "##b", "c", ".", "'", "s", "do", "n't", "##é"], decoders.WordPiece()), [*range(10)]),
+    "Metaspace": (rust(["▁a", "b", "▁", "c", "▁▁", "é"], decoders.Metaspace()), [*range(7)]),
+    "BPEDecoder": (rust(["a</w>", "b", "c</w>", "é"], decoders.BPEDecoder()), [*range(5)]),
+    "CTC": (rust(["a", "b", "<pad>", "|"], decoders.CTC()), [*range(5)]),
+    "ByteLevel": (rust(byte_alphabet(), decoders.ByteLevel()), [*range(257)]),
+    "ByteFallback": (
+        rust([*BYTES, "▁a", "b"], decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+        [*UTF8, 256, 257, 256, 257],
+    ),
+    "dropped bytes": (dropped_bytes, [*UTF8, 300]),
+    "joined": (joined, [*range(4)]),
+    "numbered": (numbered, [*range(9)]),
+}
+
+
+def texts(name: str, count: int, longest: int) -> Iterable[tuple[list[int], int]]:
+    """Ids, many of them halves of characters, and by how many of them the text grows at a time."""
+    chance, pool = random.Random(name), DECODERS[name][1]
+    for _ in range(count):
+        yield [chance.choice(pool) for _ in range(chance.randint(0, longest))], chance.choice([1, 1, 1, 2, 5])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_each_piece_is_that_of_whole_decoding(name: str) -> None:
+    decode = DECODERS[name][0]
+    for ids, step in texts(name, 60, 6 * LONGEST):
+        windowed, whole = WindowText(decode), WholeText(decode)
+        for at in range(0, len(ids), step):
+            assert windowed.push(ids[at : at + step]) == whole.push(ids[at : at + step]), ids[: at + step]
+        assert windowed.finish() == whole.finish(), ids
+
+
+@pytest.mark.parametrize("name", ["WordPiece", "Metaspace", "BPEDecoder", "CTC", "dropped bytes", "joined", "numbered"])
+def test_the_pieces_add_up(name: str) -> None:
+    decode = DECODERS[name][0]
+    for ids, step in texts(name, 60, 6 * LONGEST):
+        stream = WindowText(decode)
+        pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+        assert "".join(pieces) + stream.finish() == decode(ids), ids
+
+
+def test_no_character_is_cut() -> None:
+    text = "日本 é😀 " * 40
+    for decode in (dropped_bytes, DECODERS["ByteLevel"][0]):
+        order = list(byte_alphabet().values())
+        stream, shown = WindowText(decode), ""
+        for byte in text.encode():
+            shown += stream.push([byte if decode is dropped_bytes else order.index(byte)])
+            assert text.startswith(shown)
+        assert shown + stream.finish() == text
+
+
+class Counted:
+    """A decoder that counts the ids which it is given."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode, self.ids = decode, 0
+
+    def __call__(self, ids: Sequence[int]) -> str:
+        self.ids += len(ids)
+        return self._decode(ids)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "numbered"])
+@pytest.mark.parametrize("count", [1000, 4000])
+def test_decoded_ids_for_a_token_do_not_grow_with_the_text(name: str, count: int) -> None:
+    decode, pool = DECODERS[name]
+    chance, counted = random.Random(0), Counted(decode)
+    stream = WindowText(counted)
+    for _ in range(count):
+        stream.push([chance.choice(pool)])
+    assert counted.ids <= (LONGEST + KEPT) * count
+    before = counted.ids
+    stream.finish()
+    assert counted.ids - before <= 2 * count
+
+
+@pytest.mark.parametrize("silent", [9, 130])
+def test_decoded_ids_stay_few_while_there_is_no_text(silent: int) -> None:
+    """Tokens that are not shown (9 of nine words), bytes that are no character."""
+    counted = Counted(DECODERS["WordPiece" if silent == 9 else "ByteLevel"][0])
+    stream = WindowText(counted)
+    for _ in range(4000):
+        stream.push([silent])
+    assert counted.ids <= (LONGEST + KEPT) * 4000
