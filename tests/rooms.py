@@ -102,10 +102,10 @@ def box(name: str, count: int, goals: Mapping[str, bool], order: Mapping[str, in
     """One room: its name, its number of modules, and an arrow to each room that it imports, the highest first."""
     inner = width - 4
     lines = [f"{count} module{'s' * (count != 1)}"]
-    for mark, is_late in (("─▶", False), ("╌▶", True)):
+    for mark, is_late in (("─▶ ", False), ("late ─▶ ", True)):
         names = sorted((goal for goal in goals if goals[goal] is is_late), key=lambda goal: (-order[goal], goal))
         if names:
-            lines += textwrap.wrap(", ".join(names), inner, initial_indent=f"{mark} ", subsequent_indent="   ")
+            lines += textwrap.wrap(", ".join(names), inner, initial_indent=mark, subsequent_indent=" " * len(mark))
     top = f"┌ {name} ".ljust(width - 1, "─") + "┐"
     return [top, *(f"│ {line.ljust(inner)} │" for line in lines), "└" + "─" * (width - 2) + "┘"]
 

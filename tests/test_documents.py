@@ -1,0 +1,64 @@
+"""The documents: every link between them leads somewhere, and they name nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parents[1]
+FOLDERS = (HOUSE, HOUSE / "docs", HOUSE / "kernels", *sorted((HOUSE / "outpace" / "drafts").iterdir()))
+PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+FILES = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|h|cpp|sh|md|toml|yml))`")
+INVENTED = {"drafters/foo.py", "DIR/notes.md"}
+TARGETS = re.compile(r"`make ([\w-]+)")
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are made of them everywhere."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def dead_links(page: Path) -> Iterator[str]:
+    for goal in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = goal.partition("#")
+        if ":" in goal:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield goal
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert not list(dead_links(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+def test_every_file_and_command_that_is_named_is_there(page: Path) -> None:
+    text = page.read_text()
+    places = (HOUSE, HOUSE / "outpace", page.parent)
+    named = set(FILES.findall(text)) - INVENTED
+    assert not [name for name in named if not any((place / name).exists() for place in places)]
+    made = set(re.findall(r"^([\w-]+):", (HOUSE / "Makefile").read_text(), re.MULTILINE))
+    assert not set(TARGETS.findall(text)) - made
+
+
+def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One title, here\n[a](#one-title-here) [b](#two) [c](page.md#one-title-here) [d](gone.md) [e](x:y)\n"
+    )
+    assert list(dead_links(page)) == ["#two", "gone.md"]
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", (HOUSE / "README.md").read_text(), re.MULTILINE))
