@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 RUN = .venv/bin/python
 
-.PHONY: demo test check check-native mutations mutations-native same-text bench rooms clean
+.PHONY: demo test check check-native mutations mutations-native same-text bench docs rooms clean
 
 demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
@@ -31,6 +31,9 @@ same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchm
 bench: .venv/installed-bench
 	$(RUN) bench/plain_against_transformers.py
 
+docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+
 rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew
 	$(PYTHON) tests/rooms.py
 
@@ -49,6 +52,10 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(PIP) --editable ".[dev]"
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 .venv/installed-bench: .venv/installed

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import outpace
+
 HOUSE = Path(__file__).parents[1]
 FOLDERS = (HOUSE, HOUSE / "docs", HOUSE / "kernels", *sorted((HOUSE / "outpace" / "drafts").iterdir()))
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
@@ -62,3 +64,8 @@ def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
 
 def test_the_readme_names_the_two_commands() -> None:
     assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", (HOUSE / "README.md").read_text(), re.MULTILINE))
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: outpace\.(\w+)$", (HOUSE / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(outpace.__all__)

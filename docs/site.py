@@ -1,0 +1,62 @@
+"""Makes a site of the documents for mkdocs: pages from files outside docs/, and links that lead there or nowhere.
+
+The README is the home page. A link to a file that is no page of the site (a source file) becomes its text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+HOUSE = Path(__file__).parents[1]
+PAGES = {  # file of the repository -> page of the site
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "kernels/README.md": "kernels.md",
+    "outpace/drafts/smollm2-135m-instruct/README.md": "draft.md",
+    "outpace/drafts/smollm2-135m-instruct/distill.png": "distill.png",
+    "examples": "examples.md",
+}
+SOURCES = {page: source for source, page in PAGES.items()}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages whose files lie elsewhere."""
+    for source, page in PAGES.items():
+        path = HOUSE / source
+        content = examples(path) if path.is_dir() else path.read_bytes()
+        files.append(File.generated(config, page, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Every link in a page's text, as it leads on the site."""
+    name = page.file.src_uri
+    source = SOURCES.get(name, f"docs/{name}")
+
+    def led(found: re.Match[str]) -> str:
+        mark, text, goal = found.groups()
+        path, hash_, anchor = goal.partition("#")
+        if not path or ":" in goal:
+            return found[0]
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        target = PAGES.get(place, place.removeprefix("docs/") if place.startswith("docs/") else None)
+        if target is None and (HOUSE / place).exists():
+            return text
+        return f"{mark}[{text}]({target or goal}{hash_}{anchor})"  # what leads nowhere stays, for mkdocs to refuse
+
+    return LINK.sub(led, markdown)
+
+
+def examples(folder: Path) -> str:
+    """One page of all scripts."""
+    parts = ["# Examples\n\nEach script takes a model as its argument; without one it uses the shipped model.\n"]
+    for script in sorted(folder.glob("*.py")):
+        parts.append(f"## {script.name}\n\n```python\n{script.read_text()}```\n")
+    return "\n".join(parts)
