@@ -74,7 +74,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def close(self) -> None:
         """Ends all answers, the drafter's worker and the process that renders chat templates."""
-        with self._shared.turns.turn():
+        with self._shared.lock.hold():
             if self._profile:
                 self._profile.keep(self.engine)
             self.engine.close()

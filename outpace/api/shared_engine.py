@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from outpace.api.fair_lock import Turns
+from outpace.api.fair_lock import FairLock
 from outpace.core.types import Request
 from outpace.engine.engine import Engine
 from outpace.engine.request import Running, Watch
 
 
 class SharedEngine:
-    """An engine with the lock that its threads take turns by. There is no thread of its own."""
+    """An engine with the lock that its threads step it under. There is no thread of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.turns = Turns()
+        self.lock = FairLock()
 
     def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch) -> Running:
         """Hands a request in; UserError where it can never run."""
-        with self.turns.turn():
+        with self.lock.hold():
             return self.engine.submit(request, decoder, options, watch)
 
     def drive(self, run: Running, pieces: Sequence[Any]) -> None:
         """Steps the engine, in turn with other threads, until this request has pieces or is over."""
         while True:
-            with self.turns.turn():
+            with self.lock.hold():
                 if pieces or run.finish_reason is not None:
                     return
                 self.engine.step()
@@ -39,6 +39,6 @@ class SharedEngine:
     def drop(self, run: Running) -> None:
         """Ends a request; what it holds goes at once, or with the next step of the thread that has the turn."""
         self.engine.abort(run)
-        with self.turns.try_turn() as is_mine:
+        with self.lock.try_hold() as is_mine:
             if is_mine:
                 self.engine.sweep()

@@ -1,0 +1,235 @@
+"""The lock that threads take turns by: given in the order of asking, lost by no interrupt, wherever that comes."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from outpace.api.fair_lock import FairLock
+
+SECONDS = 120.0  # after which something hangs
+
+
+def wait_for_line(lock: FairLock, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(lock) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Runs each to its end in a thread of its own, all at once."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the lock was lost: somebody waits for ever"
+
+
+def take(lock: FairLock) -> None:
+    with lock.hold():
+        pass
+
+
+def is_free(lock: FairLock) -> bool:
+    with lock.try_hold() as is_mine:
+        return is_mine
+
+
+def test_it_is_given_in_the_order_of_asking() -> None:
+    lock, order, threads = FairLock(), [], []
+
+    def note(number: int) -> None:
+        with lock.hold():
+            order.append(number)
+
+    with lock.hold():
+        for number in range(8):
+            threads.append(threading.Thread(target=note, args=(number,)))
+            threads[-1].start()
+            wait_for_line(lock, number + 2)
+        assert order == []
+        assert not is_free(lock)
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert order == list(range(8))
+    assert is_free(lock)
+
+
+def test_nobody_waits_while_another_takes_it_again_and_again() -> None:
+    lock, stop, taken, seen = FairLock(), threading.Event(), [], []
+
+    def greedy() -> None:
+        while not stop.is_set():
+            with lock.hold():
+                taken.append(len(taken))
+
+    def once() -> None:
+        with lock.hold():
+            seen.append(len(taken))
+
+    thread = threading.Thread(target=greedy)
+    thread.start()
+    try:
+        for _ in range(20):
+            with lock.hold():
+                before, waiter = len(taken), threading.Thread(target=once)
+                waiter.start()
+                wait_for_line(lock, 3)  # until both wait for this block's end
+            waiter.join(SECONDS)
+            assert seen.pop() - before <= 1
+    finally:
+        stop.set()
+        thread.join(SECONDS)
+
+
+def test_two_threads_are_never_in_it_at_once() -> None:
+    lock, inside, seen = FairLock(), [], []
+
+    def work() -> None:
+        for _ in range(300):
+            with lock.hold():
+                inside.append(1)
+                seen.append(len(inside))
+                time.sleep(0)
+                inside.pop()
+
+    in_threads(*[work] * 4)
+    assert seen == [1] * 1200
+
+
+def test_an_error_in_the_block_gives_it_back() -> None:
+    lock = FairLock()
+    for _ in range(3):
+        with pytest.raises(ArithmeticError), lock.hold():
+            raise ArithmeticError
+        with pytest.raises(ArithmeticError), lock.try_hold():
+            raise ArithmeticError
+    assert is_free(lock)
+
+
+def test_who_has_it_cannot_wait_for_it() -> None:
+    lock = FairLock()
+    with lock.hold():
+        with pytest.raises(RuntimeError, match="this thread has the lock"):
+            take(lock)
+        assert not is_free(lock)
+        assert len(lock) == 1
+    assert is_free(lock)
+
+
+@pytest.mark.parametrize("interrupted", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> None:
+    lock, order, threads = FairLock(), [], []
+
+    def note(number: int) -> None:
+        try:
+            with lock.hold():
+                order.append(number)
+        except KeyboardInterrupt:
+            order.append(-number - 1)
+
+    with lock.hold():
+        for number in range(4):
+            threads.append(threading.Thread(target=note, args=(number,)))
+            threads[-1].start()
+            wait_for_line(lock, number + 2)
+        for number in interrupted:
+            ident = ctypes.c_ulong(threads[number].ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+            threads[number].join(SECONDS)
+            assert not threads[number].is_alive()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "the lock was lost: somebody waits for ever"
+    assert [number for number in order if number >= 0] == [n for n in range(4) if n not in interrupted]
+    assert is_free(lock)
+
+
+class Interrupt:
+    """Raises a KeyboardInterrupt at the `first`th beginning or end of a call, which is where the interpreter takes it,
+    and another one `then` lines later (0: none)."""
+
+    def __init__(self, first: int, then: int) -> None:
+        self._calls, self._lines, self.came = first, then, False
+
+    def run(self, work: Callable[[], None]) -> None:
+        sys.settrace(self._trace)
+        sys.setprofile(self._profile)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            sys.settrace(None)
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        self._calls -= frame.f_code is not Interrupt.run.__code__
+        if self._calls < 0:
+            self.came = True
+            raise KeyboardInterrupt
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.came and event == "line":
+            self._lines -= 1
+            if not self._lines:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def interrupted(work: Callable[[FairLock], Any], first: int, then: int, is_contended: bool) -> bool:
+    """Whether an interrupt came while `work` took the lock; whoever asks later gets it in any case."""
+    lock, began, interrupt = FairLock(), threading.Event(), Interrupt(first, then)
+
+    def other() -> None:
+        with lock.hold():
+            began.set()
+            time.sleep(0.002)  # its end comes while `work` waits
+
+    holder = threading.Thread(target=other)
+    if is_contended:
+        holder.start()
+        began.wait(SECONDS)
+    try:
+        interrupt.run(lambda: work(lock))
+    except KeyboardInterrupt:  # its traceback holds the frames that it came through
+        in_threads(lambda: take(lock))
+        take(lock)
+    if is_contended:
+        holder.join(SECONDS)
+    in_threads(lambda: take(lock))
+    assert is_free(lock)
+    return interrupt.came
+
+
+@pytest.mark.parametrize("then", range(5))
+@pytest.mark.parametrize("work", [take, is_free])
+@pytest.mark.parametrize("is_contended", [False, True])
+def test_an_interrupt_anywhere_loses_nothing(work: Callable[[FairLock], Any], is_contended: bool, then: int) -> None:
+    """Even while its traceback is held, and where a second one hits what cleans up after the first."""
+    first = 0
+    while interrupted(work, first, then, is_contended):
+        first += 1
+    assert first > 10, "too few places were seen"
+
+
+def test_a_thread_that_ended_holds_nobody_up() -> None:
+    lock = FairLock()
+
+    def leave_behind() -> None:
+        lock.hold().__enter__()  # as after an interrupt that nothing could catch
+
+    in_threads(leave_behind)
+    assert len(lock) == 1
+    with suppress(RuntimeError):
+        in_threads(lambda: take(lock))
+    assert is_free(lock)
