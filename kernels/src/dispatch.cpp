@@ -1,9 +1,14 @@
 // Which instruction sets this machine can run.
 #include "kernels.h"
 
+#ifdef OUTPACE_X86
+#include <cpuid.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(_WIN32)
+#include <windows.h>
 #endif
 
 namespace outpace {
@@ -19,24 +24,52 @@ extern const Kernels avx_vnni_kernels;
 extern const Kernels neon_kernels;
 #endif
 
+#ifdef OUTPACE_X86
+namespace {
+
+/// What the processor has and the operating system keeps for a thread; the compilers' own question needs a library that
+/// Clang lacks on Windows.
+struct Processor {
+    unsigned one = 0, seven_b = 0, seven_c = 0, seven_one_a = 0;  // registers of cpuid, by leaf
+    unsigned kept = 0;                                           // by the operating system
+
+    Processor() {
+        unsigned a, b, c, d;
+        if (__get_cpuid(1, &a, &b, &c, &d)) one = c;
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) seven_b = b, seven_c = c;
+        if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) seven_one_a = a;
+        if (one >> 27 & 1) asm volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+    }
+    bool keeps(unsigned registers) const { return (kept & registers) == registers; }
+    bool has_avx2() const {
+        const bool has_fma = one >> 12 & 1, has_f16c = one >> 29 & 1, has_integers = seven_b >> 5 & 1;
+        return has_fma && has_f16c && has_integers && keeps(0x6);
+    }
+    bool has_avx512_vnni() const {
+        const unsigned needed = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+        return has_avx2() && (seven_b & needed) == needed && (seven_c >> 11 & 1) && keeps(0xE6);
+    }
+    bool has_avx_vnni() const { return has_avx2() && (seven_one_a >> 4 & 1); }
+};
+
+}  // namespace
+#endif
+
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> found;
 #ifdef OUTPACE_X86
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
-    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512vnni");
-    if (has_avx2 && has_avx512) found.push_back(&avx512_kernels);
+    const Processor processor;
+    if (processor.has_avx512_vnni()) found.push_back(&avx512_kernels);
 #ifdef OUTPACE_AVX_VNNI
-    if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&avx_vnni_kernels);
+    if (processor.has_avx_vnni()) found.push_back(&avx_vnni_kernels);
 #endif
-    if (has_avx2) found.push_back(&avx2_kernels);
+    if (processor.has_avx2()) found.push_back(&avx2_kernels);
 #endif
 #ifdef OUTPACE_NEON
 #ifdef __linux__
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back(&neon_kernels);
+#elif defined(_WIN32)
+    if (IsProcessorFeaturePresent(PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE)) found.push_back(&neon_kernels);
 #else
     found.push_back(&neon_kernels);  // every 64-bit Apple processor since 2018 has it
 #endif

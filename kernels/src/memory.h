@@ -1,7 +1,11 @@
 // A block of memory whose start is aligned for every register, and for large pages where there are some.
 #pragma once
 
+#ifdef _WIN32
+#include <malloc.h>
+#else
 #include <sys/mman.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +22,7 @@ class Block {
 
     /// `count` elements, not initialised; pages that nobody writes take no memory.
     explicit Block(std::size_t count) : count_(count) {
-        void* place = is_large() ? map_pages(room()) : std::aligned_alloc(64, room());
+        void* place = is_large() ? map_pages(room()) : allocate(room());
         if (!place) throw std::bad_alloc();
         data_ = static_cast<T*>(place);
     }
@@ -30,9 +34,9 @@ class Block {
     }
     ~Block() {
         if (is_large())
-            munmap(data_, room());
+            unmap_pages(data_, room());
         else
-            std::free(data_);
+            release(data_);
     }
 
     T* data() const { return data_; }
@@ -56,6 +60,12 @@ class Block {
         return bytes() ? (bytes() + unit - 1) / unit * unit : unit;
     }
 
+#ifdef _WIN32  // large pages need a privilege there that programs seldom have
+    static void* map_pages(std::size_t size) { return _aligned_malloc(size, 4096); }
+    static void unmap_pages(void* start, std::size_t) { _aligned_free(start); }
+    static void* allocate(std::size_t size) { return _aligned_malloc(size, 64); }
+    static void release(void* start) { _aligned_free(start); }
+#else
     /// `size` bytes of fresh pages, large ones where the machine has them: what `free` took back stays in small ones.
     static void* map_pages(std::size_t size) {
         void* found = mmap(nullptr, size + kLarge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -69,6 +79,10 @@ class Block {
 #endif
         return start + before;
     }
+    static void unmap_pages(void* start, std::size_t size) { munmap(start, size); }
+    static void* allocate(std::size_t size) { return std::aligned_alloc(64, size); }
+    static void release(void* start) { std::free(start); }
+#endif
 
     T* data_ = nullptr;
     std::size_t count_ = 0;
