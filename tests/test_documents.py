@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from versions import is_dated, versions
 
 import outpace
 
@@ -69,3 +70,9 @@ def test_the_readme_names_the_two_commands() -> None:
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: outpace\.(\w+)$", (HOUSE / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(outpace.__all__)
+
+
+def test_all_packages_have_one_version_and_the_changelog_knows_it() -> None:
+    assert set(versions().values()) == {outpace.__version__}
+    changes = (HOUSE / "CHANGELOG.md").read_text()
+    assert is_dated(outpace.__version__) or f"## [Unreleased]: {outpace.__version__}" in changes
