@@ -34,7 +34,7 @@ CAPTION = (
     " tokens are green above."
 )
 DISTURBED = (
-    "Other work on this machine disturbed these times: take none of them for granted, run it again when it is idle."
+    "Other work on this machine disturbed these times; they cannot be trusted. Run the demo again when it is idle."
 )
 METHODS = {
     "auto": "the default: {drafter}, as much as pays",
@@ -91,12 +91,12 @@ class Comparison:
 def demo(
     ctx: typer.Context,
     showing: Showing,
-    prompt: Annotated[str, typer.Option(help="What both answer.", show_default=False)] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="The prompt that every method answers.", show_default=False)] = PROMPT,
     rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """See plain decoding, the default, CARD and draft-then-verify answer one prompt: by how much they differ in time,
-    and whether the text is the same."""
+    """Compare plain decoding, the default method, CARD and draft-then-verify on two prompts: speed, and equal text or
+    not."""
     writing = Writing(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
     writing.check()
     check_range("rounds", rounds, 1, 1000)

@@ -28,38 +28,58 @@ class Amount:
 
     prompts: Annotated[
         list[str] | None,
-        typer.Option(help="A .jsonl file, hub:NAME or builtin; may be repeated.", rich_help_panel=AMOUNT),
+        typer.Option(help="Prompts: a .jsonl file, hub:NAME or builtin; may be repeated.", rich_help_panel=AMOUNT),
     ] = None
-    budget: Annotated[str | None, typer.Option(help="Time for all of it: 90s, 30m, 2h.", rich_help_panel=AMOUNT)] = None
+    budget: Annotated[
+        str | None, typer.Option(help="Time for text and training together: 90s, 30m, 2h.", rich_help_panel=AMOUNT)
+    ] = None
     tokens: Annotated[
-        int | None, typer.Option(help="Or: so many tokens of the target's text.", rich_help_panel=AMOUNT)
+        int | None,
+        typer.Option(
+            help="Instead of a budget: the number of tokens of text that the target writes.", rich_help_panel=AMOUNT
+        ),
     ] = None
-    epochs: Annotated[float, typer.Option(help="How often training sees them.", rich_help_panel=AMOUNT)] = 3.0
-    answer_tokens: Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=AMOUNT)] = 256
-    rows: Annotated[int, typer.Option(help="Answers written at once.", rich_help_panel=AMOUNT)] = 128
+    epochs: Annotated[float, typer.Option(help="How often training goes through the text.", rich_help_panel=AMOUNT)] = (
+        3.0
+    )
+    answer_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", rich_help_panel=AMOUNT)] = 256
+    rows: Annotated[int, typer.Option(help="Answers that the target writes at once.", rich_help_panel=AMOUNT)] = 128
     temperatures: Annotated[
         str,
         typer.Option(
-            help="Each prompt is answered at these in turn; one that stands twice has twice the share.",
+            help="Temperatures of the answers, in turn; one that is named twice gets twice the share.",
             rich_help_panel=AMOUNT,
         ),
     ] = "0,0.8,1"
-    stage: Annotated[str, typer.Option(help="text, train, judge or all.", rich_help_panel=AMOUNT)] = "all"
+    stage: Annotated[str, typer.Option(help="The stage to run: text, train, judge or all.", rich_help_panel=AMOUNT)] = (
+        "all"
+    )
 
 
 @dataclass(frozen=True)
 class Draft:
     """The draft's shape."""
 
-    layers: Annotated[str, typer.Option(help="How many, or which of the target's: 0,14,29", rich_help_panel=SHAPE)] = (
-        "3"
-    )
-    hidden: Annotated[int | None, typer.Option(help="A smaller width.", rich_help_panel=SHAPE)] = None
-    init: Annotated[str, typer.Option(help="layers: start from the target's; or fresh.", rich_help_panel=SHAPE)] = (
-        "layers"
-    )
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers of the draft: how many, or which of the target's, as in 0,14,29.", rich_help_panel=SHAPE
+        ),
+    ] = "3"
+    hidden: Annotated[
+        int | None, typer.Option(help="Width of the draft; the default is the target's.", rich_help_panel=SHAPE)
+    ] = None
+    init: Annotated[
+        str,
+        typer.Option(
+            help="Start from the target's layers (layers) or from random weights (fresh).", rich_help_panel=SHAPE
+        ),
+    ] = "layers"
     vocab: Annotated[
-        int, typer.Option(help="Write only so many tokens, the most frequent; 0: all.", rich_help_panel=SHAPE)
+        int,
+        typer.Option(
+            help="Size of a reduced vocabulary, the most frequent tokens; 0: all tokens.", rich_help_panel=SHAPE
+        ),
     ] = 0
 
 
@@ -67,21 +87,33 @@ class Draft:
 class Training:
     """How it learns."""
 
-    learning_rate: Annotated[float, typer.Option(help="At its highest.", rich_help_panel=TRAINING)] = 1e-3
+    learning_rate: Annotated[float, typer.Option(help="The highest learning rate.", rich_help_panel=TRAINING)] = 1e-3
     cooldown: Annotated[
-        float, typer.Option(help="Share of training over which it falls.", rich_help_panel=TRAINING)
+        float, typer.Option(help="Share of training over which the learning rate falls.", rich_help_panel=TRAINING)
     ] = 1.0
-    warmup: Annotated[int, typer.Option(help="Steps over which it rises.", rich_help_panel=TRAINING)] = 40
+    warmup: Annotated[int, typer.Option(help="Steps over which the learning rate rises.", rich_help_panel=TRAINING)] = (
+        40
+    )
     batch_rows: Annotated[
         int | None,
-        typer.Option(help="Rows of --length tokens a step; else 1 on a CPU, 8 elsewhere.", rich_help_panel=TRAINING),
+        typer.Option(
+            help="Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.",
+            rich_help_panel=TRAINING,
+        ),
     ] = None
-    length: Annotated[int, typer.Option(help="Tokens a row.", rich_help_panel=TRAINING)] = 512
+    length: Annotated[int, typer.Option(help="Tokens in a row.", rich_help_panel=TRAINING)] = 512
     divergence: Annotated[
-        str, typer.Option(help="forward_kl, reverse_kl or total_variation.", rich_help_panel=TRAINING)
+        str,
+        typer.Option(
+            help="Divergence from the target: forward_kl, reverse_kl or total_variation.", rich_help_panel=TRAINING
+        ),
     ] = "forward_kl"
-    token_weight: Annotated[float, typer.Option(help="Of the cross-entropy.", rich_help_panel=TRAINING)] = 0.2
-    distribution_weight: Annotated[float, typer.Option(help="Of the divergence.", rich_help_panel=TRAINING)] = 0.8
+    token_weight: Annotated[
+        float, typer.Option(help="Weight of the cross-entropy in the loss.", rich_help_panel=TRAINING)
+    ] = 0.2
+    distribution_weight: Annotated[
+        float, typer.Option(help="Weight of the divergence in the loss.", rich_help_panel=TRAINING)
+    ] = 0.8
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=TRAINING)] = 180.0
 
 
@@ -89,13 +121,20 @@ class Training:
 class Judging:
     """What it is judged on."""
 
-    evaluate: Annotated[str | None, typer.Option(help="Only judge this draft.", rich_help_panel=JUDGING)] = None
-    tasks: Annotated[
-        list[str] | None, typer.Option(help="A .jsonl file of prompts; may be repeated.", rich_help_panel=JUDGING)
+    evaluate: Annotated[
+        str | None, typer.Option(help="Evaluate this draft, and do nothing else.", rich_help_panel=JUDGING)
     ] = None
-    judged: Annotated[int, typer.Option(help="Prompts of each task.", rich_help_panel=JUDGING)] = 20
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="A .jsonl file of prompts to evaluate on; may be repeated.", rich_help_panel=JUDGING),
+    ] = None
+    judged: Annotated[int, typer.Option(help="Prompts of each task that are evaluated.", rich_help_panel=JUDGING)] = 20
     runtime: Annotated[
-        str, typer.Option(help="By which both models run: auto, llama, native, ...", rich_help_panel=JUDGING)
+        str,
+        typer.Option(
+            help="Runtime of both models in the evaluation: auto, llama, native or transformers.",
+            rich_help_panel=JUDGING,
+        ),
     ] = "auto"
 
 
@@ -106,13 +145,16 @@ class Storing:
     pack: Annotated[
         str | None,
         typer.Option(
-            help="Store this run's draft without its target's embeddings; with --tasks it is judged first.",
+            help="Store this run's draft without its target's embeddings; with --tasks it is evaluated first.",
             rich_help_panel=STORING,
         ),
     ] = None
     unpack: Annotated[
         str | None,
-        typer.Option(help="Make this packed draft whole, for transformers and others.", rich_help_panel=STORING),
+        typer.Option(
+            help="Give this packed draft its embeddings back, for transformers and other engines.",
+            rich_help_panel=STORING,
+        ),
     ] = None
 
 
@@ -124,18 +166,18 @@ def distill(
     judging: Judging,
     storing: Storing,
     target: Target = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run; it goes on with what is there.")] = Path("distilled"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder of the run; a run that stopped is continued.")] = Path("distilled"),
+    device: Annotated[str, typer.Option(help="Device of both models: cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a draft for a target from the target's own text; or judge, pack or unpack one."""
+    """Train a draft for a target on the target's own text; or evaluate, pack or unpack one."""
     if storing.pack is not None or storing.unpack is not None:
         amount = replace(amount, stage="judge")  # nothing is written or trained
     options = _options(amount, draft, training, judging, target, out, device, seed)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is kept, as after Ctrl-C
     if storing.pack is not None and storing.unpack is not None:
-        raise UserError("--pack and --unpack are two ways, choose one")
+        raise UserError("--pack and --unpack exclude each other, choose one")
     if storing.unpack is not None:
         _unpack(Path(storing.unpack), target, out)
     elif storing.pack is not None:

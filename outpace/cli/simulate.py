@@ -24,15 +24,19 @@ class Pair:
     """Whose acceptance: a recorded trace's, or a stated one."""
 
     trace: Annotated[
-        Path | None, typer.Option(help="A trace, written by outpace bench --trace.", rich_help_panel=PAIR)
+        Path | None, typer.Option(help="A trace that outpace bench --trace recorded.", rich_help_panel=PAIR)
     ] = None
     acceptance: Annotated[
-        float | None, typer.Option(help="Or: the chance that a draft token is right.", rich_help_panel=PAIR)
+        float | None,
+        typer.Option(help="Instead of a trace: the chance that a draft token is accepted.", rich_help_panel=PAIR),
     ] = None
     answers: Annotated[
-        int | None, typer.Option(help="At most so many of the trace's answers.", rich_help_panel=PAIR)
+        int | None, typer.Option(help="Use at most this many of the trace's answers.", rich_help_panel=PAIR)
     ] = None
-    tasks: Annotated[str | None, typer.Option(help="Of these tasks alone: gsm8k,mt_bench", rich_help_panel=PAIR)] = None
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Use the answers of these tasks only, as in gsm8k,mt_bench.", rich_help_panel=PAIR),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,19 @@ class Times:
 
     ratio: Annotated[
         str,
-        typer.Option(help="T_target / T_draft, several with commas; rows cost nothing more.", rich_help_panel=TIMES),
+        typer.Option(
+            help="Target time over draft time, joined by commas; further rows cost nothing.", rich_help_panel=TIMES
+        ),
     ] = "3.5,7,15"
     target_times: Annotated[
-        str | None, typer.Option(help="Or measured, rows and time: 1:6.0,4:6.2,16:10", rich_help_panel=TIMES)
+        str | None,
+        typer.Option(
+            help="Instead of ratios: the target's times by rows, as in 1:6.0,4:6.2,16:10.", rich_help_panel=TIMES
+        ),
     ] = None
-    draft_times: Annotated[str | None, typer.Option(help="The draft's, the same way.", rich_help_panel=TIMES)] = None
+    draft_times: Annotated[str | None, typer.Option(help="The draft's times by rows.", rich_help_panel=TIMES)] = None
     devices: Annotated[
-        int, typer.Option(help="2: the drafter has its own; 1: both share one.", rich_help_panel=TIMES)
+        int, typer.Option(help="2: the drafter has a device of its own; 1: both share one.", rich_help_panel=TIMES)
     ] = 2
 
 
@@ -56,9 +65,13 @@ class Times:
 class Shown:
     """Where the results go."""
 
-    rows: Annotated[Path | None, typer.Option("--json", help="Write the rows here.", rich_help_panel=SHOWN)] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw them here: FILE.png.", rich_help_panel=SHOWN)] = None
-    markdown: Annotated[bool, typer.Option("--markdown", help="The table as markdown.", rich_help_panel=SHOWN)] = False
+    rows: Annotated[
+        Path | None, typer.Option("--json", help="File for the rows of the table.", rich_help_panel=SHOWN)
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="File for a plot, as in FILE.png.", rich_help_panel=SHOWN)] = None
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as markdown.", rich_help_panel=SHOWN)
+    ] = False
 
 
 @flags
@@ -66,9 +79,12 @@ def simulate(
     pair: Pair,
     times: Times,
     shown: Shown,
-    methods: Annotated[str | None, typer.Option(help="Some of the table's rows: speculative,card,card-chain")] = None,
-    nodes: Annotated[int, typer.Option(help="Tokens verified a pass, the last written one included.")] = 32,
-    width: Annotated[int, typer.Option(help="Nodes that the drafter expands a forward.")] = 16,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Rows of the table to simulate, as in speculative,card,card-chain; the default is all."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
+    width: Annotated[int, typer.Option(help="Nodes that the drafter expands in one forward.")] = 16,
 ) -> None:
     """Simulate every method on two devices, with a recorded pair's acceptance and any ratio of times."""
     costs = _costs(times)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @flags
 def tune(
     loading: Loading,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer that is timed.")] = 96,
-    rounds: Annotated[int, typer.Option(help="How often each prompt is answered by each way.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each timed answer.")] = 96,
+    rounds: Annotated[int, typer.Option(help="How often each method answers each prompt.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Measure this pair of models on this machine, and keep a profile for method auto."""

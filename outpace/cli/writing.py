@@ -1,4 +1,4 @@
-"""How an answer is to be drawn: the flags of `SamplingParams`, shared by the commands that write text."""
+"""The flags of `SamplingParams`, shared by the commands that write text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outpace.core.errors import UserError
 TEXT = "Text"
 PENALTIES = "Penalties and bans"
 
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=TEXT)]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.", rich_help_panel=TEXT)]
-MaxTokens = Annotated[int, typer.Option(help="The longest answer.", rich_help_panel=TEXT)]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=TEXT)]
+Seed = Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same text.", rich_help_panel=TEXT)]
+MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.", rich_help_panel=TEXT)]
 
 
 def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
@@ -24,22 +24,34 @@ def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Writing:
-    """How the answer is drawn, and where it ends."""
+    """How an answer is sampled, and where it ends."""
 
     max_tokens: MaxTokens = 256
     temperature: Temperature = 0.0
-    top_p: Annotated[float, _flag("Keep the likeliest tokens up to this mass.", TEXT)] = 1.0
-    top_k: Annotated[int, _flag("Keep the k likeliest tokens, 0: all.", TEXT)] = 0
-    min_p: Annotated[float, _flag("Keep tokens at least this likely beside the likeliest.", TEXT)] = 0.0
+    top_p: Annotated[float, _flag("Sample from the likeliest tokens up to this probability mass.", TEXT)] = 1.0
+    top_k: Annotated[int, _flag("Sample from the k likeliest tokens; 0: all.", TEXT)] = 0
+    min_p: Annotated[
+        float, _flag("Sample from tokens with at least this share of the likeliest token's probability.", TEXT)
+    ] = 0.0
     seed: Seed = 0
-    stop: Annotated[list[str] | None, _flag("Ends the text where it would appear; may be repeated.", TEXT)] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on.", rich_help_panel=TEXT)] = False
-    repetition_penalty: Annotated[float, _flag("Above 1: tokens of prompt and answer become less likely.")] = 1.0
-    presence_penalty: Annotated[float, _flag("Taken off tokens that the answer has.")] = 0.0
-    frequency_penalty: Annotated[float, _flag("Taken off each time that the answer has them.")] = 0.0
-    logit_bias: Annotated[list[str] | None, _flag("TOKEN=BIAS, -100 to 100; may be repeated.")] = None
+    stop: Annotated[
+        list[str] | None, _flag("A string that ends the text before it appears; may be repeated.", TEXT)
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at the model's stop tokens.", rich_help_panel=TEXT)
+    ] = False
+    repetition_penalty: Annotated[float, _flag("Above 1: tokens of the prompt and the answer become less likely.")] = (
+        1.0
+    )
+    presence_penalty: Annotated[float, _flag("Subtracted from the logits of tokens that the answer contains.")] = 0.0
+    frequency_penalty: Annotated[
+        float, _flag("Subtracted from a token's logit for each time that the answer contains it.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _flag("TOKEN=BIAS: added to the logit of a token id, -100 to 100; may be repeated.")
+    ] = None
     bad_words: Annotated[list[str] | None, _flag("Is never written; may be repeated.")] = None
-    min_tokens: Annotated[int, _flag("No end before so many tokens.")] = 0
+    min_tokens: Annotated[int, _flag("The shortest answer, in tokens.")] = 0
 
     def options(self) -> dict[str, Any]:
         """The options of `SamplingParams` by name."""
