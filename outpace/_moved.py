@@ -16,6 +16,8 @@ MOVED = {
     "assemble": "engine.build",
     "core.costs": "decoders._costs",
     "core.race": "rules._race",
+    "distill.engine_writer": "distill.writer",
+    "distill.weights": "distill.student",
     "drafting": "engine.drafting",
     "library": "api.llm",
     "loading": "api.load",

@@ -9,36 +9,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from distill_files import prompts_file, target_folder
 
 from outpace.core.errors import UserError
-from outpace.core.tree import PREFIX
 from outpace.distill import prompts
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.numbering import is_held_out
 from outpace.distill.shards import MANIFEST, Shard, TextFolder, read_shard, read_shards
 from outpace.distill.text import TEMPERATURES, TextPlan, write_text
-from outpace.distill.weights import load_weights
-from outpace.distill.writer import Answer, Job, Writer, WriterOptions
-from outpace.models.base import Part
-from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama.config import from_dict
-from outpace.models.llama.torch_runtime import Llama
+from outpace.distill.writer import Job, WriterOptions, Written
 from outpace.models.text.tokenizer import Tokenizer
 
-SMALL = WriterOptions(rows=7, cohort=3, max_tokens=12, top=4)
+SMALL = WriterOptions(rows=7, max_tokens=12, top=4)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target_folder(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def llama(target: Path) -> Llama:
-    with Checkpoint.open(target) as checkpoint:
-        return Llama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor)
 
 
 def jobs(count: int, temperature: float = 0.0) -> list[Job]:
@@ -47,74 +34,15 @@ def jobs(count: int, temperature: float = 0.0) -> list[Job]:
     return [Job(n, tuple(random.integers(3, 260, length).tolist()), temperature) for n, length in enumerate(lengths)]
 
 
-def log_p(llama: Llama, answer: Answer) -> torch.Tensor:
-    """The target's log-probabilities before every token of an answer: [tokens, vocab]"""
-    tokens = [*answer.job.prompt, *answer.tokens.tolist()][:-1]
-    wanted = range(len(answer.job.prompt) - 1, len(tokens))
-    part = Part(llama.open(128, 128), tokens, range(PREFIX, len(tokens) - 1), wanted)
-    return llama.score([part]).log_softmax(-1)
-
-
 def write(target: Path, folder: Path, asked: Path, tokens: int, **options: int) -> TextFolder:
-    settings = WriterOptions(**{"rows": 6, "cohort": 2, "max_tokens": 10, "top": 4, **options})
-    plan = TextPlan([str(asked)], settings, tokens=tokens, dtype=torch.float32)
+    settings = WriterOptions(**{"rows": 6, "max_tokens": 10, "top": 4, **options})
+    plan = TextPlan([str(asked)], settings, tokens=tokens)
     return write_text(target, "tiny", folder, plan, lambda figures: None)
-
-
-def test_greedy_answers_are_the_targets(target: Path, llama: Llama) -> None:
-    answers = list(Writer(load_weights(target, dtype=torch.float32), frozenset([2]), SMALL).answers(iter(jobs(11))))
-    assert sorted(answer.job.number for answer in answers) == list(range(11))
-    for answer in answers:
-        rows = log_p(llama, answer)
-        assert rows.argmax(1).tolist() == answer.tokens.tolist()
-        kept = rows.gather(1, torch.from_numpy(answer.top_ids).long())
-        assert torch.allclose(kept, torch.from_numpy(answer.top_log_p).float(), atol=4e-3), "float16 rounds to 2^-11"
-        assert torch.equal(kept, rows.topk(4).values)
-        assert len(answer.tokens) == SMALL.max_tokens or answer.tokens[-1] == 2
-
-
-def test_a_sampled_answer_depends_on_its_job_alone(target: Path) -> None:
-    weights = load_weights(target, dtype=torch.float32)
-    asked = jobs(9, temperature=0.8)
-
-    def written(rows: int, order: int) -> dict[int, list[int]]:
-        writer = Writer(weights, frozenset([2]), WriterOptions(rows=rows, cohort=2, max_tokens=12, top=4))
-        return {answer.job.number: answer.tokens.tolist() for answer in writer.answers(iter(asked[::order]))}
-
-    first = written(9, 1)
-    assert first == written(4, -1)
-    assert any(len(set(tokens)) > 1 for tokens in first.values())
-
-
-def test_sampled_tokens_follow_the_distribution(target: Path, llama: Llama) -> None:
-    """At temperature 1 the tokens at one place, over many jobs, have the target's distribution."""
-    weights = load_weights(target, dtype=torch.float32)
-    options = WriterOptions(rows=500, cohort=500, max_tokens=1, top=4)
-    asked = [Job(number, (5, 9, 40), 1.0) for number in range(4000)]
-    answers = list(Writer(weights, frozenset(), options).answers(iter(asked)))
-    counts = np.bincount([int(answer.tokens[0]) for answer in answers], minlength=272) / len(answers)
-    expected = log_p(llama, answers[0])[0].exp().numpy()
-    noise = np.sqrt(expected / len(answers)).sum()  # what the distance would be in the mean, about
-    assert 0.5 * np.abs(counts - expected).sum() < noise
-
-
-def test_bfloat16_stays_near(target: Path, llama: Llama) -> None:
-    answers = list(Writer(load_weights(target, dtype=torch.bfloat16), frozenset([2]), SMALL).answers(iter(jobs(8))))
-    near = [
-        log_p(llama, a).gather(1, torch.from_numpy(a.top_ids).long()) - torch.from_numpy(a.top_log_p) for a in answers
-    ]
-    assert float(torch.cat(near).abs().mean()) < 0.1
-
-
-def test_a_model_of_another_kind_is_refused(target: Path, tmp_path: Path) -> None:
-    other = target_folder(tmp_path / "other", sliding_window=16, use_sliding_window=True, model_type="mistral")
-    with pytest.raises(UserError):
-        load_weights(other)
 
 
 def test_shards_hold_what_was_written(tmp_path: Path) -> None:
     answers = [
-        Answer(job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16))
+        Written(job, np.arange(3 + n, dtype=np.int32), np.zeros((3 + n, 4), np.int32), np.zeros((3 + n, 4), np.float16))
         for n, job in enumerate(jobs(3))
     ]
     TextFolder(tmp_path, {"target": "tiny", "top": 4}).add(answers)
@@ -155,7 +83,7 @@ def test_every_prompt_meets_every_temperature(target: Path, tmp_path: Path) -> N
 
 def test_a_temperature_that_stands_twice_has_twice_the_share(target: Path, tmp_path: Path) -> None:
     asked = prompts_file(tmp_path / "asked.jsonl", 6)
-    plan = TextPlan([str(asked)], WriterOptions(rows=6, cohort=2, max_tokens=10, top=4), 600, dtype=torch.float32)
+    plan = TextPlan([str(asked)], WriterOptions(rows=6, max_tokens=10, top=4), 600)
     write_text(target, "tiny", tmp_path / "text", replace(plan, temperatures=(0.0, 0.0, 0.7)), lambda figures: None)
     found = np.concatenate([shard.temperatures for shard in read_shards(tmp_path / "text")])
     greedy = float((found == 0).mean())
@@ -174,7 +102,7 @@ def test_a_torn_shard_is_dropped_and_said(target: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a whole shard"):
         read_shard(file)
     said: list[dict[str, float]] = []
-    plan = TextPlan([str(asked)], SMALL, tokens=60, dtype=torch.float32)
+    plan = TextPlan([str(asked)], SMALL, tokens=60)
     after = write_text(target, "tiny", tmp_path / "text", plan, said.append)
     assert said[0] == {"dropped": 1}
     assert after.tokens >= 60
@@ -187,7 +115,7 @@ def test_an_interrupted_run_keeps_what_is_finished(target: Path, tmp_path: Path)
         if figures["tokens"] > 50:
             raise KeyboardInterrupt
 
-    plan = TextPlan([str(asked)], SMALL, tokens=5000, dtype=torch.float32)
+    plan = TextPlan([str(asked)], SMALL, tokens=5000)
     with pytest.raises(KeyboardInterrupt):
         write_text(target, "tiny", tmp_path / "text", plan, interrupt)
     assert sum(len(shard.top_ids) for shard in read_shards(tmp_path / "text")) > 50

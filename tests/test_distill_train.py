@@ -46,7 +46,7 @@ def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
         prompts=[str(prompts_file(out.parent / "asked.jsonl", 800))],
         tokens=TOKENS,
         shape=Shape(layers="0,1", vocab=120),
-        writer=WriterOptions(rows=24, cohort=8, max_tokens=10, top=4),
+        writer=WriterOptions(rows=24, max_tokens=10, top=4),
         train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
     )
     return replace(base, **changes)

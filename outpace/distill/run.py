@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
@@ -97,8 +96,6 @@ def text_stage(options: DistillOptions, target: Path, name: str, progress: Stage
     plan = TextPlan(
         options.prompts, options.writer, options.tokens, seconds, options.device, temperatures=options.temperatures
     )
-    if options.device == "cpu" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        plan = replace(plan, dtype=torch.float32)
     started = time.monotonic()
     try:
         write_text(target, name, options.out / TEXT, plan, lambda figures: progress("text", figures))

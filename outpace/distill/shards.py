@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.distill.writer import Answer
+from outpace.distill.writer import Written
 
 MANIFEST = "manifest.json"
 PATTERN = "shard-*.safetensors"
@@ -34,7 +34,7 @@ class Shard:
     held_out: np.ndarray  # bool [answers]: never to be trained on
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Shard:
+    def of(cls, answers: Sequence[Written]) -> Shard:
         """Answers put together."""
         texts = [np.concatenate([np.array(answer.job.prompt, np.int32), answer.tokens]) for answer in answers]
         return cls(
@@ -71,7 +71,7 @@ class TextFolder:
         """Answer tokens in all shards."""
         return sum(tokens for _, tokens in self.shards.values())
 
-    def add(self, answers: Sequence[Answer]) -> None:
+    def add(self, answers: Sequence[Written]) -> None:
         """Writes one more shard. UserError where the disk refuses; what was finished before stays good."""
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
         file = self.folder / f"shard-{number:05d}.safetensors"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
-from outpace.distill.weights import plain_config
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 INITS = ("layers", "fresh")
+PLAIN = {"output_bias": False, "head_norm": False, "rope_scaling": None, "windows": (), "rotary_layers": ()}
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class Shape:
         check_whole("vocab", self.vocab, 0)
         if self.hidden is not None:
             check_whole("hidden", self.hidden, 8)
+
+
+def plain_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The sizes of a plain Llama whose tensors are there with these shapes; UserError for any other kind of model."""
+    config = from_dict(checkpoint.config)
+    for name, plain in PLAIN.items():
+        if getattr(config, name, plain) != plain:
+            raise UserError(f"{checkpoint.path} cannot be distilled: {name.replace('_', ' ')} is not supported there")
+    checkpoint.check_shapes(tensor_shapes(config))
+    return config
 
 
 def pick_layers(shape: Shape, total: int) -> list[int]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.distill.weights import normed, rotated, turns
 from outpace.models.llama.config import LlamaConfig
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -95,3 +94,21 @@ class Student:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of every row. [..., hidden]"""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def turns(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding: [rows] to [rows, 1, d / 2] each."""
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
+    angles = positions[:, None, None] * (1.0 / config.rope_theta**pairs)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the halves of every head against each other: [..., d], with cos and sin [..., d / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -10,23 +9,21 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from outpace.core.errors import UserError, check_range
 from outpace.distill import numbering, prompts
-from outpace.distill.engine_writer import EngineWriter
 from outpace.distill.progress import Progress
 from outpace.distill.shards import TextFolder
-from outpace.distill.weights import load_weights
-from outpace.distill.writer import Answer, Job, Writer, WriterOptions
-from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama.config import from_dict
+from outpace.distill.writer import Job, Writer, WriterOptions, Written
+from outpace.models.base import Model
+from outpace.models.llama.native_runtime import UnsupportedShape
+from outpace.models.load import load_model
+from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
 
 TEMPERATURES = (0.0, 0.8, 1.0)
 LONGEST_PROMPT = 768  # tokens; longer ones are left out
 SHARD = 256  # answers
-WINDOW = 512  # jobs sorted by length, so that prompts of a cohort are alike
+WINDOW = 512  # jobs sorted by length, so that prompts that are read together are alike
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class TextPlan:
     tokens: int | None = None
     seconds: float | None = None
     device: str = "cpu"
-    dtype: torch.dtype = torch.bfloat16
     temperatures: Sequence[float] = TEMPERATURES
 
     def __post_init__(self) -> None:
@@ -60,26 +56,27 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: 
         progress({"dropped": len(store.dropped)})
     if plan.tokens is not None and store.tokens >= plan.tokens:
         return store
-    writer = _writer(target, tokenizer.stop_ids, plan)
-    longest = min(LONGEST_PROMPT, writer.max_positions - options.max_tokens)
+    model = load_target(target, plan.device)
+    longest = min(LONGEST_PROMPT, model.max_positions - options.max_tokens)
     if longest < 1:
-        raise UserError(f"max_tokens is {options.max_tokens}, the target's context has {writer.max_positions}")
+        raise UserError(f"max_tokens is {options.max_tokens}, the target's context has {model.max_positions}")
+    writer = Writer(model, tokenizer.stop_ids, options)
     clock = _Clock(store, plan)
     jobs = _until(clock, _jobs(texts, plan.temperatures, tokenizer, longest, store.finished))
     _fill(store, writer.answers(jobs), clock, progress)
     return store
 
 
-def _writer(target: Path, stop_ids: frozenset[int], plan: TextPlan) -> Writer | EngineWriter:
-    """The engine on the native kernels where they are there and take the target, else the batched torch decoder."""
-    if plan.device == "cpu" and importlib.util.find_spec("outpace_kernels") is not None:
-        from outpace.models.llama.native_runtime import NativeLlama, Options, UnsupportedShape
-
-        with Checkpoint.open(target) as checkpoint, suppress(UnsupportedShape):
-            settings = Options(threads=torch.get_num_threads(), kv_dtype="float16")
-            model = NativeLlama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor, options=settings)
-            return EngineWriter(model, stop_ids, plan.writer)
-    return Writer(load_weights(target, plan.device, plan.dtype), stop_ids, plan.writer)
+def load_target(target: Path, device: str) -> Model:
+    """The target as its users run it: in int8 where the native kernels are there and take it, else by torch. Training
+    text needs no exact mode, and half the memory for keys and values."""
+    model: Model
+    if device == "cpu" and missing_kernels() is None:
+        with suppress(UnsupportedShape):
+            model = load_model(str(target), runtime="native", dtype="float16").model
+            return model
+    model = load_model(str(target), runtime="llama", device=device, exact=False).model
+    return model
 
 
 class _Clock:
@@ -109,9 +106,9 @@ class _Clock:
         return figures | ({"seconds_left": max(min(left), 0.0)} if left else {})
 
 
-def _fill(store: TextFolder, answers: Iterator[Answer], clock: _Clock, progress: Progress) -> None:
+def _fill(store: TextFolder, answers: Iterator[Written], clock: _Clock, progress: Progress) -> None:
     """Collects answers into shards; what is finished when a run is interrupted goes into a shorter one."""
-    waiting: list[Answer] = []
+    waiting: list[Written] = []
     try:
         for answer in answers:
             waiting.append(answer)

@@ -1,0 +1,118 @@
+"""The writer of `outpace distill`: an answer depends on its job alone, is the target's, and says what that thought."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from distill_files import target_folder
+
+from outpace.core.errors import UserError
+from outpace.distill import text
+from outpace.distill.start import plain_config
+from outpace.distill.text import load_target
+from outpace.distill.writer import Job, Writer, WriterOptions, Written
+from outpace.models.base import Model, chain
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.native_runtime import UnsupportedShape
+from outpace.models.llama.torch_runtime import Llama
+
+TENSORS = reference.random_tensors(reference.TINY)
+TARGET = Llama.from_tensors(reference.TINY, TENSORS.__getitem__)
+JOBS = [Job(5000 + n, tuple(range(1 + n, 4 + 2 * n)), (0.0, 0.8, 1.0)[n % 3]) for n in range(9)]
+STOP = frozenset({7})
+
+
+def write(rows: int, model: Model = TARGET) -> dict[int, Written]:
+    writer = Writer(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4))
+    return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
+
+
+def log_p(answer: Written) -> torch.Tensor:
+    """The target's log-probabilities before every token of an answer: [tokens, vocab]"""
+    tokens = [*answer.job.prompt, *answer.tokens.tolist()]
+    start = len(answer.job.prompt)
+    session = TARGET.open(len(tokens), len(tokens))
+    scores = TARGET.score([chain(session, tokens[:-1], range(start - 1, len(tokens) - 1))])
+    return torch.log_softmax(scores, -1)
+
+
+def test_an_answer_depends_on_its_job_alone() -> None:
+    together, alone = write(4), write(1)
+    assert sorted(together) == [job.number for job in JOBS]
+    for number, answer in alone.items():
+        assert np.array_equal(answer.tokens, together[number].tokens)
+        assert np.array_equal(answer.top_ids, together[number].top_ids)
+        assert len(answer.tokens) == 12 or answer.tokens[-1] == 7
+    assert len({answer.tokens.tobytes() for answer in alone.values()}) > 3
+
+
+def test_what_the_target_thought() -> None:
+    for answer in write(3).values():
+        best, ids = log_p(answer).topk(4)
+        assert np.array_equal(answer.top_ids, ids.numpy())
+        assert np.allclose(answer.top_log_p, best.numpy(), atol=5e-3), "float16 rounds to 2^-11"
+        if answer.job.temperature == 0.0:
+            assert np.array_equal(answer.tokens, ids[:, 0].numpy())
+
+
+def test_sampled_tokens_follow_the_distribution() -> None:
+    """At temperature 1 the tokens at one place, over many jobs, have the target's distribution."""
+    asked = [Job(number, (5, 9, 40), 1.0) for number in range(4000)]
+    answers = list(Writer(TARGET, frozenset(), WriterOptions(rows=500, max_tokens=1, top=4)).answers(iter(asked)))
+    expected = log_p(answers[0])[0].exp().numpy()
+    counts = np.bincount([int(answer.tokens[0]) for answer in answers], minlength=len(expected)) / len(answers)
+    noise = np.sqrt(expected / len(answers)).sum()  # what the distance would be in the mean, about
+    assert 0.5 * np.abs(counts - expected).sum() < noise
+
+
+@pytest.mark.parametrize(("dtype", "distance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_without_exact_mode_it_stays_near(dtype: torch.dtype, distance: float) -> None:
+    model = Llama.from_tensors(reference.TINY, TENSORS.__getitem__, dtype=dtype, exact=False)
+    found = write(5, model).values()
+    near = [log_p(a).gather(1, torch.from_numpy(a.top_ids).long()) - torch.from_numpy(a.top_log_p) for a in found]
+    assert float(torch.cat(near).abs().mean()) < distance
+
+
+def test_a_target_without_kernels_or_of_a_shape_that_they_refuse_runs_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = target_folder(tmp_path / "target")
+    opened: list[str] = []
+    whole = text.load_model
+
+    def noted(*given: object, **options: object) -> object:
+        opened.append(str(options["runtime"]))
+        if options["runtime"] == "native":
+            raise UnsupportedShape("head_dim is 7")
+        return whole(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(text, "load_model", noted)
+    monkeypatch.setattr(text, "missing_kernels", lambda: None)
+    assert isinstance(load_target(folder, "cpu"), Llama)
+    monkeypatch.setattr(text, "missing_kernels", lambda: "not installed")
+    assert not load_target(folder, "cpu").exact, "training text needs no exact mode"
+    assert opened == ["native", "llama", "llama"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}, "windows"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope scaling"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
+    other = target_folder(tmp_path / "other", **changes)
+    with Checkpoint.open(other) as checkpoint, pytest.raises(UserError, match=f"{named} is not supported"):
+        plain_config(checkpoint)
+
+
+@pytest.mark.parametrize("values", [{"rows": 0}, {"max_tokens": 0}, {"top": 0}, {"seed": -1}])
+def test_a_wrong_option_is_named(values: dict[str, int]) -> None:
+    (name,) = values
+    with pytest.raises(UserError, match=f"{name} is {values[name]}"):
+        WriterOptions(**values)
