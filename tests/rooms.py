@@ -22,7 +22,17 @@ FLOORS = {"core": 0, "models": 1, "rules": 1, "candidates": 1, "drafters": 2, "d
 SIDE_HOUSES = ("cli", "server", "bench", "distill", "simulate", "cluster", "integrations", "timeseries", "edge")
 FLOORS |= dict.fromkeys(SIDE_HOUSES, 6)
 HOMES = {"__init__": "api", "_moved": "core"}  # modules of the package itself, and the room whose rights they have
-MODELS = {"base": 0, "toy": 1, "llama": 1, "files": 2, "text": 3, "hf": 4, "runtimes": 5, "load": 6}  # inside `models`
+MODELS = {
+    "base": 0,
+    "options": 0,
+    "toy": 1,
+    "llama": 1,
+    "files": 2,
+    "text": 3,
+    "hf": 4,
+    "runtimes": 5,
+    "load": 6,
+}  # inside `models`
 WIDTH = 118  # columns of the drawing and the tree
 
 

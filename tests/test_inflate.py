@@ -73,7 +73,7 @@ def test_the_text_is_its_own_by_every_method(folder: Path, runtime: str, asking:
 def test_it_is_labelled(folder: Path) -> None:
     loaded = load_model(folder, inflate=4)
     assert (loaded.name, loaded.inflate) == (f"{folder} (cost x 4)", 4)
-    assert "a pass costs as much as one of a model 4 times as large" in loaded.model.notice
+    assert "a pass costs as much as one of a model 4 times as large" in loaded.notice
     assert load_model(folder).name == str(folder)
 
 

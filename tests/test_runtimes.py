@@ -20,7 +20,7 @@ from outpace.models.llama import native_runtime as native
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model
-from outpace.models.runtimes import How
+from outpace.models.options import FLOATS, LoadOptions
 
 HAS_KERNELS = runtimes.missing_kernels() is None
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="outpace-kernels is not installed: `pip install ./kernels`")
@@ -47,22 +47,22 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_runs_the_native_kernels(folder: Path, options: dict[str, Any]) -> None:
     loaded = load_model(folder, **options)
     assert isinstance(loaded.model, NativeLlama)
-    assert (loaded.precision, loaded.model.exact, loaded.model.notice) == ("int8", True, None)
+    assert (loaded.precision, loaded.model.exact, loaded.notice) == ("int8", True, None)
 
 
-@pytest.mark.parametrize("dtype", runtimes.DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_precision_that_is_asked_for_is_computed(folder: Path, dtype: str) -> None:
     loaded = load_model(folder, dtype=dtype)
     assert isinstance(loaded.model, Llama)
-    assert (loaded.precision, loaded.model.dtype) == (dtype, runtimes.DTYPES[dtype])
-    assert loaded.model.notice is None
+    assert (loaded.precision, loaded.model.dtype) == (dtype, getattr(torch, dtype))
+    assert loaded.notice is None
 
 
 def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels: None) -> None:
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
     assert loaded.precision == "float32"
-    assert loaded.model.notice == (
+    assert loaded.notice == (
         "float32 by torch, not int8: the native kernels are not installed: run `pip install ./kernels`"
     )
     for options in ({"dtype": "int8"}, {"runtime": "native"}):
@@ -76,7 +76,7 @@ def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, **windowed)
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
-    assert loaded.model.notice == "float32 by torch, not int8: native kernels have no sliding window"
+    assert loaded.notice == "float32 by torch, not int8: native kernels have no sliding window"
     with pytest.raises(UserError, match="no sliding window"):
         load_model(folder, dtype="int8")
 
@@ -152,9 +152,9 @@ def test_a_gpu_computes_in_bfloat16_where_it_can(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
     expected = torch.bfloat16 if has_bfloat16 else torch.float32
-    assert How(device="cuda:1").torch_dtype == How(device_map="auto").torch_dtype == expected
-    assert How(device="cuda", dtype="float16").torch_dtype == torch.float16
-    assert How().torch_dtype == torch.float32
+    assert LoadOptions(device="cuda:1").torch_dtype == LoadOptions(device_map="auto").torch_dtype == expected
+    assert LoadOptions(device="cuda", dtype="float16").torch_dtype == torch.float16
+    assert LoadOptions().torch_dtype == torch.float32
 
 
 @needs_kernels

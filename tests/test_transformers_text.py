@@ -23,6 +23,7 @@ from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.tokenizer import OtherTokenizer, wrap
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 PROMPT = "hello world 12 hello world 12 hello, hello"
@@ -150,10 +151,10 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
 
 def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path, capsys: Any) -> None:
     bloom = str(tiny.folder(tmp_path, "bloom"))
-    with Loading(target=bloom, runtime="transformers", method="speculative").open({}) as llm:
+    with Loading(target=bloom, options=LoadOptions(runtime="transformers"), method="speculative").open({}) as llm:
         assert isinstance(llm.target.model, TransformersModel)
     assert f"{bloom}: chains only: every branch of a token tree costs a pass of its own" in capsys.readouterr().err
-    with Loading(target=bloom, trust_remote_code=True).open({}, quiet=True):
+    with Loading(target=bloom, options=LoadOptions(trust_remote_code=True)).open({}, quiet=True):
         assert capsys.readouterr().err == ""
 
 

@@ -103,7 +103,7 @@ def bench(
     with _open(loading, options) as llm:
         if keeping.trace is not None:
             _trace(llm, options, keeping.trace)
-        elif not _measure(llm, options, keeping, loading.device):
+        elif not _measure(llm, options, keeping, loading.options.device):
             raise typer.Exit(INTERRUPTED)
 
 

@@ -101,7 +101,7 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
     return {
         "name": llm.target.name,
         "precision": llm.target.precision,
-        "notice": model.notice,
+        "notice": llm.target.notice,
         "instruction_set": model.instruction_set,
         "exact": model.exact,
         "row_counts": list(model.row_counts),

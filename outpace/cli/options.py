@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -12,6 +12,7 @@ import typer
 
 from outpace.cli.writing import TEXT
 from outpace.core.errors import UserError, check_range
+from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -38,42 +39,42 @@ System = Annotated[str | None, typer.Option(help="Opens the conversation as the 
 Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout, and nothing else there.")]
 
 
+FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command line: those of their fields that are flags
+    LoadOptions: {
+        "device": typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
+        "dtype": typer.Option(
+            help="int8 (on a CPU), float32, bfloat16 or float16; auto: int8 where it is to be had, bfloat16 on a GPU.",
+            rich_help_panel=MODEL,
+        ),
+        "exact": typer.Option(
+            "--exact/--no-exact",
+            help="Every method computes the same bits; on where the machine can.",
+            rich_help_panel=MODEL,
+        ),
+        "runtime": typer.Option(
+            help="auto, native (int8 on a CPU), llama (our own, by torch) or transformers (any causal LM).",
+            rich_help_panel=MODEL,
+        ),
+        "trust_remote_code": typer.Option(
+            "--trust-remote-code", help="Run Python files that come with a model.", rich_help_panel=MODEL
+        ),
+    }
+}
+
+
 @dataclass(frozen=True)
 class Loading:
     """Which models to load, and by which method they write."""
 
     target: Target = None
     draft: Draft = None
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu"
+    options: LoadOptions = field(default_factory=LoadOptions)  # FLAGS of its own
     draft_device: Annotated[
         str | None, typer.Option(help="The draft's own; else the target's.", rich_help_panel=MODEL)
     ] = None
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="int8 (on a CPU), float32, bfloat16 or float16; auto: int8 where it is to be had, bfloat16 on a GPU.",
-            rich_help_panel=MODEL,
-        ),
-    ] = "auto"
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--no-exact",
-            help="Every method computes the same bits; on where the machine can.",
-            rich_help_panel=MODEL,
-        ),
+    draft_dtype: Annotated[
+        str | None, typer.Option(help="The draft's own; else as the target's.", rich_help_panel=MODEL)
     ] = None
-    runtime: Annotated[
-        str,
-        typer.Option(
-            help="auto, native (int8 on a CPU), llama (our own, by torch) or transformers (any causal LM).",
-            rich_help_panel=MODEL,
-        ),
-    ] = "auto"
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run Python files that come with a model.", rich_help_panel=MODEL),
-    ] = False
     threads: Annotated[int | None, typer.Option(help="CPU threads of the target's pass.", rich_help_panel=MODEL)] = None
     method: Annotated[
         str,
@@ -109,12 +110,12 @@ class Loading:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         with LoadingBar(quiet, bar_after) as progress:
             llm = load(progress=progress, **given, **extra)
-        if self.exact and not llm.target.model.exact:
+        if self.options.exact and not llm.target.model.exact:
             llm.close()
             raise UserError("exact mode is not to be had here, it needs a CPU and no float16; leave out --exact")
         for loaded in (llm.target, llm.draft):
-            if loaded and not quiet and (notice := loaded.model.notice):
-                say(f"{loaded.name}: {notice}")
+            if loaded and loaded.notice and not quiet:
+                say(f"{loaded.name}: {loaded.notice}")
         return llm
 
     def _check(self) -> None:
@@ -150,7 +151,7 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            given[name] = _made(group, given)
         command(**given)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -158,14 +159,28 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flags_of(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+def _flags_of(group: Any) -> Iterator[inspect.Parameter]:
+    for flag, kind in _fields(group):
+        if is_dataclass(kind):
+            yield from _flags_of(kind)
+            continue
+        default = inspect.Parameter.empty if flag.default is MISSING else flag.default
+        yield inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _made(group: Any, given: dict[str, Any]) -> Any:
+    """A dataclass from its flags, which are taken out of `given`."""
+    values = {
+        flag.name: _made(kind, given) if is_dataclass(kind) else given.pop(flag.name) for flag, kind in _fields(group)
+    }
+    return group(**values)
+
+
+def _fields(group: Any) -> Iterator[tuple[Any, Any]]:
+    """A dataclass's fields that are flags, or hold some, each with its annotated type."""
+    hints, flags_of = get_type_hints(group, include_extras=True), FLAGS.get(group)
+    for one in fields(group):
+        if flags_of is None:
+            yield one, hints[one.name]
+        elif one.name in flags_of:
+            yield one, Annotated[hints[one.name], flags_of[one.name]]

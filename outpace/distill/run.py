@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from outpace.distill.writer import WriterOptions
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.packed import pack
+from outpace.models.options import LoadOptions
 from outpace.models.runtimes import RUNTIMES
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -136,9 +136,9 @@ def judge_stage(options: DistillOptions, draft: Path | str, progress: StageProgr
     """Judges a draft; writes figures, plot and model card where it was made here."""
     from outpace.models.load import load_draft, load_model
 
-    common: dict[str, Any] = {"device": options.device, "runtime": options.runtime}
-    target = load_model(options.target, **common)
-    small = load_draft(str(draft), target, **common)
+    loading = LoadOptions(device=options.device, runtime=options.runtime)
+    target = load_model(options.target, loading)
+    small = load_draft(str(draft), target, loading)
     found = judge(target, small, _tasks(options), options.judge, lambda figures: progress("judgement", figures))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")

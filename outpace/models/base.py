@@ -133,7 +133,7 @@ class Model:
     device: Any
     exact: bool = False  # a row's bits depend on its own token, prefix and ancestors alone
     trees: bool = True  # a token tree is one forward; else every branch is one
-    notice: str | None = None  # what users are told when the model is loaded, in a sentence
+    notice: str | None = None  # what its users are to know of it, in a sentence
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from outpace.models.base import Model
 from outpace.models.files.find import resolve
 from outpace.models.files.packed import is_packed, whole
 from outpace.models.files.pairs import find_draft
-
-Progress = Callable[[str, float], None]
+from outpace.models.options import LoadOptions
+from outpace.models.runtimes import Loaded, Progress
 
 LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
 
@@ -26,61 +27,40 @@ def silent(stage: str, fraction: float) -> None:
     """Progress that nobody sees."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model with its tokenizer, where it came from, and the fields of its config.json.
-
-    `again` loads the same in another process, and can be pickled; None where the model was handed over as an object.
-    `files` finds the folder of its files; None there as well. `precision` is what its weights are held in: int8, or the
-    name of a torch type. `inflate`: how many times as much as its own a pass costs.
-    """
-
-    model: Any
-    tokenizer: Any
-    name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = ""
-    inflate: int = 1
-    again: Callable[[], Loaded] | None = None
-    files: Callable[[], Path] | None = None
-
-
 def load_model(
     spec: Any,
+    options: LoadOptions | None = None,
     *,
-    device: str = "cpu",
-    dtype: str = "auto",
-    exact: bool | None = None,
-    progress: Progress = silent,
-    runtime: str = "auto",
-    trust_remote_code: bool = False,
-    device_map: str | Mapping[str, Any] | None = None,
     tokenizer: Any = None,
-    inflate: int = 1,
+    progress: Progress = silent,
+    **changes: Any,
 ) -> Loaded:
     """The model that `spec` means: a folder, a .gguf file, a hub id, None for the shipped one, or a model of
-    transformers that is loaded already, with its `tokenizer`.
-
-    `runtime` "auto": our own where it knows the architecture and the weights' format, else transformers. `dtype`
-    "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
-    `inflate`: a pass costs that many times as much, see `models.inflate`.
-    """
+    transformers that is loaded already, with its `tokenizer`. `changes` are fields of `LoadOptions` by name."""
+    options = replace(options or LoadOptions(), **changes)
+    if isinstance(spec, os.PathLike):
+        spec = Path(spec)
     if spec is not None and not isinstance(spec, str | Path):
-        if inflate != 1:
+        if options.inflate != 1:
             raise UserError("inflate is for models that are loaded by name, not for one that is loaded already")
-        return Loaded(*runtimes.wrap_loaded(spec, tokenizer))
+        return runtimes.wrap_loaded(spec, tokenizer)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
-    _check_device(device)
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "exact": exact, "inflate": inflate}
-    how = runtimes.How(trust_remote_code=trust_remote_code, device_map=device_map, **options)
-    again = partial(load_model, spec, **options, runtime=runtime, trust_remote_code=trust_remote_code)
-    opened = runtimes.open_model(spec, runtime, how, progress)
+    _check_device(options.device)
+    loaded = runtimes.open_model(spec, options, progress)
     files = partial(resolve, None if spec is None else str(spec))
-    return Loaded(*opened, again=partial(again, device_map=device_map), files=files)
+    return replace(loaded, again=partial(load_model, spec, options), files=files)
 
 
-def load_draft(spec: Any, target: Loaded, *, progress: Progress = silent, **options: Any) -> Loaded:
+def load_draft(
+    spec: Any,
+    target: Loaded,
+    options: LoadOptions | None = None,
+    *,
+    tokenizer: Any = None,
+    progress: Progress = silent,
+    **changes: Any,
+) -> Loaded:
     """A draft for this target: another model with the same tokens, some of the target's own layers, or "auto" for the
     small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named."""
     if str(spec).startswith(LAYERS):
@@ -90,10 +70,12 @@ def load_draft(spec: Any, target: Loaded, *, progress: Progress = silent, **opti
         return Loaded(_shallow(str(spec), target), target.tokenizer, str(spec), again=again)
     if spec == "auto":
         spec = find_draft(target.name, target.config)
-    if not isinstance(spec, str | Path):
-        options["tokenizer"] = options.get("tokenizer") or target.tokenizer
-    is_whole = not isinstance(spec, str | Path) or not is_packed(spec)
-    draft = load_model(spec if is_whole else _whole(Path(spec), target), progress=progress, **options)
+    is_named = isinstance(spec, str | os.PathLike)
+    if not is_named:
+        tokenizer = tokenizer or target.tokenizer
+    is_whole = not is_named or not is_packed(spec)
+    found = spec if is_whole else _whole(Path(spec), target)
+    draft = load_model(found, options, tokenizer=tokenizer, progress=progress, **changes)
     draft = draft if is_whole else replace(draft, name=str(spec))
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:

@@ -9,85 +9,59 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from outpace.core.errors import UserError, unknown
-from outpace.models.base import UnsupportedModel
-from outpace.models.llama.inflate import check_factor, inflated, label, notice
+from outpace.models.base import Model, UnsupportedModel
+from outpace.models.llama.inflate import inflated, label, notice
+from outpace.models.options import AUTO, INT8, LoadOptions
 
 Progress = Callable[[str, float], None]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-AUTO, INT8 = "auto", "int8"
 INSTALL = "`pip install 'outpace[transformers]'`"
 
 
 @dataclass(frozen=True)
-class How:
-    """How a model is to be loaded. `dtype` "auto": int8 on a CPU where it is to be had, else see `torch_dtype`. `exact`
-    None: where it is to be had. `inflate`: how many times as much a pass shall cost, see `inflate`. Two are for
-    transformers only: `trust_remote_code` runs Python files that come with the model, `device_map` is accelerate's."""
+class Loaded:
+    """A model with its tokenizer, where it came from, and the fields of its config.json.
 
-    device: str = "cpu"
-    dtype: str = AUTO
-    exact: bool | None = None
-    trust_remote_code: bool = False
-    device_map: str | Mapping[str, Any] | None = None
-    inflate: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (AUTO, INT8, *DTYPES):
-            raise unknown("dtype", self.dtype, (AUTO, INT8, *DTYPES))
-        check_factor(self.inflate)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self.device_map is None and torch.device(self.device).type == "cpu"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for int8."""
-        if self.dtype == INT8:
-            raise UserError(f"dtype int8 needs the runtime native, torch computes in {', '.join(DTYPES)}")
-        if self.dtype != AUTO:
-            return DTYPES[self.dtype]
-        is_on_gpu = self.device_map is not None or torch.device(self.device).type == "cuda"
-        has_half = is_on_gpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_half else torch.float32
-
-
-class Opened(NamedTuple):
-    """A model, its tokenizer, its name, the fields of its config.json, and what its weights are held in: int8, or the
-    name of a torch type. `inflate`: how many times as much as its own a pass costs."""
+    `precision` is what its weights are held in: int8, or the name of a torch type. `inflate`: how many times as much as
+    its own a pass costs. `notice`: what its users are to know of it and of how it was loaded. `again` loads the same in
+    another process, and can be pickled; None where the model was handed over as an object. `files` finds the folder of
+    its files; None there as well.
+    """
 
     model: Any
     tokenizer: Any
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
     precision: str = ""
     inflate: int = 1
+    notice: str | None = None
+    again: Callable[[], Loaded] | None = None
+    files: Callable[[], Path] | None = None
 
 
-def open_model(spec: str | Path | None, runtime: str, how: How, progress: Progress) -> Opened:
+def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """The model that `spec` means by a runtime of RUNTIMES. "auto" is our own, and transformers for what our own
     refuses as not its to run, and for a device map."""
-    if runtime not in RUNTIMES:
-        raise unknown("runtime", runtime, RUNTIMES)
-    return RUNTIMES[runtime](spec, how, progress)
+    if options.runtime not in RUNTIMES:
+        raise unknown("runtime", options.runtime, RUNTIMES)
+    return RUNTIMES[options.runtime](spec, options, progress)
 
 
-def wrap_loaded(module: Any, tokenizer: Any) -> Opened:
+def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
     """A model of transformers that is loaded already, and its tokenizer."""
     _need_transformers("a loaded model")
     from outpace.models.hf import load as transformers_load
 
     model, wrapped = transformers_load.wrap_pair(module, tokenizer)
     name = getattr(module, "name_or_path", "") or type(module).__name__
-    return Opened(model, wrapped, name, model.config.to_dict(), _name_of(model.dtype))
+    return _of_transformers(model, wrapped, name)
 
 
 def missing_kernels() -> str | None:
@@ -101,60 +75,67 @@ def missing_kernels() -> str | None:
     return None
 
 
-def _auto(spec: str | Path | None, how: How, progress: Progress) -> Opened:
-    if how.device_map is not None:
-        return _transformers(spec, how, progress)
+def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
+    if options.device_map is not None:
+        return _transformers(spec, options, progress)
     try:  # plain files need no code of their own, whatever is allowed
-        return _own(spec, replace(how, trust_remote_code=False), progress)
+        return _own(spec, replace(options, trust_remote_code=False), progress)
     except UnsupportedModel as refusal:
         if importlib.util.find_spec("transformers") is None:
             raise UserError(f"{refusal}; it needs {INSTALL}") from None
-    return _transformers(spec, how, progress)
+    return _transformers(spec, options, progress)
 
 
-def _own(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Native on a CPU where no other precision is asked for, else torch."""
     from outpace.models.llama.native_runtime import UnsupportedShape
 
-    if how.dtype == INT8:
-        return _native(spec, how, progress)
-    if how.dtype != AUTO or not how.is_on_cpu:
-        return _llama(spec, how, progress)
+    if options.dtype == INT8:
+        return _native(spec, options, progress)
+    if options.dtype != AUTO or not options.is_on_cpu:
+        return _llama(spec, options, progress)
     refusal = missing_kernels()
     if refusal is None:
         try:
-            return _native(spec, how, progress)
+            return _native(spec, options, progress)
         except UnsupportedShape as error:
             refusal = str(error)
-    opened = _llama(spec, how, progress)
-    _add_notice(opened.model, f"float32 by torch, not int8: {refusal}")
-    return opened
+    return _llama(spec, options, progress, f"float32 by torch, not int8: {refusal}")
 
 
-def _llama(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
+    """By torch; `reason`: why it is not the native runtime, where that was expected."""
     from outpace.models.llama.torch_runtime import Llama
 
-    if how.trust_remote_code or how.device_map is not None:
+    if options.trust_remote_code or options.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    options: dict[str, Any] = {"device": how.device, "dtype": how.torch_dtype, "exact": how.exact}
-    return _read(spec, how, progress, partial(Llama.from_tensors, **options), _name_of(how.torch_dtype))
+    dtype = options.torch_dtype
+    build = partial(Llama.from_tensors, device=options.device, dtype=dtype, exact=options.exact)
+    return _read(spec, options, progress, build, _name_of(dtype), reason)
 
 
-def _native(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
     from outpace.models.llama.native_runtime import NativeLlama, Options, load_kernels, usable_cores
 
     load_kernels()
-    if not how.is_on_cpu or how.trust_remote_code:
+    if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
-    if how.dtype not in (AUTO, INT8, "float16"):
-        raise UserError(f"the runtime native computes in int8, dtype {how.dtype} needs the runtime llama")
+    if options.dtype not in (AUTO, INT8, "float16"):
+        raise UserError(f"the runtime native computes in int8, dtype {options.dtype} needs the runtime llama")
     threads = min(torch.get_num_threads(), usable_cores())  # more were asked for by the environment, not by the user
-    options = Options(threads, "float16" if how.dtype == "float16" else "float32")
-    return _read(spec, how, progress, partial(NativeLlama.from_tensors, options=options), INT8)
+    native = Options(threads, "float16" if options.dtype == "float16" else "float32")
+    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), INT8)
 
 
-def _read(spec: str | Path | None, how: How, progress: Progress, build: Callable[..., Any], precision: str) -> Opened:
+def _read(
+    spec: str | Path | None,
+    options: LoadOptions,
+    progress: Progress,
+    build: Callable[..., Model],
+    precision: str,
+    reason: str | None = None,
+) -> Loaded:
     """A model of the Llama family from its files."""
     from outpace.models.files.checkpoint import Checkpoint
     from outpace.models.files.find import resolve
@@ -167,24 +148,21 @@ def _read(spec: str | Path | None, how: How, progress: Progress, build: Callable
         config = from_dict(checkpoint.config)
         checkpoint.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, checkpoint.config)
-        model = build(*inflated(config, checkpoint.tensor, how.inflate), head_ids=head_ids, progress=progress)
-    _add_notice(model, notice(how.inflate))
-    name = _name(spec) + label(how.inflate)
-    return Opened(model, Tokenizer.from_folder(path), name, checkpoint.config, precision, how.inflate)
+        model = build(*inflated(config, checkpoint.tensor, options.inflate), head_ids=head_ids, progress=progress)
+    name = _name(spec) + label(options.inflate)
+    notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
+    tokenizer = Tokenizer.from_folder(path)
+    return Loaded(model, tokenizer, name, checkpoint.config, precision, options.inflate, notices or None)
 
 
-def _add_notice(model: Any, text: str | None) -> None:
-    model.notice = "; ".join(filter(None, (model.notice, text))) or None
-
-
-def _transformers(spec: str | Path | None, how: How, progress: Progress) -> Opened:
+def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     from outpace.models.files import hub
     from outpace.models.files.find import resolve
 
     _need_transformers("the runtime transformers")
-    if how.exact:
+    if options.exact:
         raise UserError("exact mode is not to be had with the runtime transformers, leave out exact")
-    if how.inflate != 1:
+    if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.hf import load as transformers_load
 
@@ -193,13 +171,14 @@ def _transformers(spec: str | Path | None, how: How, progress: Progress) -> Open
     is_repository = name is not None and name.file is None  # there may be more to fetch than our own runtime reads
     model, tokenizer = transformers_load.load(
         name.repository if name and is_repository else resolve(None if spec is None else str(spec), progress=progress),
+        options,
         revision=name.revision if name and is_repository else None,
-        device=how.device,
-        dtype=how.torch_dtype,
-        device_map=how.device_map,
-        trust_remote_code=how.trust_remote_code,
     )
-    return Opened(model, tokenizer, _name(spec), model.config.to_dict(), _name_of(model.dtype))
+    return _of_transformers(model, tokenizer, _name(spec))
+
+
+def _of_transformers(model: Any, tokenizer: Any, name: str) -> Loaded:
+    return Loaded(model, tokenizer, name, model.config.to_dict(), _name_of(model.dtype), notice=model.notice)
 
 
 def _name(spec: str | Path | None) -> str:

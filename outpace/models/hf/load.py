@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -16,35 +15,23 @@ from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.passes import Passes
 from outpace.models.hf.probe import probe
 from outpace.models.hf.tokenizer import wrap
+from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
-DeviceMap = str | Mapping[str, Any]
 
-
-def load(
-    source: str | Path,
-    *,
-    revision: str | None = None,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    device_map: DeviceMap | None = None,
-    trust_remote_code: bool = False,
-) -> tuple[TransformersModel, Tokenizer]:
-    """The model and the tokenizer of a folder or hub id, there of a `revision`.
-
-    `device_map` is accelerate's and takes `device`'s place. `trust_remote_code` runs Python files that come
-    with the model. UserError for all that does not load.
-    """
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+def load(source: str | Path, options: LoadOptions, revision: str | None = None) -> tuple[TransformersModel, Tokenizer]:
+    """The model and the tokenizer of a folder, or of a hub id's `revision`. UserError for all that does not load."""
+    common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    if device_map is not None:
-        options["device_map"] = device_map
+        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    given = common | {"dtype": options.torch_dtype, "output_loading_info": True}
+    if options.device_map is not None:
+        given["device_map"] = options.device_map
     with _explained(str(source)), _without_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, **given)
         module, info = loaded
-        if device_map is None and not getattr(module, "is_quantized", False):
-            module.to(device)
+        if options.device_map is None and not getattr(module, "is_quantized", False):
+            module.to(options.device)
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would fill them with random numbers
         raise UserError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")

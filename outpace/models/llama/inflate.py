@@ -14,16 +14,11 @@ from torch import Tensor
 
 from outpace.core.errors import check_whole
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.options import MOST_INFLATED
 
-MOST = 256
 PREFIX = "model.layers."
 SILENCED = ("self_attn.o_proj.", "mlp.down_proj.")
 Fetch = Callable[[str], Tensor]
-
-
-def check_factor(factor: int) -> None:
-    """UserError for a factor that is not to be had."""
-    check_whole("inflate", factor, 1, MOST)
 
 
 def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConfig, Fetch]:
@@ -32,7 +27,7 @@ def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConf
     `tensor(name)` gives a weight of the model; the second result gives those of the inflated one, whose own layers come
     first. The output layer is counted, and stays one. UserError for a factor that is not between 1 and 256.
     """
-    check_factor(factor)
+    check_whole("inflate", factor, 1, MOST_INFLATED)
     own = config.num_layers
     sources = [*range(own), *(number % own for number in range(added_layers(config, factor)))]
 

@@ -46,12 +46,7 @@ class LlamaSession(Session):
 
 
 class Llama(Model):
-    """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time.
-
-    `notice`: what its user is to know of it, in a sentence.
-    """
-
-    notice: str | None = None
+    """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
     def __init__(
         self,

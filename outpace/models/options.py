@@ -1,0 +1,79 @@
+"""`LoadOptions`: how a model is loaded, target or draft. Importing it does not import torch, for the sake of --help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.numbers import plain
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO, INT8 = "auto", "int8"
+FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
+MOST_INFLATED = 256
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
+
+    `dtype` "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
+    `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
+    format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
+    files that come with the model, the second is accelerate's. `inflate`: a pass costs that many times as much.
+    """
+
+    device: str = "cpu"
+    dtype: str = AUTO
+    exact: bool | None = None
+    runtime: str = AUTO
+    trust_remote_code: bool = False
+    device_map: str | Mapping[str, Any] | None = None
+    inflate: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _pythonic(getattr(self, field.name)))
+        if self.dtype not in (AUTO, INT8, *FLOATS):
+            raise unknown("dtype", str(self.dtype), (AUTO, INT8, *FLOATS))
+        if self.exact not in (None, True, False):
+            raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
+        if self.trust_remote_code not in (True, False):
+            raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
+        check_whole("inflate", self.inflate, 1, MOST_INFLATED)
+
+    def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
+        """Those of the draft for a target with these: the same, but for a device and a dtype of its own where they are
+        named; a device map and an inflation are the target's alone."""
+        return replace(self, device=device or self.device, dtype=dtype or self.dtype, device_map=None, inflate=1)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        import torch
+
+        return self.device_map is None and torch.device(self.device).type == "cpu"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for int8."""
+        import torch
+
+        if self.dtype == INT8:
+            raise UserError(f"dtype int8 needs the runtime native, torch computes in {', '.join(FLOATS)}")
+        name = self.dtype
+        if name == AUTO:
+            is_on_gpu = self.device_map is not None or torch.device(self.device).type == "cuda"
+            has_half = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+            name = "bfloat16" if is_on_gpu and has_half else "float32"
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+
+def _pythonic(value: Any) -> Any:
+    """A scalar of numpy or torch as Python's own, a type or a device of torch by its name; anything else as it is."""
+    value = plain(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value

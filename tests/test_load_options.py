@@ -1,0 +1,154 @@
+"""How models are loaded: one set of options for the target, and one for its draft, by whatever way they are given."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files import model_folder
+from test_runtimes import PROMPT, needs_kernels
+
+import outpace
+from outpace.cli.generate import generate
+from outpace.cli.main import main
+from outpace.cli.options import FLAGS, Loading
+from outpace.core.errors import UserError
+from outpace.models.load import load_draft, load_model
+from outpace.models.options import LoadOptions
+
+METHODS = {
+    "chain": {"method": "speculative", "drafter": "model", "width": 1},
+    "tree": {"method": "speculative", "drafter": "model"},
+    "card": {"method": "card", "drafter": "model", "worker": "inline"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("how", METHODS)
+@pytest.mark.parametrize("dtypes", [("int8", "float32"), ("float32", "int8"), ("auto", "bfloat16")], ids=str)
+def test_a_draft_has_a_precision_of_its_own(folder: Path, dtypes: tuple[str, str], how: str) -> None:
+    for temperature in (0.0, 1.0):
+        asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+        with outpace.load(folder, dtype=dtypes[0], method="autoregressive") as llm:
+            plain = llm.generate([PROMPT], **asked)[0]
+        with outpace.load(folder, folder, dtype=dtypes[0], draft_dtype=dtypes[1], **METHODS[how]) as llm:
+            assert (llm.target.precision, llm.draft.precision) == (dtypes[0].replace("auto", "int8"), dtypes[1])
+            assert llm.draft.again().precision == dtypes[1], "a process of its own would load another draft"
+            found = llm.generate([PROMPT], **asked)[0]
+        assert found.tokens == plain.tokens
+        assert found.figures.accepted > 0
+
+
+@needs_kernels
+def test_a_draft_without_a_precision_has_its_targets(folder: Path) -> None:
+    for dtype, expected in (("auto", "int8"), ("bfloat16", "bfloat16")):
+        with outpace.load(folder, folder, dtype=dtype) as llm:
+            assert llm.draft.precision == llm.target.precision == expected
+
+
+@needs_kernels
+def test_the_command_line_has_a_flag_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Loading(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
+        assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
+    arguments = ["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "4", "--json"]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--dtype", "float32", "--draft-dtype", "int8"])
+    assert end.value.code == 0
+    assert json.loads(capsys.readouterr().out)["precision"] == "float32"
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--draft-dtype", "int9"])
+    assert end.value.code == 2
+    assert "error: unknown dtype 'int9', allowed are auto, bfloat16" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("own", [{"draft_dtype": "bfloat16"}, {"draft_device": "meta"}], ids=str)
+def test_layers_of_the_target_have_nothing_of_their_own(folder: Path, own: dict[str, str]) -> None:
+    says = "layers:0 has the target's own weights, .*leave out draft_device and draft_dtype"
+    with pytest.raises(UserError, match=says):
+        outpace.load(folder, "layers:0", **own)
+    with outpace.load(folder, "layers:0", dtype="float32", draft_device="cpu", draft_dtype="float32") as llm:
+        assert llm.draft.name == "layers:0"
+
+
+def test_options_may_be_given_whole_or_by_name(folder: Path) -> None:
+    whole = LoadOptions(runtime="llama", dtype="bfloat16")
+    for loaded in (
+        load_model(folder, whole),
+        load_model(folder, runtime="llama", dtype="bfloat16"),
+        load_model(folder, LoadOptions(runtime="llama"), dtype="bfloat16"),
+    ):
+        assert loaded.precision == "bfloat16"
+        assert loaded.again.args == (folder, whole)
+    with outpace.load(folder, folder, whole, exact=False) as llm:
+        assert [(one.precision, one.model.exact) for one in (llm.target, llm.draft)] == [("bfloat16", False)] * 2
+    again = pickle.loads(pickle.dumps(load_draft(folder, llm.target, whole).again))
+    assert again().precision == "bfloat16"
+
+
+def test_a_draft_shares_its_targets_options_but_its_cost_and_its_map() -> None:
+    target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate=3)
+    expected = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
+    assert target.of_draft() == LoadOptions(**vars(target) | {"device_map": "auto"}).of_draft() == expected
+    assert target.of_draft("cpu", "float32") == LoadOptions(exact=False, dtype="float32", trust_remote_code=True)
+
+
+def test_values_of_other_libraries_are_taken(folder: Path) -> None:
+    class Named:
+        """A path of yet another library."""
+
+        def __fspath__(self) -> str:
+            return str(folder)
+
+    given = LoadOptions(torch.device("cpu"), torch.bfloat16, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
+    assert given == LoadOptions("cpu", "bfloat16", True, "llama", inflate=2)
+    assert [type(value) for value in vars(given).values()] == [str, str, bool, str, bool, type(None), int]
+    assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
+    loaded = load_model(Named(), given)
+    assert (loaded.precision, loaded.inflate, loaded.name) == ("bfloat16", 2, f"{folder} (cost x 2)")
+    draft = load_draft(Named(), loaded, dtype=torch.float32, exact=torch.tensor(False))
+    assert (draft.precision, draft.model.exact) == ("float32", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "int9"}, "unknown dtype 'int9', allowed are .*; did you mean 'int8'"),
+        ({"dtype": torch.float64}, "unknown dtype 'float64', allowed are auto, bfloat16, float16"),
+        ({"dtype": 3}, "unknown dtype '3'"),
+        ({"exact": "yes"}, "exact is 'yes', it must be True, False or None"),
+        ({"trust_remote_code": "no"}, "trust_remote_code is 'no', it must be True or False"),
+        ({"inflate": np.array([1, 2])}, r"inflate is \[1, 2\], it must be between 1 and 256"),
+        ({"inflate": True}, "inflate is True, it must be between"),
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
+    for refuse in (LoadOptions, lambda **given: outpace.load("nowhere", **given)):
+        with pytest.raises(UserError, match=says):
+            refuse(**options)
+
+
+def test_a_name_that_no_part_knows_is_refused(folder: Path) -> None:
+    with pytest.raises(TypeError, match="runtme"):
+        load_model(folder, runtme="llama")
+    with pytest.raises(UserError, match="runtme"):
+        outpace.load(folder, runtme="llama")
+
+
+def test_flags_are_those_of_the_options_with_their_defaults() -> None:
+    flags = inspect.signature(generate).parameters
+    for field in fields(LoadOptions):
+        assert (field.name in FLAGS[LoadOptions]) == (field.name in flags), field.name
+        assert field.name not in flags or flags[field.name].default == field.default
