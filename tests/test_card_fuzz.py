@@ -159,28 +159,21 @@ def test_requests_after_the_worker_died_are_decoded_plainly() -> None:
     assert len(messages) == 1
 
 
-class ClosedBetween(threading.Event):
-    """Lets the worker be closed between its look at `_stopping` and its `clear`."""
+def test_close_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, began = ThreadWorker(Empty()), threading.Event()
+    sleep = worker._loop.wait
 
-    def __init__(self, worker: ThreadWorker) -> None:
-        super().__init__()
-        self._worker = worker
+    def close_before_sleep(seconds: float | None = None) -> None:
+        """Lets the worker be closed between its look at `_stopping` and its sleep, which is a long one."""
+        began.set()
+        worker.stop()  # what close() does, before it joins
+        sleep(60.0)
 
-    def clear(self) -> None:
-        if not self._worker._stopping:
-            self._worker._stopping = True  # what close() does, before it joins
-            self.set()
-        super().clear()
-
-
-def test_close_is_never_missed() -> None:
-    worker = ThreadWorker(Empty())
-    old, worker._wake = worker._wake, ClosedBetween(worker)
-    old.set()  # the thread leaves its sleep, goes round, and meets the new event
-    worker._thread.join(3.0)
-    hangs = worker._thread.is_alive()
+    monkeypatch.setattr(worker._loop, "wait", close_before_sleep)
+    assert began.wait(30.0)
+    worker._thread.join(10.0)
+    assert not worker._thread.is_alive(), "a close that comes between the look at _stopping and the sleep is lost"
     within(5.0, worker.close)
-    assert not hangs, "a close that comes between the look at _stopping and the clear is lost: close() waits for ever"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import pytest
+from interrupting import Interrupt
 
 from outpace.api.fair_lock import FairLock
 
@@ -154,36 +153,6 @@ def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> No
         assert not thread.is_alive(), "the lock was lost: somebody waits for ever"
     assert [number for number in order if number >= 0] == [n for n in range(4) if n not in interrupted]
     assert is_free(lock)
-
-
-class Interrupt:
-    """Raises a KeyboardInterrupt at the `first`th beginning or end of a call, which is where the interpreter takes it,
-    and another one `then` lines later (0: none)."""
-
-    def __init__(self, first: int, then: int) -> None:
-        self._calls, self._lines, self.came = first, then, False
-
-    def run(self, work: Callable[[], None]) -> None:
-        sys.settrace(self._trace)
-        sys.setprofile(self._profile)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
-            sys.settrace(None)
-
-    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        self._calls -= frame.f_code is not Interrupt.run.__code__
-        if self._calls < 0:
-            self.came = True
-            raise KeyboardInterrupt
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if self.came and event == "line":
-            self._lines -= 1
-            if not self._lines:
-                raise KeyboardInterrupt
-        return self._trace
 
 
 def interrupted(work: Callable[[FairLock], Any], first: int, then: int, is_contended: bool) -> bool:

@@ -239,18 +239,14 @@ def test_a_forgotten_stream_ends_with_the_garbage(llm: LLM) -> None:
         check_empty(llm)
 
 
-def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(carding: LLM) -> None:
+def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(
+    carding: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A forgotten stream is garbage wherever the collector runs: here in the drafter's thread, under its own lock."""
     worker: Any = carding.engine.worker
-    lock, collected = worker._wake._cond._lock, threading.Event()
+    lock, collected = threading.Lock(), threading.Event()
 
     class CollectingLock:
-        def acquire(self, *args: Any) -> bool:
-            return lock.acquire(*args)
-
-        def release(self) -> None:
-            lock.release()
-
         def __enter__(self) -> bool:
             lock.acquire()
             if threading.current_thread() is worker._thread and not collected.is_set():
@@ -261,12 +257,16 @@ def test_garbage_collected_under_a_lock_of_the_worker_takes_no_turn(carding: LLM
         def __exit__(self, *error: object) -> None:
             lock.release()
 
+    def open_collecting(key: int, request: Any, cache: Any) -> None:
+        cache._lock = CollectingLock()
+        type(worker).open(worker, key, request, cache)
+
     stream = carding.stream("hello", max_tokens=100, ignore_eos=True)
     next(stream)
     gc.disable()
     try:
         del stream
-        worker._wake._cond = threading.Condition(CollectingLock())  # type: ignore[arg-type]
+        monkeypatch.setattr(worker, "open", open_collecting)
         result = within(SECONDS / 4, lambda: carding.stream("hello world", max_tokens=20).finish())
         assert collected.wait(SECONDS)
     finally:

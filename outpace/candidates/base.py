@@ -47,8 +47,12 @@ class Worker(ABC):
         """Lets the drafter add `layers` layers for one request, within a bound of some draft steps."""
 
     @abstractmethod
+    def stop(self) -> None:
+        """Tells the worker to end and returns at once, whoever calls: the collector of garbage may, under any lock."""
+
     def close(self) -> None:
-        """Ends the worker."""
+        """Ends the worker and waits for its end."""
+        self.stop()
 
     @abstractmethod
     def _post(self, message: Message) -> None:

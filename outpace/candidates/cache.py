@@ -57,7 +57,8 @@ class Sight(NamedTuple):
 
 
 class CandidateCache:
-    """Candidates of one request below the last committed token. Two threads meet here, under one lock.
+    """Candidates of one request below the last committed token. Two threads meet here, under one lock: a plain one,
+    because an interrupt may leave a `Condition` locked.
 
     Ids are never reused: those of drafted nodes count up from 1, those of the roots after a miss down from -1. An
     insertion drops nodes whose parents are dead, which covers those of an older epoch (it moves on a miss only).
@@ -67,7 +68,8 @@ class CandidateCache:
     def __init__(self, root_token: int) -> None:
         self._tree = TokenTree(root_token)
         self._places = {0: 0}  # node id -> node
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._news = threading.Lock()  # open where something came that nobody waited for
         self.layers = 0  # accepted since the last correction
         self._seen = 0  # nodes there at the last query
         self.epoch = 0
@@ -101,7 +103,7 @@ class CandidateCache:
                     self._places[candidate.node_id] = node
                     added += 1
             self.layers += added > 0
-            self._lock.notify_all()
+            self._tell()
             return added
 
     def query(self, budget: int) -> TokenTree:
@@ -154,22 +156,25 @@ class CandidateCache:
     def wait(self, layers: int, seconds: float) -> None:
         """Until `layers` layers came since the last correction, `seconds` passed, or the drafter gave up."""
         deadline = time.monotonic() + seconds
-        with self._lock:
-            while self.layers < layers and (left := deadline - time.monotonic()) > 0:
-                if not self._lock.wait(left):
-                    return
+        while self.layers < layers and (left := deadline - time.monotonic()) > 0:
+            self._news.acquire(timeout=left)
 
     def give_up(self) -> None:
         """The drafter is gone: whoever waits goes on."""
         with self._lock:
             self._give_up()
-            self._lock.notify_all()
+            self._tell()
 
     def _sees(self, node: int) -> bool:
         """Whether the target may see a node. One of B that has children was taken up: it is like one of C."""
         is_early = self.sight.late or node < self._seen
         is_primary = self._tree.roles[node] is not Role.SECONDARY
         return is_early and (self.sight.secondary or is_primary or bool(self._tree.children(node)))
+
+    def _tell(self) -> None:
+        """Whoever waits looks again; called under the lock."""
+        if self._news.locked():
+            self._news.release()
 
     def _give_up(self) -> None:
         self.counts["nothing to offer"] += 1

@@ -71,7 +71,6 @@ class Child:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._saying = threading.Lock()
-        self._wake = threading.Event()
         self._loop: DraftLoop | None = None  # the owner sends no requests before it is there
         self._rules: dict[bytes, Rule] = {}
 
@@ -90,13 +89,12 @@ class Child:
 
     def _draft(self, loop: DraftLoop) -> None:
         while True:
-            self._wake.clear()
             began = time.perf_counter()
             layers = loop.grow()
             if layers:
                 self._say(Grown(layers, time.perf_counter() - began))
             elif not loop.has_work:
-                self._wake.wait()
+                loop.wait()
 
     def _read(self) -> None:
         try:
@@ -106,7 +104,6 @@ class Child:
                     self._say(Pong())
                 elif self._loop is not None:
                     self._loop.mail.put(self._with_known_rule(message))
-                    self._wake.set()
         except (EOFError, OSError):
             pass  # the owner is gone
         except Exception as error:  # a message of classes that are not to be had here

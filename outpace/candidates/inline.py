@@ -66,7 +66,7 @@ class InlineWorker(Worker):
             self._finish()
         self.clock.draft_busy += self.clock.now - before
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._running = None
 
     def _post(self, message: Message) -> None:
@@ -123,7 +123,7 @@ class InTurn(Worker):
     def wait(self, cache: CandidateCache, layers: int) -> None:
         """There is no drafter to wait for."""
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Nothing to end."""
 
     def _post(self, message: Message) -> None:

@@ -53,7 +53,7 @@ class DraftLoop:
         self._drafter = drafter
         self._most = most_requests
         self._tracks: dict[int, Track] = {}
-        self.mail: SimpleQueue[Message] = SimpleQueue()
+        self.mail: SimpleQueue[Message | None] = SimpleQueue()  # None says nothing, but ends a wait
 
     def grow(self) -> list[tuple[int, Layer]]:
         """Reads the mail and grows the trees that can grow: new layers by request, not published yet.
@@ -74,6 +74,14 @@ class DraftLoop:
     @property
     def has_work(self) -> bool:
         return not self.mail.empty() or any(not track.idle for track in self._tracks.values())
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Reads the next message, when it comes."""
+        try:
+            message = self.mail.get(timeout=seconds)
+        except Empty:
+            return
+        self._take(message)
 
     def _next(self) -> list[int]:
         """The requests of the next forward; those served move to the end of the row."""
@@ -98,15 +106,18 @@ class DraftLoop:
                 message = self.mail.get_nowait()
             except Empty:
                 return
-            if isinstance(message, Open):
-                state = self._drafter.open(message.request)
-                self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1], next_id=message.next_id))
-            elif isinstance(message, Close):
-                track = self._tracks.pop(message.key, None)
-                if track is not None:
-                    self._drafter.close(track.state)
-            else:
-                self._follow(self._tracks[message.key], message.correction)
+            self._take(message)
+
+    def _take(self, message: Message | None) -> None:
+        if isinstance(message, Open):
+            state = self._drafter.open(message.request)
+            self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1], next_id=message.next_id))
+        elif isinstance(message, Close):
+            track = self._tracks.pop(message.key, None)
+            if track is not None:
+                self._drafter.close(track.state)
+        elif message is not None:
+            self._follow(self._tracks[message.key], message.correction)
 
     def _follow(self, track: Track, correction: Correction) -> None:
         """Re-roots: after a hit the subtree lives on; after a miss there is a new root and nothing else."""

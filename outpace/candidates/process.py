@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
@@ -80,7 +80,8 @@ class ProcessWorker(Worker):
         self._told: dict[int, _Told] = {}
         self._child: _Child | None = None
         self._ready: _Child | None = None  # the same, once it drafts
-        self._stopped = threading.Event()
+        self._stopping = False
+        self._bell: SimpleQueue[None] = SimpleQueue()  # ends a rest
         self._turn_seconds = 0.01
         self._heard = 0  # messages of the child so far
         self._unanswered = -1  # what was heard when a wait was in vain
@@ -112,10 +113,14 @@ class ProcessWorker(Worker):
 
     def close(self) -> None:
         """Ends the child and waits for its end."""
-        self._stopped.set()
+        self.stop()
+        self._thread.join()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._bell.put(None)
         if child := self._child:
             child.process.terminate()
-        self._thread.join()
 
     def _post(self, message: Message) -> None:
         """To a child that knows the request; to one that does not, at a miss, with all that was committed."""
@@ -154,12 +159,13 @@ class ProcessWorker(Worker):
     @property
     def _is_over(self) -> bool:
         """Closed, or the program ends without closing it: that is neither held up nor torn down."""
-        return self._stopped.is_set() or not threading.main_thread().is_alive()
+        return self._stopping or not threading.main_thread().is_alive()
 
     def _rest(self, seconds: float) -> bool:
         """Lets some time pass; False where the worker is to end."""
         while seconds > 0 and not self._is_over:
-            self._stopped.wait(min(seconds, _POLL_SECONDS))
+            with suppress(Empty):
+                self._bell.get(timeout=min(seconds, _POLL_SECONDS))
             seconds -= _POLL_SECONDS
         return not self._is_over
 

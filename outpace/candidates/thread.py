@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -29,14 +30,15 @@ class ThreadWorker(Worker):
         self._loop = DraftLoop(drafter)
         self._threads = threads
         self._stopping = False
-        self._wake = threading.Event()
         self._turn_seconds = 0.01
-        self._ready = threading.Event()
+        self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
         before = torch.get_num_threads()
         self._thread.start()
-        self._ready.wait()
-        torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
+        try:
+            self._ready.get()
+        finally:
+            torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
@@ -45,23 +47,25 @@ class ThreadWorker(Worker):
         if self.failure is None:
             cache.wait(layers, _PATIENCE * self._turn_seconds * (layers + 1))
 
+    def stop(self) -> None:
+        self._stopping = True
+        self._loop.mail.put(None)
+
     def close(self) -> None:
         """Ends the thread after the forward that it is in."""
-        self._stopping = True
-        self._wake.set()
+        self.stop()
         self._thread.join()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:
             self._loop.mail.put(message)
-            self._wake.set()
 
     def _run(self) -> None:
         try:
             try:
                 torch.set_num_threads(self._threads)
             finally:
-                self._ready.set()
+                self._ready.put(None)
             self._work()
         except BaseException as failure:
             self.failure = failure
@@ -71,14 +75,11 @@ class ThreadWorker(Worker):
     def _work(self) -> None:
         """Turns until it is closed, or the program ends without closing it: that is neither held up nor torn down."""
         main = threading.main_thread()
-        while main.is_alive():
-            self._wake.clear()
-            if self._stopping:
-                return
+        while main.is_alive() and not self._stopping:
             start = time.perf_counter()
             layers = self._loop.grow()
             if layers:
                 self._publish(layers)
                 self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
             elif not self._loop.has_work:
-                self._wake.wait(_POLL_SECONDS)
+                self._loop.wait(_POLL_SECONDS)
