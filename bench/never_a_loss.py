@@ -30,7 +30,6 @@ from outpace.api.load import load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.own import Own
-from outpace.bench.run import tokens
 from outpace.core.scores import Held
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part
@@ -109,7 +108,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[
     found = {name: Times() for name in (PLAIN, GARBAGE, TURNING, BEHIND, GOOD)}
     plain = {name: Times() for name in found}
     different = 0
-    prompts = [tokens(llm, text) for text in (read_prompts(args.prompts) if args.prompts else PROMPTS)][: args.count]
+    texts = read_prompts(args.prompts) if args.prompts else PROMPTS
+    prompts = [llm.tokenizer.encode_prompt(text) for text in texts][: args.count]
     for prompt in track(prompts, console=Console(stderr=True)):
         with ExitStack() as parts:  # new ones each time: their planners know nothing
             answers = {

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -149,8 +150,7 @@ def watching(clock: Clock, target: Any, draft: Any) -> Iterator[None]:
 def typical(laps: Sequence[Spent], quantile: float) -> Spent:
     """Microseconds by part: each part's own quantile over the laps."""
     names = {name for lap in laps for name in lap}
-    place = int(quantile * (len(laps) - 1))
-    return {name: 1e6 * sorted(lap.get(name, 0.0) for lap in laps)[place] for name in names}
+    return {name: 1e6 * np.quantile([lap.get(name, 0.0) for lap in laps], quantile, method="lower") for name in names}
 
 
 def measure(target: Loaded, draft: Loaded, method: str, temperature: str, args: argparse.Namespace) -> dict[str, Any]:

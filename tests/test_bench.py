@@ -12,10 +12,8 @@ import pytest
 
 from outpace.bench import compare, contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
-from outpace.bench.own import positions
 from outpace.bench.store import ANSWERS, SETTINGS, Key, Record, Store, read_records
 from outpace.core.errors import UserError
-from outpace.core.types import Step
 
 FACTS: dict[str, Any] = {"target": "t", "draft": None, "inflate": 1, "processor": "p", "commit": "c"}
 SETTINGS_MADE = {"target": "t", "max_tokens": 8}
@@ -135,10 +133,11 @@ def test_peers_are_found_by_their_files() -> None:
         contenders.parse_peers("transformers,transformers")
 
 
-def test_percentiles_are_those_of_numpy() -> None:
-    values = np.random.default_rng(0).normal(size=37).tolist()
-    for share in (0.0, 0.25, 0.5, 0.77, 0.99, 1.0):
-        assert figures.percentile(values, share) == pytest.approx(np.percentile(values, 100 * share))
+def test_quartiles_lie_between_the_nearest_values() -> None:
+    values = np.random.default_rng(0).normal(size=39).tolist()
+    low, high = sorted(values)[9:11], sorted(values)[28:30]
+    assert figures.quartiles(values) == pytest.approx((sum(low) / 2, sorted(values)[19], sum(high) / 2))
+    assert figures.quartiles([4.0, 1.0]) == (1.75, 2.5, 3.25)
     assert figures.quartiles([3.0]) == (3.0, 3.0, 3.0)
     assert figures.quartiles([]) is None
 
@@ -204,12 +203,6 @@ def test_a_peer_tells_rates_and_no_counts() -> None:
     assert (row.peer, row.method) == ("p", None)
     assert row.acceptance_by_position == pytest.approx((0.75, 0.2))
     assert (row.hit_rate, row.draft_acceptance) == (0.5, None)
-
-
-def test_the_rounds_that_reached_a_position_are_counted() -> None:
-    steps = [Step(3, 3, 4, 3), Step(3, 1, 2, 3), Step(3, 0, 1, 3), Step(1, 1, 2, 1), Step(0, 0, 1, 0)]
-    assert positions(steps) == ((4, 3), (2, 1), (1, 1))
-    assert positions([]) == ()
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,17 @@ def test_template_by_name(tiny: Path) -> None:
         tokenizer.render(USER)
 
 
+def test_a_prompt_is_a_users_message_where_a_template_takes_one(tiny: Path) -> None:
+    chat = set_fields(tiny, chat_template="{{ messages[0].role }}:{{ messages[0].content }}")
+    assert chat.encode_prompt("hello") == chat.encode("user:hello")
+    refusing = set_fields(tiny, chat_template="{{ raise_exception('the first message must be of the system') }}")
+    assert refusing.encode_prompt("hello") == chat.encode("hello")
+    plain = set_fields(tiny, chat_template=None)
+    assert plain.encode_prompt("hello") == chat.encode("hello")
+    with pytest.raises(UserError, match="half a character"):
+        plain.encode_prompt("\ud800")
+
+
 def test_templates_in_files(tiny: Path) -> None:
     (tiny / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
     assert Tokenizer.from_folder(tiny).render(USER) == "json"

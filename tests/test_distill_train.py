@@ -17,7 +17,7 @@ from distill_files import prompts_file, target_folder
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Speed, _conditional, predicted_speedups
+from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Speed, _told, predicted_speedups
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
@@ -252,10 +252,13 @@ def test_predicted_speedups_by_hand() -> None:
 
 
 def test_acceptance_by_position_is_told_as_far_as_it_was_reached() -> None:
-    assert _conditional([0.5, 0.2, 0.2, 0.1], 100) == pytest.approx([0.5, 0.4, 1.0, 0.5])
-    assert _conditional([0.5, 0.2, 0.05], 5 * REACHED) == pytest.approx([0.5, 0.4, 0.25])
-    assert _conditional([0.5, 0.2, 0.05], 5 * REACHED - 1) == pytest.approx([0.5, 0.4])
-    assert _conditional([0.0, 0.0], 100) == [0.0]
+    assert _told(((100, 50), (50, 20), (20, 20), (20, 10))) == pytest.approx([0.5, 0.4, 1.0, 0.5])
+    assert _told(((20 * REACHED, 5 * REACHED), (5 * REACHED, REACHED), (REACHED, 1))) == (0.25, 0.2, 1 / REACHED)
+    assert _told(((20 * REACHED, 5 * REACHED), (5 * REACHED, REACHED - 1), (REACHED - 1, 1))) == (
+        0.25,
+        round((REACHED - 1) / (5 * REACHED), 4),
+    )
+    assert _told(((100, 0),)) == (0.0,)
 
 
 def test_transformers_loads_the_draft(made: Path) -> None:

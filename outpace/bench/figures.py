@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from outpace.bench.contenders import PLAIN
 from outpace.bench.store import Key, Record
+from outpace.core import stats
 
 ALL = "all"
 
@@ -75,19 +77,12 @@ class TableRow:
         return self.peer is not None
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Between the two nearest of the sorted values in proportion, as numpy's default."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
     """First quartile, median, third quartile; None of nothing."""
     if not values:
         return None
-    return percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75)
+    first, middle, third = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
+    return first, middle, third
 
 
 def rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
@@ -200,9 +195,8 @@ def _drafting(done: Sequence[Record]) -> dict[str, Any]:
 def _by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
     """That the i-th drafted token is accepted once those before it were: by counts where they are told, else a mean."""
     if any(record.positions for record in done):
-        columns = itertools.zip_longest(*(record.positions for record in done), fillvalue=(0, 0))
-        sums = [(sum(reached for reached, _ in column), sum(kept for _, kept in column)) for column in columns]
-        rates, rounds = tuple(kept / reached for reached, kept in sums), tuple(reached for reached, _ in sums)
+        all_of_them = stats.summed(record.positions for record in done)
+        rates, rounds = stats.rates(all_of_them), tuple(reached for reached, _ in all_of_them)
     else:
         told = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]
         rates, rounds = tuple(sum(column) / len(column) for column in told), ()
@@ -215,8 +209,8 @@ def _waiting(done: Sequence[Record]) -> dict[str, Any]:
     gaps = [later - one for record in alone for one, later in itertools.pairwise(record.arrivals)]
     return {
         "time_to_first_token": median(record.first_token for record in alone) if alone else None,
-        "inter_token_p50": percentile(gaps, 0.5) if gaps else None,
-        "inter_token_p99": percentile(gaps, 0.99) if gaps else None,
+        "inter_token_p50": float(np.quantile(gaps, 0.5)) if gaps else None,
+        "inter_token_p99": float(np.quantile(gaps, 0.99)) if gaps else None,
     }
 
 

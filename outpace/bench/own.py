@@ -12,7 +12,7 @@ from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.peer import Answered
-from outpace.core.types import Step
+from outpace.core.stats import Positions
 from outpace.engine.request import Running
 from outpace.models.base import chain
 
@@ -21,9 +21,9 @@ CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 
 @dataclass(frozen=True)
 class OwnAnswered(Answered):
-    """`positions[i]`: rounds that offered an (i+1)-th token after accepting i, and rounds that accepted it."""
+    """With the counts behind `by_position`, and what CARD's cache held."""
 
-    positions: tuple[tuple[int, int], ...] = ()
+    positions: Positions = ()
     hits: int = 0
     misses: int = 0
 
@@ -68,9 +68,9 @@ class Own:
             counts=tuple(counts),
             drafted=result.figures.drafted,
             accepted=result.figures.accepted,
-            by_position=tuple(kept / reached for reached, kept in positions(run.history.steps)),
+            by_position=result.figures.acceptance_by_position,
             hit_rate=result.figures.hit_rate,
-            positions=positions(run.history.steps),
+            positions=result.figures.positions,
             hits=result.figures.hits,
             misses=result.figures.misses,
         )
@@ -80,18 +80,6 @@ class Own:
         called = time.perf_counter()
         results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
-
-
-def positions(steps: Sequence[Step]) -> tuple[tuple[int, int], ...]:
-    """For each position of a branch: rounds that offered a token there after accepting all before it, and of them those
-    that accepted it."""
-    found = []
-    for place in range(1, max((step.depth_offered for step in steps), default=0) + 1):
-        reached = [step for step in steps if step.depth_offered >= place and step.accepted >= place - 1]
-        if not reached:
-            break
-        found.append((len(reached), sum(step.accepted >= place for step in reached)))
-    return tuple(found)
 
 
 def precision(llm: LLM) -> str:

@@ -77,7 +77,7 @@ class Bench:
         self.models, self.options, self.store, self._say = models, options, store, say
         self.asked = collect(options.tasks, options.prompts)
         self._check_batches()
-        self.prompts = {asked: tokens(models, asked.text) for asked in self.asked}
+        self.prompts = {asked: tuple(models.tokenizer.encode_prompt(asked.text)) for asked in self.asked}
         self._running: dict[str, Peer] = {}
         self._parts = ExitStack()
         most = max(options.batch, default=1)
@@ -206,13 +206,6 @@ class Bench:
             if count > len(self.asked):
                 have = f"there are {len(self.asked)} prompts in all"
                 raise UserError(f"batch is {count}, {have}: raise --prompts or name more --tasks")
-
-
-def tokens(llm: LLM, text: str) -> tuple[int, ...]:
-    """The prompt's tokens: as the user's turn where the model has a chat template, else as plain text."""
-    if llm.tokenizer.has_template:
-        return tuple(llm.tokenizer.chat([{"role": "user", "content": text}]))
-    return tuple(llm.tokenizer.encode(text))
 
 
 def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
+from outpace.core.stats import Positions
 
 ANSWERS = "answers.jsonl"
 SETTINGS = "settings.json"
@@ -50,7 +51,7 @@ class Record:
     drafted: int | None = None
     accepted: int | None = None
     by_position: tuple[float, ...] = ()
-    positions: tuple[tuple[int, int], ...] = ()
+    positions: Positions = ()
     hit_rate: float | None = None
     hits: int = 0
     misses: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outpace.api.llm import LLM, Prompt, Result
+from outpace.api.llm import LLM, Result
 from outpace.core.errors import UserError, check_whole
 from outpace.engine.build import PLANNED, default_drafter
 from outpace.engine.profile import Profile, subject
@@ -59,7 +59,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     """Measures, chooses, and writes the profile with which method "auto" will begin."""
     drafter = default_drafter(PLANNED, draft is not None)
     ways: dict[str, dict[str, Any]] = {PLANNED: {}, "card": {"drafter": drafter}, "autoregressive": {}}
-    asked = [_prompt(target, text) for text in options.prompts]
+    asked = [target.tokenizer.encode_prompt(text) for text in options.prompts]
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
@@ -81,7 +81,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
 
 
 def _rounds(
-    target: Loaded, draft: Loaded | None, drafter: str, rows: int, asked: Sequence[Prompt], options: TuneOptions
+    target: Loaded, draft: Loaded | None, drafter: str, rows: int, asked: Sequence[Sequence[int]], options: TuneOptions
 ) -> dict[str, float]:
     """Seconds of rounds whose trees have up to `rows` nodes."""
     method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": "autoregressive"}
@@ -92,7 +92,7 @@ def _rounds(
 
 
 def _race(
-    llms: Mapping[str, LLM], asked: Sequence[Prompt], options: TuneOptions, progress: Progress
+    llms: Mapping[str, LLM], asked: Sequence[Sequence[int]], options: TuneOptions, progress: Progress
 ) -> dict[str, float]:
     """Tokens a second by way, all ways in turn on each prompt, pooled over all."""
     results: dict[str, list[Result]] = {name: [] for name in llms}
@@ -112,12 +112,3 @@ def _rate(results: Sequence[Result]) -> float:
     tokens = sum(len(result.tokens) for result in results if result.tokens_per_second)
     seconds = sum(len(result.tokens) / result.tokens_per_second for result in results if result.tokens_per_second)
     return tokens / seconds if seconds else 0.0
-
-
-def _prompt(target: Loaded, text: str) -> Prompt:
-    """A chat message where the target has a template; else the text itself."""
-    try:
-        target.tokenizer.chat([{"role": "user", "content": text}])
-    except UserError:
-        return text
-    return [{"role": "user", "content": text}]

@@ -243,7 +243,6 @@ def _compare(one: Path, other: Path) -> None:
 
 def _trace(llm: LLM, options: Any, file: Path) -> None:
     """Plain decoding's text and the draft's proposals at every place of it."""
-    from outpace.bench.run import tokens
     from outpace.bench.tasks import collect
     from outpace.simulate.trace import RecordOptions, record
 
@@ -252,7 +251,7 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     if not options.asking.sampling.is_greedy:
         raise UserError("a trace is recorded greedily, leave out --temperature")
     asked = collect(options.tasks, options.prompts)
-    prompts: Sequence[Sequence[int]] = [tokens(llm, one.text) for one in asked]
+    prompts: Sequence[Sequence[int]] = [llm.tokenizer.encode_prompt(one.text) for one in asked]
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 from outpace.core.types import Step
 
 HITS = ("primary", "secondary", "late")
+Positions = tuple[tuple[int, int], ...]
+"""For each position of a branch: the rounds that offered a token there after accepting all before it, and how many of
+these rounds accepted it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,7 @@ class Figures:
     hits: int
     misses: int
     by_kind: dict[str, int]  # hits by where they stood, and misses
-    acceptance_by_position: tuple[float, ...]
+    positions: Positions
     draft_seconds: float
     target_seconds: float
 
@@ -30,6 +35,11 @@ class Figures:
     def mean_accepted_length(self) -> float:
         """Emitted tokens a target pass (tau), the target's own token included."""
         return self.emitted / self.passes if self.passes else 0.0
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """That the i-th token of a branch is accepted, once all before it were."""
+        return rates(self.positions)
 
     @property
     def draft_acceptance(self) -> float | None:
@@ -55,17 +65,35 @@ def fold(steps: Iterable[Step]) -> Figures:
         hits=sum(kinds[kind] for kind in HITS),
         misses=kinds["miss"],
         by_kind=dict(kinds),
-        acceptance_by_position=_by_position(rounds),
+        positions=positions((step.depth_offered, step.accepted) for step in rounds),
         draft_seconds=sum(step.draft_seconds for step in rounds),
         target_seconds=sum(step.target_seconds for step in rounds),
     )
 
 
-def _by_position(steps: Sequence[Step]) -> tuple[float, ...]:
-    """Of the rounds that offered a branch of length i, the share that accepted at least i tokens."""
-    longest = max((step.depth_offered for step in steps), default=0)
-    rates = []
-    for length in range(1, longest + 1):
-        offered = [step for step in steps if step.depth_offered >= length]
-        rates.append(sum(step.accepted >= length for step in offered) / len(offered))
-    return tuple(rates)
+def together(parts: Sequence[Figures]) -> Figures:
+    """The figures of several runs as if they were one."""
+    names = ("passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    kinds = Counter(kind for part in parts for kind in Counter(part.by_kind).elements())
+    return Figures(**sums, by_kind=dict(kinds), positions=summed(part.positions for part in parts))
+
+
+def positions(rounds: Iterable[tuple[int, int]]) -> Positions:
+    """From the tokens that the longest branch of each round offered, and those accepted; as far as any round came."""
+    known = list(rounds)
+    found: list[tuple[int, int]] = []
+    while reached := [accepted for offered, accepted in known if min(offered - 1, accepted) >= len(found)]:
+        found.append((len(reached), sum(accepted > len(found) for accepted in reached)))
+    return tuple(found)
+
+
+def summed(parts: Iterable[Positions]) -> Positions:
+    """The positions of several runs' rounds as if they were one's."""
+    columns = zip_longest(*parts, fillvalue=(0, 0))
+    return tuple((sum(reached for reached, _ in column), sum(kept for _, kept in column)) for column in columns)
+
+
+def rates(positions: Iterable[tuple[int, int]]) -> tuple[float, ...]:
+    """The share of the rounds reaching a position that accepted it."""
+    return tuple(kept / reached for reached, kept in positions)

@@ -12,7 +12,7 @@ import torch
 
 from outpace.api.llm import LLM
 from outpace.core.errors import check_whole
-from outpace.core.stats import Figures
+from outpace.core.stats import Figures, Positions, rates, together
 from outpace.distill.progress import Progress
 from outpace.models.base import chain
 from outpace.models.load import Loaded
@@ -127,17 +127,15 @@ def _row(
         temperature,
         round(chained.mean_accepted_length, 3),
         round(tree.mean_accepted_length, 3),
-        tuple(round(rate, 4) for rate in _conditional(long.acceptance_by_position, long.passes)),
+        _told(long.positions),
         long.emitted,
         len(prompts),
     )
 
 
-def _conditional(reached: Sequence[float], rounds: int) -> list[float]:
-    """From the chance that at least i tokens are accepted to the chance of the i-th, given those before it; as far as
-    REACHED rounds came."""
-    before = [1.0, *reached]
-    return [rate / last for last, rate in zip(before, reached, strict=False) if last * rounds >= REACHED]
+def _told(positions: Positions) -> tuple[float, ...]:
+    """The chance that the i-th token is accepted, given those before it; as far as REACHED rounds came."""
+    return tuple(round(rate, 4) for rate in rates([each for each in positions if each[0] >= REACHED]))
 
 
 def _decode(
@@ -151,35 +149,9 @@ def _decode(
 ) -> Figures:
     """All answers' rounds together. The last round of an answer offers what does not fit any more: it counts too."""
     with LLM(target, draft, method="speculative", drafter="model", batch=4, floor=0.0, **shape) as llm:  # type: ignore[arg-type]
-        asked = [_prompt(target, text) for text in prompts]
+        asked = [target.tokenizer.encode_prompt(text) for text in prompts]
         results = llm.generate(asked, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
-    return _together([result.figures for result in results])
-
-
-def _together(parts: Sequence[Figures]) -> Figures:
-    """Sums of several answers' figures; rates by position are weighted by passes."""
-    passes = sum(part.passes for part in parts)
-    longest = max((len(part.acceptance_by_position) for part in parts), default=0)
-    rates = []
-    for place in range(longest):
-        having = [part for part in parts if len(part.acceptance_by_position) > place]
-        weight = sum(part.passes for part in having)
-        rates.append(sum(part.acceptance_by_position[place] * part.passes for part in having) / weight)
-    first = parts[0]
-    sums = {
-        name: sum(getattr(part, name) for part in parts)
-        for name in ("emitted", "drafted", "accepted", "draft_seconds", "target_seconds")
-    }
-    return Figures(
-        **(vars(first) | sums | {"passes": passes, "acceptance_by_position": tuple(rates)}),
-    )
-
-
-def _prompt(target: Loaded, text: str) -> Any:
-    """A chat message where the target has a template; else the text itself."""
-    from outpace.distill.text import has_template
-
-    return [{"role": "user", "content": text}] if has_template(target.tokenizer) else text
+    return together([result.figures for result in results])
 
 
 def _speed(target: Any, draft: Any) -> Speed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -138,7 +138,6 @@ def _jobs(
     texts: Sequence[str], temperatures: Sequence[float], tokenizer: Tokenizer, longest: int, finished: set[int]
 ) -> Iterator[Job]:
     """Every prompt once a round, shuffled by its number, for ever; windows are sorted by length."""
-    encode = _encoder(tokenizer)
     found = False
     for turn in count():
         numbered = sorted((numbering.number(text, turn), text) for text in texts)
@@ -147,7 +146,7 @@ def _jobs(
             if number in finished:
                 found = True
                 continue
-            ids = tuple(encode(text))
+            ids = tuple(tokenizer.encode_prompt(text))
             if not 1 <= len(ids) <= longest:
                 continue
             temperature = temperatures[(numbering.number(text) + turn) % len(temperatures)]
@@ -160,19 +159,3 @@ def _jobs(
         yield from sorted(window, key=lambda job: len(job.prompt))
         if not found:
             raise UserError(f"no prompt has between 1 and {longest} tokens, so there is nothing to answer")
-
-
-def has_template(tokenizer: Tokenizer) -> bool:
-    """Whether the target answers chat messages."""
-    try:
-        tokenizer.chat([{"role": "user", "content": "Hello"}])
-    except UserError:
-        return False
-    return True
-
-
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """A chat message where the target has a template; else a snippet for it to continue."""
-    if not has_template(tokenizer):
-        return tokenizer.encode
-    return lambda text: tokenizer.chat([{"role": "user", "content": text}])

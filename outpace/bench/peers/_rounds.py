@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outpace.bench.peer import Answered, PeerSettings
 from outpace.core.errors import UserError
+from outpace.core.stats import positions, rates
 
 
 class Round(NamedTuple):
@@ -66,21 +67,8 @@ def fold(rounds: Sequence[Round], seconds: float) -> Answered:
         counts=tuple(len(one.tokens) for one in rounds),
         drafted=sum(count for count, _ in drafted) if drafted else None,
         accepted=sum(count for _, count in drafted) if drafted else None,
-        by_position=_by_position(drafted),
+        by_position=rates(positions(drafted)),
     )
-
-
-def _by_position(rounds: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-    """Of the rounds (drafted, accepted) whose first i drafts were accepted and that had one more, the share that
-    accepted it too; as far as there are any."""
-    rates: list[float] = []
-    reached = [(drafted, accepted) for drafted, accepted in rounds if drafted]
-    while reached:
-        place = len(rates)
-        on = [one for one in reached if one[1] > place]
-        rates.append(len(on) / len(reached))
-        reached = [one for one in on if one[0] > place + 1]
-    return tuple(rates)
 
 
 def num_alike(drafts: Sequence[int], tokens: Sequence[int]) -> int:

@@ -112,6 +112,15 @@ class Tokenizer:
         """The ids of the conversation, ready for the model's answer; the template alone writes special tokens."""
         return self._encode(self.render(messages, **values), add_special=False)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of `text` as a user's message; as plain text where no chat template takes one."""
+        if not self.has_template:
+            return self.encode(text)
+        try:
+            return self.chat([{"role": "user", "content": text}])
+        except UserError:
+            return self.encode(text)
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`; ids beyond the vocabulary (a padded embedding) are empty."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)

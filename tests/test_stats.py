@@ -1,0 +1,47 @@
+"""Figures are folds over rounds: what was accepted at each position, of one run and of several."""
+
+from __future__ import annotations
+
+import pytest
+
+from outpace.core.stats import fold, positions, rates, summed, together
+from outpace.core.types import Step
+
+STEPS = [Step(3, 3, 4, 3), Step(3, 1, 2, 3), Step(3, 0, 1, 3), Step(1, 1, 2, 1), Step(0, 0, 1, 0)]
+
+
+def test_the_rounds_that_reached_a_position_are_counted() -> None:
+    assert fold(STEPS).positions == ((4, 3), (2, 1), (1, 1))
+    assert fold(STEPS).acceptance_by_position == (3 / 4, 1 / 2, 1.0)
+    assert fold([]).positions == ()
+    assert fold([]).acceptance_by_position == ()
+
+
+def test_a_position_counts_rounds_that_offered_a_token_there_after_accepting_all_before_it() -> None:
+    assert positions([(1, 1), (2, 0)]) == ((2, 1),), "the first round offered no second token"
+    assert positions([(3, 0), (2, 0)]) == ((2, 0),), "no round came to the second"
+    assert positions([(0, 0)]) == ()
+    assert positions(iter([(2, 2), (2, 1), (4, 2)])) == ((3, 3), (3, 2), (1, 0))
+
+
+def test_positions_of_several_runs_are_those_of_all_their_rounds() -> None:
+    rounds = [(step.depth_offered, step.accepted) for step in STEPS]
+    for cut in range(len(rounds) + 1):
+        assert summed([positions(rounds[:cut]), positions(rounds[cut:])]) == positions(rounds)
+    assert summed([]) == ()
+    assert rates(((4, 3), (2, 1))) == (0.75, 0.5)
+
+
+def test_several_runs_together_are_a_run_of_all_their_rounds() -> None:
+    steps = [*STEPS, Step(2, 2, 3, 2, hit="primary"), Step(2, 0, 1, 2, hit="miss"), Step(1, 1, 2, 1, hit="late")]
+    steps = [*steps, Step(1, 0, 1, 1, hit="miss", draft_seconds=0.5, target_seconds=0.25)]
+    for cut in range(len(steps) + 1):
+        assert together([fold(steps[:cut]), fold(steps[cut:])]) == fold(steps)
+    assert together([]) == fold([])
+
+
+@pytest.mark.parametrize("passes", [0, 4])
+def test_figures_of_rounds_that_drafted_nothing(passes: int) -> None:
+    figures = fold([Step(0, 0, 1, 0)] * passes)
+    assert figures.mean_accepted_length == (1.0 if passes else 0.0)
+    assert (figures.draft_acceptance, figures.hit_rate, figures.positions) == (None, None, ())
