@@ -20,8 +20,9 @@ from outpace.cli.generate import generate
 from outpace.cli.main import main
 from outpace.cli.options import FLAGS, Loading
 from outpace.core.errors import UserError
-from outpace.models.load import load_draft, load_model
-from outpace.models.options import LoadOptions
+from outpace.engine.profile import subject
+from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.options import FLOATS, LoadOptions
 
 METHODS = {
     "chain": {"method": "speculative", "drafter": "model", "width": 1},
@@ -80,6 +81,15 @@ def test_layers_of_the_target_have_nothing_of_their_own(folder: Path, own: dict[
         outpace.load(folder, "layers:0", **own)
     with outpace.load(folder, "layers:0", dtype="float32", draft_device="cpu", draft_dtype="float32") as llm:
         assert llm.draft.name == "layers:0"
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=needs_kernels), *FLOATS])
+def test_every_model_tells_its_precision(folder: Path, dtype: str) -> None:
+    target = load_model(folder, dtype=dtype)
+    made_by_hand = Loaded(target.model, target.tokenizer, "by hand")
+    assert [one.precision for one in (target, load_draft("layers:0", target), made_by_hand)] == [dtype] * 3
+    kind = "NativeLlama  cpu" if dtype == "int8" else f"Llama torch.{dtype} cpu"
+    assert subject(target, None)["target"]["kind"] == kind, "profiles of the release before would not be found"
 
 
 def test_options_may_be_given_whole_or_by_name(folder: Path) -> None:

@@ -34,7 +34,7 @@ class Own:
 
     def __init__(self, contender: Contender, models: LLM, params: SamplingParams, most: int) -> None:
         """`models` has them loaded; `most` answers are written at once at most."""
-        self.name, self.params, self.precision = contender.label, params, precision(models)
+        self.name, self.params, self.precision = contender.label, params, models.target.precision
         draft = None if contender.name == "autoregressive" else models.draft
         options: dict[str, Any] = {"batch": max(most, 1), "reuse": False, "profile": False, **contender.options}
         self.llm = LLM(models.target, draft, method=contender.name, **options)
@@ -80,14 +80,6 @@ class Own:
         called = time.perf_counter()
         results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
-
-
-def precision(llm: LLM) -> str:
-    """What the target computes in: int8 by the native kernels, else its dtype."""
-    model = llm.target.model
-    if hasattr(model, "kernels"):
-        return "int8"
-    return str(getattr(model, "dtype", "unknown")).removeprefix("torch.")
 
 
 def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:

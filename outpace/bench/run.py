@@ -65,7 +65,7 @@ class BenchOptions:
         """What must be the same for a bench to go on in a folder."""
         drawn = {name: asdict(self.asking)[name] for name in ("max_tokens", "temperature", "seed")}
         draft = llm.draft.name if llm.draft else None
-        kind = {"precision": own.precision(llm), "inflate": self.inflate, "threads": torch.get_num_threads()}
+        kind = {"precision": llm.target.precision, "inflate": self.inflate, "threads": torch.get_num_threads()}
         return {"target": llm.target.name, "draft": draft, **kind, **drawn}
 
 

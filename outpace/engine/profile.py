@@ -129,7 +129,7 @@ def _model(loaded: Loaded) -> dict[str, Any]:
     """A model by its name, its size, and what computes it."""
     model, config = loaded.model, loaded.config
     sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
-    kind = f"{type(model).__name__} {getattr(model, 'dtype', '')} {getattr(model, 'device', '')}"
+    kind = f"{type(model).__name__} {model.dtype or ''} {model.device}"
     return {"name": loaded.name, "kind": kind, **sizes}
 
 

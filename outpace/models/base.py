@@ -131,11 +131,17 @@ class Model:
     vocab_size: int
     max_positions: int
     device: Any
+    dtype: Any = None  # what torch computes it in; None: torch does not
     exact: bool = False  # a row's bits depend on its own token, prefix and ancestors alone
     trees: bool = True  # a token tree is one forward; else every branch is one
     notice: str | None = None  # what its users are to know of it, in a sentence
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
+
+    @property
+    def precision(self) -> str:
+        """What its weights are held in: int8, or the name of a torch type; "" for a model that does not tell."""
+        return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     @property
     def token_bytes(self) -> int:

@@ -29,21 +29,25 @@ INSTALL = "`pip install 'outpace[transformers]'`"
 class Loaded:
     """A model with its tokenizer, where it came from, and the fields of its config.json.
 
-    `precision` is what its weights are held in: int8, or the name of a torch type. `inflate`: how many times as much as
-    its own a pass costs. `notice`: what its users are to know of it and of how it was loaded. `again` loads the same in
-    another process, and can be pickled; None where the model was handed over as an object. `files` finds the folder of
-    its files; None there as well.
+    `inflate`: how many times as much as its own a pass costs. `notice`: what its users are to know of it and of how it
+    was loaded. `again` loads the same in another process, and can be pickled; `files` finds the folder of its files:
+    both are None where the model was handed over as an object.
     """
 
     model: Any
     tokenizer: Any
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    precision: str = ""
     inflate: int = 1
     notice: str | None = None
     again: Callable[[], Loaded] | None = None
     files: Callable[[], Path] | None = None
+
+    @property
+    def precision(self) -> str:
+        """What the model's weights are held in."""
+        precision: str = self.model.precision
+        return precision
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -109,9 +113,8 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
     if options.trust_remote_code or options.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    dtype = options.torch_dtype
-    build = partial(Llama.from_tensors, device=options.device, dtype=dtype, exact=options.exact)
-    return _read(spec, options, progress, build, _name_of(dtype), reason)
+    build = partial(Llama.from_tensors, device=options.device, dtype=options.torch_dtype, exact=options.exact)
+    return _read(spec, options, progress, build, reason)
 
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -125,7 +128,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         raise UserError(f"the runtime native computes in int8, dtype {options.dtype} needs the runtime llama")
     threads = min(torch.get_num_threads(), usable_cores())  # more were asked for by the environment, not by the user
     native = Options(threads, "float16" if options.dtype == "float16" else "float32")
-    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), INT8)
+    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native))
 
 
 def _read(
@@ -133,7 +136,6 @@ def _read(
     options: LoadOptions,
     progress: Progress,
     build: Callable[..., Model],
-    precision: str,
     reason: str | None = None,
 ) -> Loaded:
     """A model of the Llama family from its files."""
@@ -152,7 +154,7 @@ def _read(
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
     tokenizer = Tokenizer.from_folder(path)
-    return Loaded(model, tokenizer, name, checkpoint.config, precision, options.inflate, notices or None)
+    return Loaded(model, tokenizer, name, checkpoint.config, options.inflate, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -178,17 +180,13 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
 
 
 def _of_transformers(model: Any, tokenizer: Any, name: str) -> Loaded:
-    return Loaded(model, tokenizer, name, model.config.to_dict(), _name_of(model.dtype), notice=model.notice)
+    return Loaded(model, tokenizer, name, model.config.to_dict(), notice=model.notice)
 
 
 def _name(spec: str | Path | None) -> str:
     from outpace.models.files.find import shipped_model
 
     return shipped_model().stem if spec is None else str(spec)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _need_transformers(what: str) -> None:

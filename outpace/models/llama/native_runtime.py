@@ -96,6 +96,7 @@ class NativeLlama(Model):
 
     exact = True
     device = torch.device("cpu")
+    precision = "int8"
 
     def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
         """`layers`: as `native_weights.load_layer` gives them."""
