@@ -116,7 +116,7 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
         (["--drafter", ""], "unknown drafter ''"),
         (["--drafter", "model"], "needs a draft model"),
         (["--rule", "gumble"], "did you mean 'gumbel'?"),
-        (["--rule", "gumbel"], "rule gumbel does not go with temperature 0"),
+        (["--rule", "gumbel"], "rule gumbel does not work with temperature 0"),
         (["--worker", "thred"], "did you mean 'thread'?"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "warm"], "--temperature"),

@@ -103,7 +103,7 @@ def test_the_conversation_so_far_is_asked_again(capsys: pytest.CaptureFixture[st
     assert not conversation.take("/exit")
     shown = capsys.readouterr()
     assert shown.out == "one\ntwo\nthree\n"
-    assert "forgotten" in shown.err
+    assert "the conversation is forgotten" in shown.err
 
 
 def test_the_speedup_is_an_estimate_taken_anew_when_the_text_has_doubled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_a_temperature_that_stands_twice_has_twice_the_share(target: Path, tmp_p
     greedy = float((found == 0).mean())
     assert 0.5 < greedy < 0.85
     assert np.allclose(np.unique(found), [0.0, 0.7])
-    with pytest.raises(UserError, match="temperatures are none"):
+    with pytest.raises(UserError, match="temperatures is empty"):
         replace(plan, temperatures=())
 
 

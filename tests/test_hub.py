@@ -123,7 +123,7 @@ def test_gguf_files_by_name(wanted: str, found: str) -> None:
     ("file", "listed", "words"),
     [
         (None, GGUF, r"several GGUF files.*owner/name:f16/name-f16\.gguf.*name-Q4_K_S\.gguf"),
-        ("Q4_K", GGUF, "none of its files, there are .*Q8_0"),
+        ("Q4_K", GGUF, "none of its files matches, there are .*Q8_0"),
         ("name", GGUF, "4 of its files fit"),
         ("Q4_0", ["model.safetensors", "config.json"], "no GGUF file, leave out ':Q4_0'"),
         (
@@ -254,7 +254,7 @@ def test_a_part_in_the_cache(offline: Path, tmp_path: Path, missing: str) -> Non
     files = model_files(tmp_path)
     (files / missing).unlink()
     put(offline, files)
-    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*copy in the cache is of no use.*neither config\.json"):
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE.*copy in the cache cannot be used.*neither config\.json"):
         find.resolve("owner/name")
 
 
@@ -263,7 +263,7 @@ def test_a_shard_missing_in_the_cache(offline: Path, tmp_path: Path) -> None:
     (files / "model.safetensors").rename(files / SHARDED[0])
     (files / SHARDED[2]).write_text(json.dumps({"weight_map": {"a": SHARDED[0], "b": SHARDED[1]}}))
     put(offline, files)
-    with pytest.raises(UserError, match=f"of no use.*{SHARDED[1]}"):
+    with pytest.raises(UserError, match=f"cannot be used.*{SHARDED[1]}"):
         find.resolve("owner/name")
 
 

@@ -163,5 +163,5 @@ def test_a_rule_must_go_with_the_temperature() -> None:
     assert type(find_rule("auto", Sampling(0.0))).__name__ == "Greedy"
     assert type(find_rule("auto", Sampling(0.5))).__name__ == "Gumbel"
     for name, temperature in (("greedy", 0.5), ("gumbel", 0.0), ("match", 0.0)):
-        with pytest.raises(outpace.UserError, match=f"rule {name} does not go with temperature"):
+        with pytest.raises(outpace.UserError, match=f"rule {name} does not work with temperature"):
             find_rule(name, Sampling(temperature))

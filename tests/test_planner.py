@@ -206,5 +206,5 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
 def test_rules_that_judge_draws_are_refused() -> None:
     """Cutting a chain by what was drawn would favour tokens."""
     place = World(0.9, lambda place: True, rule="rejection", temperature=1.0).place
-    with pytest.raises(UserError, match="a rule that judges draws does not take that"):
+    with pytest.raises(UserError, match="a rule that judges drawn tokens does not allow"):
         auto.decode(place, auto.Options()).send(None)

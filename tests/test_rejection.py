@@ -229,8 +229,8 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
             {},
             "rule rejection takes one drafter, not 'model.ngram'",
         ),
-        ({"method": "speculative"}, {}, "rule rejection does not go with temperature 0, use rule greedy"),
-        ({"method": "autoregressive"}, {"temperature": 0.0}, "rule rejection does not go with temperature 0"),
+        ({"method": "speculative"}, {}, "rule rejection does not work with temperature 0, use rule greedy"),
+        ({"method": "autoregressive"}, {"temperature": 0.0}, "rule rejection does not work with temperature 0"),
     ],
 )
 def test_what_rejection_does_not_go_with_is_said(

@@ -107,7 +107,7 @@ def rewritten(trace: Trace, file: Path, about: dict[str, str] | None = None, **a
         ({"about": {"tasks": "["}}, "its manifest"),
         ({"about": {"vocab_size": "many"}}, "its manifest"),
         ({"about": {"version": "2"}}, "of version 2"),
-        ({"about": {"format": "pictures"}}, "is no trace"),
+        ({"about": {"format": "pictures"}}, "is not a trace"),
     ],
 )
 def test_what_cannot_be_is_refused(trace: Trace, tmp_path: Path, arrays: dict[str, Any], said: str) -> None:

@@ -66,7 +66,7 @@ class Conversation:
             return False
         if line == "/reset":
             self._turns = list(self._opening)
-            display.say("forgotten")
+            display.say("the conversation is forgotten")
         elif line.startswith("/") and line[1:].isalpha():
             display.say(f"unknown command {line}, there are /reset and /exit", "red")
         elif line:

@@ -191,7 +191,7 @@ def _unpack(draft: Path, target: str | None, out: Path) -> None:
     from outpace.models.files.packed import unpack
 
     unpack(draft, resolve(target), out)
-    display.say(f"whole: {out}")
+    display.say(f"unpacked: {out}")
 
 
 def _pack(folder: Path, options: Any, as_json: bool) -> None:

@@ -40,7 +40,7 @@ class TextPlan:
 
     def __post_init__(self) -> None:
         if not self.temperatures:
-            raise UserError("temperatures are none, there must be one at least")
+            raise UserError("temperatures is empty, at least one is needed")
         for temperature in self.temperatures:
             check_range("a temperature", temperature, 0.0, 10.0)
 

@@ -60,7 +60,7 @@ def find_rule(name: str, sampling: Sampling) -> Rule:
     module = registry.find("rules", name)
     if (name == "greedy") != sampling.is_greedy:
         fitting = "rule greedy" if sampling.is_greedy else "rule gumbel, match or rejection"
-        raise UserError(f"rule {name} does not go with temperature {sampling.temperature:g}, use {fitting}")
+        raise UserError(f"rule {name} does not work with temperature {sampling.temperature:g}, use {fitting}")
     rule: Rule = module.build(module.Options())
     return rule
 
@@ -72,7 +72,7 @@ def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
     if decoder.NEEDS == "worker":
         raise UserError(f"rule {name} judges drafts that were drawn in turn, use it with method speculative")
     if drafter is not None and "+" in drafter:
-        raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens do not mix")
+        raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens cannot be mixed")
 
 
 def drafter_modules(name: str) -> dict[str, ModuleType]:

@@ -124,7 +124,7 @@ def record(
     """
     options = options or RecordOptions()
     if not prompts:
-        raise UserError("there are no prompts, a trace needs at least one")
+        raise UserError("there are no prompts, at least one is needed for a trace")
     written = _answers(target, prompts, options)
     answers = []
     for number, (prompt, (tokens, logprobs)) in enumerate(zip(prompts, written, strict=True)):
@@ -186,17 +186,17 @@ def load(path: Path | str) -> Trace:
     path = Path(path)
     about, arrays = _read(path)
     if about.get("format") != FORMAT:
-        raise UserError(f"{path} is no trace, `outpace bench --trace FILE` writes one")
+        raise UserError(f"{path} is not a trace, `outpace bench --trace FILE` writes one")
     if about.get("version") != VERSION:
         raise UserError(f"{path} is a trace of version {about.get('version')}, this outpace reads version {VERSION}")
     try:
         vocab_size, tasks = int(about["vocab_size"]), json.loads(about["tasks"])
         target, draft = about["target"], about["draft"]
     except (KeyError, ValueError) as error:
-        raise UserError(f"{path} is torn: its manifest does not say {error!s:.80}") from error
+        raise UserError(f"{path} is damaged: its manifest lacks {error!s:.80}") from error
     problem = _objection(arrays, vocab_size, tasks)
     if problem:
-        raise UserError(f"{path} is torn: {problem}")
+        raise UserError(f"{path} is damaged: {problem}")
     return Trace(target, draft, vocab_size, tuple(_cut(arrays, tasks)))
 
 

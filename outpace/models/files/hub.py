@@ -106,7 +106,7 @@ def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
         return fitting[0]
     if not gguf:
         raise UserError(f"{name.repository} holds no GGUF file, leave out {':' + str(name.file)!r}")
-    said = f"{len(fitting)} of its files fit" if fitting else "it is none of its files"
+    said = f"{len(fitting)} of its files match" if fitting else "none of its files matches"
     raise UserError(f"{name} names no GGUF file: {said}, there are {', '.join(fitting or gguf)}")
 
 
@@ -124,7 +124,7 @@ def _from_cache(name: HubName, error: Exception) -> Path:
     try:
         return _found(path, choose(name, listed))
     except UserError as incomplete:
-        raise UserError(f"{_reason(name, error)}; its copy in the cache is of no use: {incomplete}") from error
+        raise UserError(f"{_reason(name, error)}; its copy in the cache cannot be used: {incomplete}") from error
 
 
 def _found(folder: Path, files: Sequence[str]) -> Path:

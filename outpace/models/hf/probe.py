@@ -39,7 +39,7 @@ def probe(passes: Passes) -> Found:
     except Exception as error:  # the model's own code meets a cache that it may not know
         first = str(error).partition("\n")[0]
         name = type(passes.module).__name__
-        raise UserError(f"{name} does not run over keys and values ({type(error).__name__}: {first})") from error
+        raise UserError(f"{name} does not work with a KV cache ({type(error).__name__}: {first})") from error
 
 
 def _probe(passes: Passes) -> Found:
@@ -69,7 +69,7 @@ def _token_bytes(passes: Passes, prefix: list[int]) -> int:
     if not all(layer.stored for layer in session.layers):
         name = type(passes.module).__name__
         raise UserError(
-            f"{name} stores nothing in the cache that it is given, so drafted tokens could not be taken back"
+            f"{name} stores nothing in the KV cache that it is given, so drafted tokens could not be taken back"
         )
     return sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
 
