@@ -159,7 +159,7 @@ def test_exact_trees_and_kept_keys_are_bitwise_those_of_fresh_paths(pair: Pair, 
         assert model.exact
     if not model.exact:  # this machine has no packed product for it, and says so
         assert dtype == torch.bfloat16
-        with pytest.raises(UserError, match="exact mode is not to be had"):
+        with pytest.raises(UserError, match="exact mode is not available"):
             pair.ours(dtype, exact=True)
         return
     written = text(model, 30)

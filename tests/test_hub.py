@@ -124,7 +124,7 @@ def test_gguf_files_by_name(wanted: str, found: str) -> None:
     [
         (None, GGUF, r"several GGUF files.*owner/name:f16/name-f16\.gguf.*name-Q4_K_S\.gguf"),
         ("Q4_K", GGUF, "none of its files matches, there are .*Q8_0"),
-        ("name", GGUF, "4 of its files fit"),
+        ("name", GGUF, "4 of its files match"),
         ("Q4_0", ["model.safetensors", "config.json"], "no GGUF file, leave out ':Q4_0'"),
         (
             None,

@@ -168,7 +168,7 @@ def test_the_library_takes_a_loaded_model(tokenizer: Tokenizer) -> None:
 
 def test_options_of_one_runtime_are_refused_by_the_other(tmp_path: Path) -> None:
     gpt2, llama = tiny.folder(tmp_path, "gpt2"), tiny.folder(tmp_path, "llama")
-    with pytest.raises(UserError, match="exact mode is not to be had with the runtime transformers"):
+    with pytest.raises(UserError, match="exact mode is not available with the runtime transformers"):
         load_model(gpt2, exact=True)
     with pytest.raises(UserError, match="trust_remote_code and device_map are options of the runtime transformers"):
         load_model(llama, runtime="llama", trust_remote_code=True)

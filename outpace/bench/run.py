@@ -151,7 +151,7 @@ class Bench:
         return replace(known, **answered(engine.answer(prompts[0], most)))
 
     def _open_peers(self, needed: set[str]) -> None:
-        """Those that are to be had; the others are named, with how to get them."""
+        """Those that are installed; the others are named, with how to install them."""
         settings = self._peer_settings()
         for contender in self.options.peers:
             if contender.label not in needed:

@@ -106,7 +106,7 @@ class Child:
                     self._loop.mail.put(self._with_known_rule(message))
         except (EOFError, OSError):
             pass  # the owner is gone
-        except Exception as error:  # a message of classes that are not to be had here
+        except Exception as error:  # a message of classes that cannot be imported here
             self._say(Failed(portable(error), traceback.format_exc(), again=False))
         finally:
             signal.raise_signal(signal.SIGTERM)

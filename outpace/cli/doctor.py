@@ -139,7 +139,7 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
-    packed = "to be had" if found["packed_product"] else "missing: this torch has no oneDNN, passes take longer"
+    packed = "available" if found["packed_product"] else "missing: this torch has no oneDNN, passes take longer"
     return [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
         ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
@@ -174,7 +174,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
         return [("default model", model["missing"])]
     floor, measured = model["floor_seconds"], model["pass_seconds"]
     padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
-    exact = f"on{padding}" if model["exact"] else "not to be had on this machine"
+    exact = f"on{padding}" if model["exact"] else "not available on this machine"
     runs = f"{model['precision']} by {model['instruction_set'] or 'torch'}"
     return [
         ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read a pass"),

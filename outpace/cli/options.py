@@ -22,41 +22,49 @@ METHOD = "Method"
 
 Target = Annotated[
     str | None,
-    typer.Option(help="Hub id, folder or .gguf file; else the shipped model.", rich_help_panel=MODEL),
+    typer.Option(
+        help="Target model: hub id, folder or .gguf file; the default is the shipped model.", rich_help_panel=MODEL
+    ),
 ]
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="A smaller model; auto: the known one; some of the target's layers: layers:0,1,28,29; or none. The shipped"
-        " model has one of its own.",
+        help="Draft model: hub id, folder or .gguf file; auto (the known small sibling); some of the target's layers,"
+        " as in layers:0,1,28,29; or none. The shipped model has a draft of its own.",
         rich_help_panel=MODEL,
     ),
 ]
 Drafter = Annotated[
-    str | None, typer.Option(help="What proposes, several joined by +: ngram, model+ngram.", rich_help_panel=METHOD)
+    str | None,
+    typer.Option(
+        help="Drafters, joined by +: model, ngram, model+ngram; the default depends on the method.",
+        rich_help_panel=METHOD,
+    ),
 ]
-System = Annotated[str | None, typer.Option(help="Opens the conversation as the system's turn.", rich_help_panel=TEXT)]
-Json = Annotated[bool, typer.Option("--json", help="One line of JSON on stdout, and nothing else there.")]
+System = Annotated[str | None, typer.Option(help="System message that opens the conversation.", rich_help_panel=TEXT)]
+Json = Annotated[bool, typer.Option("--json", help="Write one line of JSON to stdout, and nothing else.")]
 
 
 FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command line: those of their fields that are flags
     LoadOptions: {
-        "device": typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
+        "device": typer.Option(help="Device of the target: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
         "dtype": typer.Option(
-            help="int8 (on a CPU), float32, bfloat16 or float16; auto: int8 where it is to be had, bfloat16 on a GPU.",
+            help="Precision: int8 (CPU only), float32, bfloat16 or float16; auto: int8 on a CPU and bfloat16 on a GPU"
+            " where available, else float32.",
             rich_help_panel=MODEL,
         ),
         "exact": typer.Option(
             "--exact/--no-exact",
-            help="Every method computes the same bits; on where the machine can.",
+            help="Make every method compute the same bits; the default is on where the machine can.",
             rich_help_panel=MODEL,
         ),
         "runtime": typer.Option(
-            help="auto, native (int8 on a CPU), llama (our own, by torch) or transformers (any causal LM).",
+            help="Runtime: auto, native (int8 on a CPU), llama (the Llama family by torch) or transformers (any causal"
+            " model).",
             rich_help_panel=MODEL,
         ),
         "trust_remote_code": typer.Option(
-            "--trust-remote-code", help="Run Python files that come with a model.", rich_help_panel=MODEL
+            "--trust-remote-code", help="Run the Python files that come with a model.", rich_help_panel=MODEL
         ),
     }
 }
@@ -70,32 +78,35 @@ class Loading:
     draft: Draft = None
     options: LoadOptions = field(default_factory=LoadOptions)  # FLAGS of its own
     draft_device: Annotated[
-        str | None, typer.Option(help="The draft's own; else the target's.", rich_help_panel=MODEL)
+        str | None, typer.Option(help="Device of the draft; the default is the target's.", rich_help_panel=MODEL)
     ] = None
     draft_dtype: Annotated[
-        str | None, typer.Option(help="The draft's own; else as the target's.", rich_help_panel=MODEL)
+        str | None, typer.Option(help="Precision of the draft; the default is the target's.", rich_help_panel=MODEL)
     ] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the target's pass.", rich_help_panel=MODEL)] = None
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the target.", rich_help_panel=MODEL)] = None
     method: Annotated[
         str,
         typer.Option(
-            help="auto plans every round; card, speculative, ...: see outpace methods.", rich_help_panel=METHOD
+            help="Decoding method: auto (plans every round), card, speculative, ...; outpace methods lists them.",
+            rich_help_panel=METHOD,
         ),
     ] = "auto"
     drafter: Drafter = None
     rule: Annotated[
-        str, typer.Option(help="What is accepted; auto: greedy at temperature 0, else gumbel.", rich_help_panel=METHOD)
+        str,
+        typer.Option(
+            help="Acceptance rule: greedy, gumbel, match, rejection; auto: greedy at temperature 0, else gumbel.",
+            rich_help_panel=METHOD,
+        ),
     ] = "auto"
     worker: Annotated[
         str, typer.Option(help="Where CARD's drafter runs: thread, process or inline.", rich_help_panel=METHOD)
     ] = "thread"
-    draft_threads: Annotated[
-        int, typer.Option(help="CPU threads of the drafter beside the target.", rich_help_panel=METHOD)
-    ] = 1
+    draft_threads: Annotated[int, typer.Option(help="CPU threads of CARD's drafter.", rich_help_panel=METHOD)] = 1
     nodes: Annotated[
         int | None,
         typer.Option(
-            help="Tokens verified a pass at most, the last written one included; else 32 by method auto, 8 by others.",
+            help="Most tree nodes verified in a pass, the root included; the default is 32 for auto, else 8.",
             rich_help_panel=METHOD,
         ),
     ] = None
@@ -112,7 +123,9 @@ class Loading:
             llm = load(progress=progress, **given, **extra)
         if self.options.exact and not llm.target.model.exact:
             llm.close()
-            raise UserError("exact mode is not to be had here, it needs a CPU and no float16; leave out --exact")
+            raise UserError(
+                "exact mode is not available here, it needs a CPU and another precision than float16; leave out --exact"
+            )
         for loaded in (llm.target, llm.draft):
             if loaded and loaded.notice and not quiet:
                 say(f"{loaded.name}: {loaded.notice}")

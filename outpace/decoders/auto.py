@@ -53,7 +53,7 @@ def decode(place: Place, options: Options) -> Coroutine:
     """Plan, grow, verify, learn, commit."""
     if place.request.rule.siblings is not Siblings.PICKED:
         raise UserError(
-            "method auto prunes drafts by their tokens and by time, which a rule that judges drawn tokens does not allow"
+            "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
         )
     planner = _Planner(place, options)
     tree = TokenTree(place.last_token)

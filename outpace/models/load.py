@@ -124,4 +124,4 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except Exception as error:
         have = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-        raise UserError(f"device {device!r} is not to be had here, there are {', '.join(have)}") from error
+        raise UserError(f"device {device!r} is not available here, allowed are {', '.join(have)}") from error

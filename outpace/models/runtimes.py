@@ -69,7 +69,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
 
 def missing_kernels() -> str | None:
-    """Why the native runtime is not to be had at all; None where it is."""
+    """Why the native runtime is not available; None where it is."""
     from outpace.models.llama.native_runtime import load_kernels
 
     try:
@@ -163,7 +163,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
 
     _need_transformers("the runtime transformers")
     if options.exact:
-        raise UserError("exact mode is not to be had with the runtime transformers, leave out exact")
+        raise UserError("exact mode is not available with the runtime transformers, leave out exact")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.hf import load as transformers_load

@@ -73,7 +73,7 @@ class Llama(Model):
         self.exact = bool(self.row_counts)
         if exact and not self.exact:
             raise UserError(
-                f"exact mode is not to be had for {self.dtype} on {self.device}: float32 and bfloat16 on a CPU have it"
+                f"exact mode is not available for {self.dtype} on {self.device}, only for float32 and bfloat16 on a CPU"
             )
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
