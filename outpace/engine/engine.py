@@ -137,9 +137,7 @@ class Engine(AbstractContextManager["Engine"]):
         start = self._clock()
         self.sweep()
         joined = self._admit()
-        for run in self.running:
-            self._allot(run)
-        self.drafting.serve(self.running)
+        self._draft()
         drafted = self._clock()
         chunks = self._chunks()
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
@@ -151,6 +149,17 @@ class Engine(AbstractContextManager["Engine"]):
             self._fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
         return list(dict.fromkeys([*(run for run, _ in trees), *failed, *self.sweep()]))
+
+    def _draft(self) -> None:
+        """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
+        try:
+            for run in self.running:
+                self._allot(run)
+            for run in self.running:
+                run.begin_round()
+            self.drafting.serve(self.running)
+        except BaseException as error:  # a coroutine that was interrupted is over
+            self._fail(self.running, error)
 
     def _admit(self) -> list[Running]:
         """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
@@ -179,9 +188,7 @@ class Engine(AbstractContextManager["Engine"]):
             self.drafting.open(run)
             run.place.sources = self.drafting.sources
             run.coroutine = run.decoder.decode(run.place, run.options)
-            self._allot(run)
-            if not run.is_prefilling:
-                run.advance(None)
+            run.is_due = not run.is_prefilling
         except BaseException as error:
             self._fail([run], error)
 
@@ -203,8 +210,7 @@ class Engine(AbstractContextManager["Engine"]):
         for run, part in chunks:
             run.read(logits[first : first + len(part.wanted)], part.tokens)
             first += len(part.wanted)
-            if not run.is_prefilling:
-                run.advance(None)
+            run.is_due = not run.is_prefilling
         before = first
         for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
             end = first + len(part.wanted)
@@ -240,9 +246,9 @@ class Engine(AbstractContextManager["Engine"]):
         run.keep = [node for node in verdict.path if node < rows]
         run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
-            root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
-            self.drafting.observe(run, tree, verdict, tokens, root)
-            run.advance(root)
+            run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
+            run.is_due, run.ask = True, None
+            self.drafting.observe(run, tree, verdict, tokens, run.root)
 
     def _allot(self, run: Running) -> None:
         """Tells a request how much room the load leaves it."""

@@ -76,6 +76,8 @@ class Running:
     is_broken: bool = False  # a round broke off: what the session holds is unknown
     ask: Ask | None = None
     coroutine: Coroutine | None = None
+    root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
+    is_due: bool = False  # the coroutine waits for its next round, or for its first
 
     def __post_init__(self) -> None:
         self.committed = list(self.request.prompt)
@@ -101,6 +103,12 @@ class Running:
         """Tokens that may still be written."""
         prompt = len(self.request.prompt)
         return min(self.request.max_tokens, self.session.capacity - prompt) - (len(self.committed) - prompt)
+
+    def begin_round(self) -> None:
+        """Wakes a coroutine whose last round is over: by now what that cost is known, and who else runs."""
+        if self.is_due:
+            self.is_due, root, self.root = False, self.root, None
+            self.advance(root)
 
     def advance(self, answer: Any) -> None:
         """Sends the coroutine its answer and notes what it asks for next."""
