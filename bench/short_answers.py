@@ -49,7 +49,9 @@ class Race:
 
     def __init__(self, target: Loaded, draft: Loaded, texts: dict[str, str]) -> None:
         self.target, self.draft = target, draft
-        self.prompts = {name: target.tokenizer.chat([{"role": "user", "content": text}]) for name, text in texts.items()}
+        self.prompts = {
+            name: target.tokenizer.chat([{"role": "user", "content": text}]) for name, text in texts.items()
+        }
         self.times: Times = defaultdict(list)
         self.texts: dict[tuple[int, str], tuple[int, ...]] = {}
         self.differing = 0

@@ -28,6 +28,8 @@ def place_of(request: Any, budget: int, costs: Costs, sources: tuple[Source, ...
         budget=budget,
         requests=1,
         rows_of_others=0,
+        left=1000,
+        committed=(RIGHT,),
         costs=costs,
         last_token=RIGHT,
         sources=sources,

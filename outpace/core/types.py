@@ -216,6 +216,10 @@ class Drafter:
         """What `grow_by` may be asked for: itself, or its parts."""
         return (Source(self.name, self.runs_model),)
 
+    def weight_bytes(self, source: Source) -> int | None:
+        """Bytes of weights that a step of a source reads; None where it does not tell."""
+        return None
+
     def open(self, request: Request) -> Any:
         """A DraftState for this request, with the prompt as committed tokens."""
         raise NotImplementedError

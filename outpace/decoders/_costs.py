@@ -55,6 +55,8 @@ class Costs:
         self._curve: tuple[list[int], list[float]] | None = None
         self._more: dict[int, list[float]] = {}  # see `more`
         self._draft: dict[str, deque[float]] = {}  # by source
+        self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
+        self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
         self._growth: dict[str, list[Mean]] = {}  # by source
@@ -107,10 +109,22 @@ class Costs:
         """The latest growth was one step of this source, in which a model read nothing but what it had proposed."""
         self._draft.setdefault(source.name, deque(maxlen=_KEPT)).append(self.latest_draft)
 
+    def expect(self, source: Source, share: float) -> None:
+        """A step of this source is held to cost such a share of a pass, until it was timed."""
+        self._shares[source.name] = share
+
     def draft(self, source: Source) -> float:
-        """Seconds of one growth, a request's share of it; 0 until it is known."""
+        """Seconds of one growth, a request's share of it; 0 until anything is known."""
         samples = self._draft.get(source.name, ())
-        return median(samples) if len(samples) >= _TRIED else 0.0
+        return median(samples) if len(samples) >= _TRIED else self._shares.get(source.name, 0.0) * self.target(1)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """The target has read so many tokens of prompts, in a pass over nothing else."""
+        self._reading.learn(seconds, tokens)
+
+    def reading(self, source: Source, tokens: int) -> float:
+        """Seconds that a source's model is held to take for reading so many tokens."""
+        return self._shares.get(source.name, 0.0) * self._reading.value * tokens
 
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows, its drafting not counted; 0 until anything is known."""
@@ -129,10 +143,11 @@ class Costs:
 
     @staticmethod
     def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """What one more row costs beyond the widest known: what the last did, as far as that is known."""
+        """What one more row costs beyond the widest known: what the last did, or all, whichever is more: between two
+        counts of few samples there may be no slope by chance."""
         if len(counts) < 2:
             return _ROW * seconds[0]
-        return (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+        return max((seconds[-1] - seconds[place]) / (counts[-1] - counts[place]) for place in (0, -2))
 
     @property
     def widest(self) -> int:

@@ -33,6 +33,7 @@ _FIRST = 4  # nodes that may be verified before any times are known
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
+_SAVED = 0.15  # of plain decoding's time, that a draft is held to save where its reading of the text is weighed
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -104,6 +105,7 @@ class _Grower:
         self.failures = 0  # trials since a layer last paid
         self.trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
         self.is_following = False  # it has read all but what was written in the last round
+        self.has_read = False  # the prompt
 
     @property
     def tries(self) -> bool:
@@ -172,14 +174,23 @@ class _Planner:
         cost = self._price * self._costs.draft(grower.source)
         if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
+        if not (grower.has_read or self._is_worth_reading(grower)):
+            return False
         self._at_leaves = self._reach(tree, grower)
         if self._costs.growth(grower.source, grower.layers).value * self._at_leaves > cost:
             return True
         grower.is_trial = self._is_due(grower)
         return grower.is_trial
 
+    def _is_worth_reading(self, grower: _Grower) -> bool:
+        """Whether what may still be written is long enough for the draft to read all that stands before it."""
+        place = self._place
+        saved = _SAVED * place.left * self._costs.target(place.requests) / place.requests
+        return self._costs.reading(grower.source, len(place.committed)) <= saved
+
     def grown(self, tree: TokenTree, grower: _Grower) -> None:
         """The model has added a layer."""
+        grower.has_read = True
         self._note(tree, grower.source)
         if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
             chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth

@@ -29,6 +29,7 @@ class Place:
     budget: int = 1
     requests: int = 1  # running at once, this one included
     rows_of_others: int = 0  # of the last pass
+    left: int = 1  # tokens that may still be written
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
 

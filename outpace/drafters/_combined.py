@@ -28,6 +28,10 @@ class Combined(Drafter):
         """Those of all parts."""
         return tuple(source for part in self.parts for source in part.sources)
 
+    def weight_bytes(self, source: Source) -> int | None:
+        """Of the part that has this source."""
+        return next((part.weight_bytes(source) for part in self.parts if source in part.sources), None)
+
     def open(self, request: Request) -> CombinedState:
         return CombinedState(request, parts=[part.open(request) for part in self.parts])
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, Siblings, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row
+from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row, Source
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
 from outpace.models.base import Model, Part, chain
@@ -77,6 +77,10 @@ class ModelDrafter(Drafter):
         self._model, self._options = model, options
         self._floor = math.log(options.floor) if options.floor else -math.inf
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
+
+    def weight_bytes(self, source: Source) -> int | None:
+        """Those of the draft model."""
+        return self._model.weight_bytes
 
     def open(self, request: Request) -> ModelState:
         capacity = min(len(request.prompt) + request.max_tokens + 1, self._model.max_positions)

@@ -84,6 +84,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._keys = itertools.count()
+        self._expect(drafter)
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
@@ -93,6 +94,15 @@ class Engine(AbstractContextManager["Engine"]):
     def worker(self) -> Worker | None:
         """What drafts beside the target."""
         return self.drafting.worker
+
+    def _expect(self, drafter: Drafter | None) -> None:
+        """Both models are bound by memory: what a draft's step costs of a pass, until it is timed, follows from their
+        weights."""
+        whole = self.target.weight_bytes
+        for source in drafter.sources if drafter and whole else ():
+            own = drafter.weight_bytes(source) if drafter else None
+            if own and whole:
+                self.costs.expect(source, own / whole)
 
     def close(self) -> None:
         """Ends all requests and the worker."""
@@ -143,8 +153,7 @@ class Engine(AbstractContextManager["Engine"]):
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
         try:
             self._round(chunks, trees, start)
-            if not chunks:
-                self._note(trees, drafted - start, self._clock() - start)
+            self._note(chunks, trees, drafted - start, self._clock() - start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
@@ -256,6 +265,7 @@ class Engine(AbstractContextManager["Engine"]):
         place.requests = len(self.running)
         place.budget = max(1, min(self.options.nodes, self.options.rows // place.requests))
         place.rows_of_others = sum(other.rows for other in self.running) - run.rows
+        place.left = run.left
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
@@ -269,13 +279,22 @@ class Engine(AbstractContextManager["Engine"]):
                 room -= len(tokens)
         return chunks
 
-    def _note(self, trees: Sequence[tuple[Running, TokenTree]], drafting: float, seconds: float) -> None:
-        """Remembers what a round cost and gave; not an answer's first one, which finds other things in the caches."""
-        steps = [run.history.steps[-1] for run, _ in trees if len(run.history.steps) > 1]
-        if len(steps) < len(trees):
+    def _note(
+        self,
+        chunks: Sequence[tuple[Running, Part]],
+        trees: Sequence[tuple[Running, TokenTree]],
+        drafting: float,
+        seconds: float,
+    ) -> None:
+        """Remembers what a round cost and gave: one of trees alone, or of prompts alone."""
+        if chunks:
+            if not trees:
+                self.costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
             return
+        steps = [run.history.steps[-1] for run, _ in trees if run.history.steps]
         rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)
-        if rows:
+        is_first = any(len(run.history.steps) == 1 for run, _ in trees)  # it finds other things in the caches
+        if rows and len(steps) == len(trees) and not (is_first and self.costs.knows(rows, 1)):
             self.costs.round(len(trees), rows, tokens, seconds, drafting)
 
     def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
