@@ -17,6 +17,7 @@ from outpace.core.types import Source
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
+_TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
 _RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
@@ -57,6 +58,8 @@ class Costs:
         self._draft: dict[str, deque[float]] = {}  # by source
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
         self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
+        self._elapsed = 0.0  # seconds of rounds, drafting not counted
+        self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
         self._growth: dict[str, list[Mean]] = {}  # by source
@@ -66,6 +69,7 @@ class Costs:
         bucket = _bucket(rows)
         samples = self._rounds.setdefault(bucket, deque(maxlen=_KEPT))
         samples.append(seconds - drafting)
+        self._elapsed += seconds - drafting
         self._last[bucket] = self.seen
         self.seen += 1
         if len(samples) <= _TRIED or self.seen % _RENEWED == 0:
@@ -92,7 +96,7 @@ class Costs:
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
-        return self._trust.setdefault(source, Mean(1.0, 2.0))
+        return self._trust.setdefault(source, Mean(1.0, 2.0, _TRUST_FADE))
 
     def growth(self, source: Source, layer: int) -> Mean:
         """Of the chance at the leaves, what the source's layer of this number puts below them."""
@@ -104,6 +108,14 @@ class Costs:
         self.latest_draft = seconds / requests
         if source is not None and not source.runs_model:
             self.stepped(source)
+
+    def asked(self, source: Source) -> None:
+        """A request's tree was grown by this source."""
+        self._asked[source.name] = self._elapsed
+
+    def idle(self, source: Source) -> float:
+        """Seconds of rounds since any request's tree was grown by this source."""
+        return self._elapsed - self._asked.get(source.name, 0.0)
 
     def stepped(self, source: Source) -> None:
         """The latest growth was one step of this source, in which a model read nothing but what it had proposed."""
@@ -198,7 +210,7 @@ class Costs:
             self._last[bucket] = self.seen
         for name, seconds in profile["draft"].items():
             self._draft.setdefault(name, deque(maxlen=_KEPT)).extend([float(seconds)] * _TRIED)
-        self._trust |= {name: Mean(float(value), 2.0) for name, value in profile["trust"].items()}
+        self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
             self._growth[name] = [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]
         self._forget_curve()

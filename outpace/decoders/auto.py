@@ -191,6 +191,7 @@ class _Planner:
     def grown(self, tree: TokenTree, grower: _Grower) -> None:
         """The model has added a layer."""
         grower.has_read = True
+        self._costs.asked(grower.source)
         self._note(tree, grower.source)
         if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
             chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth
@@ -211,7 +212,7 @@ class _Planner:
             cost = max(grower.trial_cost, 3 * cost)
         is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
         share = self._options.trials / 2 ** (0 if grower.layers else grower.failures)
-        idle = self._seconds - grower.grown[grower.layers]
+        idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
         return is_told and cost * self._place.requests < share * idle
 
     def chosen(self, tree: TokenTree) -> list[int]:
