@@ -128,3 +128,35 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert profiles.write(ABOUT, LEARNT, blocked) is None
+
+
+def test_a_step_is_expected_to_cost_what_its_weights_say_until_it_is_timed() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0))
+    costs.expect(DRAFT, 0.15)
+    assert costs.draft(DRAFT) == pytest.approx(0.9)
+    for _ in range(2):
+        costs.drafted(2.0, 1, DRAFT)
+        costs.stepped(DRAFT)
+    assert costs.draft(DRAFT) == 2.0
+
+
+def test_reading_is_expected_to_take_the_same_share_of_the_targets() -> None:
+    costs = Costs()
+    costs.expect(DRAFT, 0.1)
+    assert costs.reading(DRAFT, 100) == 0.0, "nothing was read yet"
+    costs.read(200, 4.0)
+    assert costs.reading(DRAFT, 100) == pytest.approx(0.2)
+    assert costs.reading(COPIES, 100) == 0.0
+
+
+def test_two_counts_that_cost_the_same_by_chance_do_not_make_all_others_free() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0), (5, 7.0), (5, 7.0), (6, 7.0), (6, 7.0))
+    assert costs.target(16) == pytest.approx(7.0 + 10 * 0.2)
+
+
+def test_idle_seconds_go_on_from_answer_to_answer() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0))
+    assert costs.idle(DRAFT) == 12.0
+    costs.asked(DRAFT)
+    costs.round(1, 1, 1, 5.0, 0.0)
+    assert costs.idle(DRAFT) == 5.0

@@ -14,7 +14,7 @@ import reference
 from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Request, Verify
+from outpace.core.types import Commit, Request, Verify
 from outpace.decoders import autoregressive, card, speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
@@ -243,3 +243,24 @@ print("left")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr
+
+
+def test_a_round_begins_when_the_one_before_was_timed_and_the_load_is_known() -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def decode(place, options):
+        while True:
+            seen.append((place.costs.seen, place.requests, place.left))
+            tree = TokenTree(place.last_token)
+            picks = yield Verify(tree)
+            yield Commit(tree, place.request.rule.walk(tree, picks))
+
+    noting = SimpleNamespace(NEEDS=None, decode=decode, __name__="noting")
+    with Engine(TARGET, options=EngineOptions(chunk=64)) as engine:
+        engine.submit(request(5, 3), noting, None)
+        engine.step()
+        engine.step()
+        other = engine.submit(request(5, 3), autoregressive, autoregressive.Options())
+        engine.step()
+        assert other.place.requests == 2
+    assert seen[:2] == [(0, 1, 3), (1, 2, 2)]

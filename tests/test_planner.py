@@ -149,6 +149,17 @@ def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
     assert beside.run(600) > 0.8 * alone.run(600) > 3.0
 
 
+@pytest.mark.parametrize(("left", "is_read"), [(4, False), (1000, True)])
+def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) -> None:
+    world = World(0.97, lambda place: True)
+    world.place.committed = (RIGHT,) * 1000
+    world.place.left = left
+    world.costs.expect(DRAFT, 0.1)
+    world.costs.read(100, 10.0)  # so the draft is held to need 10 seconds, more than one pass
+    world.run(40)
+    assert (world.asked > 0) is is_read
+
+
 def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
     costs, guesses = Costs(), Source("prediction", False)

@@ -25,6 +25,7 @@ from outpace.decoders._costs import Costs
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
 from outpace.engine.request import Running, Watch, check_request
+from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain
 from outpace.rules.base import reduce_rows
 
@@ -84,7 +85,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._keys = itertools.count()
-        self._expect(drafter)
+        expect_steps(self.costs, target, drafter)
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
@@ -94,15 +95,6 @@ class Engine(AbstractContextManager["Engine"]):
     def worker(self) -> Worker | None:
         """What drafts beside the target."""
         return self.drafting.worker
-
-    def _expect(self, drafter: Drafter | None) -> None:
-        """Both models are bound by memory: what a draft's step costs of a pass, until it is timed, follows from their
-        weights."""
-        whole = self.target.weight_bytes
-        for source in drafter.sources if drafter and whole else ():
-            own = drafter.weight_bytes(source) if drafter else None
-            if own and whole:
-                self.costs.expect(source, own / whole)
 
     def close(self) -> None:
         """Ends all requests and the worker."""
@@ -153,7 +145,7 @@ class Engine(AbstractContextManager["Engine"]):
         trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
         try:
             self._round(chunks, trees, start)
-            self._note(chunks, trees, drafted - start, self._clock() - start)
+            note_round(self.costs, chunks, trees, drafted - start, self._clock() - start)
         except BaseException as error:
             self._fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
@@ -278,24 +270,6 @@ class Engine(AbstractContextManager["Engine"]):
                 chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
                 room -= len(tokens)
         return chunks
-
-    def _note(
-        self,
-        chunks: Sequence[tuple[Running, Part]],
-        trees: Sequence[tuple[Running, TokenTree]],
-        drafting: float,
-        seconds: float,
-    ) -> None:
-        """Remembers what a round cost and gave: one of trees alone, or of prompts alone."""
-        if chunks:
-            if not trees:
-                self.costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
-            return
-        steps = [run.history.steps[-1] for run, _ in trees if run.history.steps]
-        rows, tokens = sum(step.verified_rows for step in steps), sum(step.emitted for step in steps)
-        is_first = any(len(run.history.steps) == 1 for run, _ in trees)  # it finds other things in the caches
-        if rows and len(steps) == len(trees) and not (is_first and self.costs.knows(rows, 1)):
-            self.costs.round(len(trees), rows, tokens, seconds, drafting)
 
     def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
         """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""

@@ -1,0 +1,45 @@
+"""What the engine tells the planner of costs: what a round took and gave, and what is expected before it was timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter
+from outpace.decoders._costs import Costs
+from outpace.engine.request import Running
+from outpace.models.base import Model, Part
+
+
+def expect_steps(costs: Costs, target: Model, drafter: Drafter | None) -> None:
+    """Passes over few rows are bound by memory: until a draft's step is timed, it is held to cost such a share of the
+    target's pass as its weights are of the target's."""
+    whole = target.weight_bytes
+    if drafter is None or not whole:
+        return
+    for source in drafter.sources:
+        own = drafter.weight_bytes(source)
+        if own:
+            costs.expect(source, own / whole)
+
+
+def note_round(
+    costs: Costs,
+    chunks: Sequence[tuple[Running, Part]],
+    trees: Sequence[tuple[Running, TokenTree]],
+    drafting: float,
+    seconds: float,
+) -> None:
+    """Remembers what a round cost and gave: one of trees alone, or of prompts alone. An answer's first round finds
+    other things in the caches; it counts where no other was timed."""
+    if chunks:
+        if not trees:
+            costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
+        return
+    histories = [run.history.steps for run, _ in trees]
+    if not trees or not all(histories):
+        return
+    rows, tokens = sum(steps[-1].verified_rows for steps in histories), sum(steps[-1].emitted for steps in histories)
+    is_first = any(len(steps) == 1 for steps in histories)
+    if not (is_first and costs.knows(rows, 1)):
+        costs.round(len(trees), rows, tokens, seconds, drafting)
