@@ -36,30 +36,32 @@ class Measuring:
     tasks: Annotated[
         str,
         typer.Option(
-            help="Joined by commas: .jsonl files (an object with turns a line), builtin, hub:NAME, or gsm8k, humaneval,"
-            " mgsm, mt_bench from the hub.",
+            help="Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin, hub:NAME,"
+            " or gsm8k, humaneval, mgsm, mt_bench from the hub.",
             rich_help_panel=MEASURED,
         ),
     ] = "builtin"
     methods: Annotated[
         str,
         typer.Option(
-            help="Joined by commas, each with options of its own if need be:"
-            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always there.",
+            help="Methods, joined by commas, each with options of its own if needed, as in"
+            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
             rich_help_panel=MEASURED,
         ),
     ] = "auto,card,speculative"
-    peers: Annotated[
-        str, typer.Option(help="Other engines, joined by commas; all: every one.", rich_help_panel=MEASURED)
-    ] = ""
-    prompts: Annotated[int, typer.Option(help="Of each task, the first ones.", rich_help_panel=MEASURED)] = 10
-    rounds: Annotated[int, typer.Option(help="Runs of everything.", rich_help_panel=MEASURED)] = 1
+    peers: Annotated[str, typer.Option(help="Other engines, joined by commas, or all.", rich_help_panel=MEASURED)] = ""
+    prompts: Annotated[
+        int, typer.Option(help="How many prompts of each task to use, from its first on.", rich_help_panel=MEASURED)
+    ] = 10
+    rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
     batch: Annotated[
-        str, typer.Option(help="Requests at once, as in 1,2,8,16; own methods only.", rich_help_panel=MEASURED)
+        str, typer.Option(help="Numbers of requests at once, as in 1,2,8,16; not for peers.", rich_help_panel=MEASURED)
     ] = "1"
     inflate: Annotated[
         int,
-        typer.Option(help="The target with the cost of one so many times as large.", rich_help_panel=MEASURED),
+        typer.Option(
+            help="Give the target the cost of one that is this many times as large.", rich_help_panel=MEASURED
+        ),
     ] = 1
     max_tokens: MaxTokens = 128
     temperature: Temperature = 0.0
@@ -72,15 +74,18 @@ class Keeping:
 
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results as they finish; a bench that stopped goes on.", rich_help_panel=KEPT),
+        typer.Option(
+            help="Folder for results as they finish; a bench that stopped is continued.", rich_help_panel=KEPT
+        ),
     ] = None
     json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None
-    plot: Annotated[Path | None, typer.Option(help="File for a picture: .png, .svg, .pdf.", rich_help_panel=KEPT)] = (
-        None
-    )
+    plot: Annotated[Path | None, typer.Option(help="File for a plot: .png, .svg or .pdf.", rich_help_panel=KEPT)] = None
     trace: Annotated[
         Path | None,
-        typer.Option(help="Only record what the draft would propose, for outpace simulate.", rich_help_panel=KEPT),
+        typer.Option(
+            help="File for a trace of what the draft proposes, for outpace simulate; nothing is measured.",
+            rich_help_panel=KEPT,
+        ),
     ] = None
 
 
@@ -91,10 +96,12 @@ def bench(
     keeping: Keeping,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Only set two results side by side: files of --json, folders of --out."),
+        typer.Option(
+            metavar="A B", help="Compare two results, files of --json or folders of --out; nothing is measured."
+        ),
     ] = None,
 ) -> None:
-    """Measure methods and other engines on the same prompts, in turn; is the text the same?"""
+    """Measure methods and other engines on the same prompts, and compare their texts."""
     if compare is not None:
         _compare(*compare)
         return
