@@ -60,6 +60,10 @@ def test_a_method_is_listed_with_its_help_and_paper(kind: str) -> None:
     assert re.search(r"\d{4}", method.paper)
 
 
+def test_the_words_on_a_paper_may_take_several_lines() -> None:
+    assert registry.describe("decoders", "auto").paper.endswith("arXiv:2211.17192, section 3.")
+
+
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_rule_writes_the_same_text_whatever_is_drafted(drafter: str) -> None:

@@ -1,8 +1,9 @@
 """Finds a method by its file's name: `drafters/foo.py` is the drafter `foo`; nothing is listed anywhere.
 
 A method's file holds `build` (or `decode`), an `Options` dataclass, and a docstring whose first line is its help and
-whose second cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages register
-modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and `outpace.decoders`.
+whose second paragraph cites its paper. Files that start with an underscore, and `base`, are not methods. Other packages
+register modules of the same shape under the entry-point groups `outpace.rules`, `outpace.drafters` and
+`outpace.decoders`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def describe(kind: str, name: str) -> Method:
     """What the table of methods says of one."""
     module = find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
-    paper = next((line.strip() for line in lines[1:] if line.strip()), "")
+    paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
     return Method(kind, name, lines[0].rstrip("."), paper, getattr(module, "LOSSLESS", None), option_names(module))
 
 
