@@ -126,7 +126,7 @@ def test_a_draft_is_loaded_again_there(tmp_path: Path, draft: str) -> None:
 
 
 def test_an_engine_of_ngrams_needs_no_model_there() -> None:
-    parts = Parts("card", "ngram", "process")
+    parts = Parts("card", "ngram", worker="process")
     with build_engine(Loaded(TARGET, None, "toy"), None, parts, SMALL, {"longest": 2}) as engine:
         worker = engine.worker
         assert isinstance(worker, ProcessWorker)

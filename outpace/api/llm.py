@@ -49,12 +49,13 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> None:
         """`nodes`: tree nodes verified a pass (None: 32 where they are planned, else 8); `batch`, `kv_memory`, `reuse`
         as in `EngineOptions`; `profile`: what was learnt about this pair on this machine before is known from the start
-        by method "auto", and what is learnt is kept; `options` are those of the method and the drafter, by name."""
+        by method "auto", and what is learnt is kept; `options`: those of the method, the drafter and the rule."""
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self._profile = Profile(subject(target, draft)) if method == "auto" and profile else None
         tuned = self._profile.method if self._profile else None
         self.method = choose_method(target, draft, rule, tuned) if method == "auto" else method
         self.rule = rule
+        self._rule_options = options
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
@@ -63,7 +64,7 @@ class LLM(AbstractContextManager["LLM"]):
         settings = EngineOptions(nodes=nodes, batch=batch, kv_memory=kv_memory, reuse=reuse)
         drafter = drafter or default_drafter(self.method, draft is not None) if self._decoder.NEEDS else drafter
         check_rule(rule, self._decoder, drafter)
-        parts = Parts(self.method, drafter, worker, draft_threads)
+        parts = Parts(self.method, drafter, rule, worker, draft_threads)
         self.engine = build_engine(target, draft, parts, settings, options)
         self._shared = SharedEngine(self.engine)
         if self._profile:
@@ -155,7 +156,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _rule(self, params: SamplingParams) -> Rule:
         is_greedy = params.sampling.is_greedy
         if is_greedy not in self._rules:
-            self._rules[is_greedy] = find_rule(self.rule, params.sampling)
+            self._rules[is_greedy] = find_rule(self.rule, params.sampling, self._rule_options)
         return self._rules[is_greedy]
 
     def _tokens(self, prompt: Prompt) -> list[int]:

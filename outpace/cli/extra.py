@@ -58,10 +58,10 @@ def _value(name: str, words: Iterator[str]) -> str:
 
 
 def _known(flag: str, own: Sequence[str]) -> str:
-    """The option's name, if any method or drafter has it."""
+    """The option's name, if any method, drafter or rule has it."""
     from outpace.core import registry
 
-    modules = [registry.find(kind, name) for kind in ("decoders", "drafters") for name in registry.names(kind)]
+    modules = [registry.find(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
     options = {field.name for module in modules for field in fields(module.Options)}
     name = flag.removeprefix("--").replace("-", "_")
     if name in options:

@@ -36,7 +36,8 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
     table = Table(title=title, title_justify="left", expand=True, box=None, padding=(0, 2, 0, 0), leading=1)
     table.add_column("name", style="cyan", no_wrap=True)
     table.add_column("what it does", ratio=1, overflow="fold")
-    if kind != "rules":
+    has_options = any(method.options for method in found)
+    if has_options:
         table.add_column("its options", no_wrap=True)
     if kind != "drafters":
         table.add_column("lossless", no_wrap=True)
@@ -44,7 +45,7 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
         what = Text(method.help + "\n").append(method.paper, style=display.GREY)
         options = "\n".join(_flag(option) for option in method.options)
         row: list[str | Text] = [method.name, what]
-        row += [options] if kind != "rules" else []
+        row += [options] if has_options else []
         row += ["yes" if method.lossless else "no"] if kind != "drafters" else []
         table.add_row(*row)
     return table

@@ -20,8 +20,11 @@ Offer = tuple[list[int], list[float]]  # tokens and their values on a rule's sca
 class Rule:
     """Judges a tree by the target's scores. `reduce` runs where the scores are, `walk` on the host with integers."""
 
-    lossless: bool
+    lossless: bool  # the distribution of the answers is the target's own
+    keyed: bool = False  # the text follows from the request and the target alone, however it is drafted
     siblings: Siblings  # how a drafter that can choose is to make a node's children
+    judges_greedy: bool = False  # requests of temperature 0
+    judges_sampled: bool = True  # all others
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""

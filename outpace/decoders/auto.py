@@ -19,7 +19,7 @@ from math import exp
 from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.tree import Role, Siblings, TokenTree
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Coroutine, Place
@@ -52,7 +52,7 @@ class Options:
 
 def decode(place: Place, options: Options) -> Coroutine:
     """Plan, grow, verify, learn, commit."""
-    if place.request.rule.siblings is not Siblings.PICKED:
+    if not place.request.rule.keyed:
         raise UserError(
             "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
         )

@@ -24,9 +24,9 @@ PLANNED = "auto"  # the decoder that plans every round
 
 def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:
     """What method "auto" means: what `outpace tune` found for the pair; else CARD where the draft has a device of its
-    own to run beside the target, and a plan for every round, in turn, where it has not. A rule that judges draws makes
-    its text of their number too: for that one nothing follows the clock."""
-    if _needs_drawn(rule):
+    own to run beside the target, and a plan for every round, in turn, where it has not. The text of a rule that is not
+    keyed depends on how much was drafted: for that one nothing follows the clock."""
+    if rule != "auto" and not _build_rule(rule).keyed:
         return "speculative"
     if tuned:
         return tuned
@@ -47,22 +47,31 @@ def default_drafter(method: str, has_draft: bool) -> str:
 
 def _needs_drawn(rule: str) -> bool:
     """Whether a rule judges drafts that were drawn in turn."""
-    if rule == "auto":
-        return False
-    module = registry.find("rules", rule)
-    return module.build(module.Options()).siblings is Siblings.DRAWN
+    return rule != "auto" and _build_rule(rule).siblings is Siblings.DRAWN
 
 
-def find_rule(name: str, sampling: Sampling) -> Rule:
-    """The rule by name; "auto" is greedy at temperature 0 and gumbel above. UserError for a rule that does not fit."""
+def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
+    """The rule by name, with those of the options that are its own."""
+    module = registry.find("rules", name)
+    rule: Rule = module.build(registry.build_options(module, values or {}))
+    return rule
+
+
+def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = None) -> Rule:
+    """The rule by name, with its options among `values`; "auto" is greedy at temperature 0 and gumbel above. UserError
+    for a rule that does not fit, or a wrong option."""
     if name == "auto":
         name = "greedy" if sampling.is_greedy else "gumbel"
-    module = registry.find("rules", name)
-    if (name == "greedy") != sampling.is_greedy:
-        fitting = "rule greedy" if sampling.is_greedy else "rule gumbel, match or rejection"
-        raise UserError(f"rule {name} does not work with temperature {sampling.temperature:g}, use {fitting}")
-    rule: Rule = module.build(module.Options())
+    rule = _build_rule(name, values)
+    if not _judges(rule, sampling):
+        *others, last = [other for other in registry.names("rules") if _judges(_build_rule(other), sampling)]
+        fitting = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"rule {name} does not work with temperature {sampling.temperature:g}, use rule {fitting}")
     return rule
+
+
+def _judges(rule: Rule, sampling: Sampling) -> bool:
+    return rule.judges_greedy if sampling.is_greedy else rule.judges_sampled
 
 
 def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
@@ -98,10 +107,12 @@ def build_drafter(name: str, draft: Model | None, values: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`."""
+    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`. The
+    `rule` comes with each request; here it says which options are known."""
 
     method: str
     drafter: str | None = None
+    rule: str = "auto"
     worker: str = "thread"
     draft_threads: int = 1  # cores that the drafter may use beside the target
 
@@ -117,6 +128,9 @@ def build_engine(
     """An engine for a method, with its drafter in turn or in a worker. UserError for an option that no part has."""
     decoder = registry.find("decoders", parts.method)
     modules = {f"method {parts.method}": decoder}
+    if parts.rule != "auto":
+        modules[f"rule {parts.rule}"] = registry.find("rules", parts.rule)
+        _build_rule(parts.rule, options)  # a wrong value is said at once
     if decoder.NEEDS is None:
         if parts.drafter is not None:
             raise UserError(f"method {parts.method} uses no drafter, leave out {parts.drafter!r} or change the method")

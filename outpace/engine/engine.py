@@ -25,9 +25,10 @@ from outpace.decoders._costs import Costs
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
 from outpace.engine.request import Running, Watch, check_request
+from outpace.engine.sharing import share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain
-from outpace.rules.base import reduce_rows
+from outpace.rules.base import Fault, reduce_apart
 
 
 class _Judged(NamedTuple):
@@ -227,12 +228,22 @@ class Engine(AbstractContextManager["Engine"]):
 
         def target_pass() -> tuple[Tensor, list[Any]]:
             logits = self.target.score(forest)
-            return logits, reduce_rows(logits[before:] if before else logits, rows) if rows else []
+            return logits, reduce_apart(logits[before:] if before else logits, rows) if rows else []
 
         return self.drafting.beside(target_pass, sum(len(part.tokens) for part in forest))
 
     def _settle(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
-        """Hands a request its picks, commits its verdict, and lets it ask again."""
+        """Hands a request its picks and commits its verdict. A fault in its rule, its options or who watches it ends
+        this request alone."""
+        try:
+            if isinstance(judged.picks[0], Fault):
+                raise judged.picks[0].error
+            self._commit(run, judged, seconds, start)
+        except Exception as error:
+            run.is_broken = True
+            run.fail(error)
+
+    def _commit(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
         run.advance(judged.picks)
         if run.finish_reason is not None:
             return
@@ -261,14 +272,14 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
-        room = self.options.chunk
+        reading = [run for run in self.running if run.is_prefilling]
+        shares = share_prompt_room([run.unread for run in reading], self.options.chunk)
         chunks = []
-        for run in self.running:
-            if run.is_prefilling and room:
-                tokens = run.request.prompt[:-1][run.prefilled : run.prefilled + room]
+        for run, share in zip(reading, shares, strict=True):
+            if share:
+                tokens = run.request.prompt[run.prefilled : run.prefilled + share]
                 wanted = range(len(tokens)) if run.request.logprobs and run.request.logprobs.prompt else ()
                 chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
-                room -= len(tokens)
         return chunks
 
     def _fail(self, runs: Sequence[Running], error: BaseException) -> None:

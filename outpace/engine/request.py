@@ -95,8 +95,13 @@ class Running:
         return steps[-1].verified_rows if steps else 1
 
     @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are not read yet; its last one is the first tree's root."""
+        return len(self.request.prompt) - 1 - self.prefilled
+
+    @property
     def is_prefilling(self) -> bool:
-        return self.prefilled < len(self.request.prompt) - 1
+        return self.unread > 0
 
     @property
     def left(self) -> int:
@@ -119,8 +124,10 @@ class Running:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Ends this request; what it wrote stays."""
-        self.error, self.finish_reason, self.ask = error, "error", None
+        """Ends this request, unless it is over; what it wrote stays."""
+        self.ask = None
+        if self.finish_reason is None:
+            self.error, self.finish_reason = error, "error"
 
     def read(self, rows: Tensor, tokens: Sequence[int]) -> None:
         """A chunk of the prompt is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""

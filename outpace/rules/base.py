@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,12 @@ from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
 from outpace.rules._ranking import log_chances, ranked
+
+
+class Fault(NamedTuple):
+    """Stands for a row that its rule could not reduce."""
+
+    error: Exception
 
 
 def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
@@ -44,6 +50,23 @@ def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
     for start, run in _runs(rows):
         picks += run[0].request.rule.reduce(logits[start : start + len(run)], run)
     return picks
+
+
+def reduce_apart(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+    """As `reduce_rows`, where a rule that raises spoils its own request's rows alone: each of them is the Fault."""
+    try:
+        return reduce_rows(logits, rows)
+    except Exception:
+        return [
+            value for start, some in _by_request(rows) for value in _reduced(logits[start : start + len(some)], some)
+        ]
+
+
+def _reduced(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+    try:
+        return reduce_rows(logits, rows)
+    except Exception as error:
+        return [Fault(error)] * len(rows)
 
 
 def rank_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -107,7 +130,16 @@ def offer_at(places: np.ndarray, values: np.ndarray, held: Held) -> Offer:
 
 def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Neighbouring rows of one rule, with the number of the first."""
-    runs: list[tuple[int, list[Row]]] = []
-    for _, group in groupby(rows, key=lambda row: id(row.request.rule)):
-        runs.append((sum(len(run) for _, run in runs), list(group)))
-    return runs
+    return _neighbours(rows, lambda row: id(row.request.rule))
+
+
+def _by_request(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+    """Neighbouring rows of one request, with the number of the first."""
+    return _neighbours(rows, lambda row: id(row.request))
+
+
+def _neighbours(rows: Sequence[Row], key: Callable[[Row], int]) -> list[tuple[int, list[Row]]]:
+    groups: list[tuple[int, list[Row]]] = []
+    for _, group in groupby(rows, key=key):
+        groups.append((sum(len(some) for _, some in groups), list(group)))
+    return groups

@@ -31,6 +31,8 @@ class Greedy(Rule):
     """argmax p; equal logits go to the lowest id."""
 
     lossless = LOSSLESS
+    keyed = True
+    judges_greedy, judges_sampled = True, False
     siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:

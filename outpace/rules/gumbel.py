@@ -34,6 +34,7 @@ class Gumbel(Rule):
     """The exponential race argmax(p / E), with E the same for target and drafter."""
 
     lossless = LOSSLESS
+    keyed = True
     siblings = Siblings.PICKED
 
     def __init__(self) -> None:

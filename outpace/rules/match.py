@@ -34,6 +34,7 @@ class Match(Rule):
     """The least x whose cumulative p exceeds u."""
 
     lossless = LOSSLESS
+    keyed = True
     siblings = Siblings.PICKED
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:

@@ -1,0 +1,108 @@
+"""A rule from another package: its options reach it by name, and it says for which temperatures it is."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from test_library import folder
+from typer.testing import CliRunner
+
+from outpace.api.llm import LLM
+from outpace.cli.main import app
+from outpace.core import registry
+from outpace.core.errors import UserError, check_range
+from outpace.core.sampling import Sampling
+from outpace.core.types import Row
+from outpace.engine.build import find_rule
+from outpace.models.load import Loaded, load_model
+from outpace.rules.greedy import Greedy
+
+NAME = "second_best"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`every`: the target's second best token is written at every so many places."""
+
+    every: int = 3
+
+    def __post_init__(self) -> None:
+        check_range("every", self.every, 1, 100)
+
+
+class SecondBest(Greedy):
+    """Lossy on purpose, at any temperature."""
+
+    lossless = False
+    judges_sampled = True
+
+    def __init__(self, options: Options) -> None:
+        self.every = options.every
+
+    def reduce(self, logits, rows: list[Row]) -> list[int]:  # type: ignore[no-untyped-def]
+        best = logits.topk(2).indices.tolist()
+        pairs = zip(best, rows, strict=True)
+        return [second if row.position % self.every == 0 else first for (first, second), row in pairs]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("a_package_of_rules", "Writes the second best token now and then.\n\nNo paper.")
+    vars(module).update(Options=Options, LOSSLESS=False, build=SecondBest)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = registry.entry_points
+    point = SimpleNamespace(name=NAME, module=module.__name__)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == "outpace.rules" else list(found(group=group))
+    )
+    assert importlib.import_module(point.module) is module
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_model(folder(tmp_path_factory.mktemp("rules"), "target"), runtime="llama")
+
+
+def test_an_option_reaches_the_rule(target: Loaded) -> None:
+    texts = {}
+    for every in (1, 2, 100):
+        with LLM(target, method="autoregressive", rule=NAME, every=every) as llm:
+            texts[every] = llm.generate(["hello"], max_tokens=12)[0].tokens
+    assert len(set(texts.values())) == 3
+    with LLM(target, method="autoregressive", rule=NAME, every="2") as llm:
+        assert llm.generate(["hello"], max_tokens=12)[0].tokens == texts[2], "text is read as a number"
+
+
+def test_an_option_that_it_has_not_or_that_is_wrong_is_refused(target: Loaded) -> None:
+    with pytest.raises(UserError, match=r"unknown option of method autoregressive, rule second_best 'evry'.*every"):
+        LLM(target, method="autoregressive", rule=NAME, evry=2)
+    with pytest.raises(UserError, match="every"):
+        LLM(target, method="autoregressive", rule=NAME, every=0)
+    with pytest.raises(UserError, match="unknown option"):
+        LLM(target, method="autoregressive", rule="greedy", every=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_it_says_itself_for_which_temperatures_it_is(temperature: float) -> None:
+    assert isinstance(find_rule(NAME, Sampling(temperature)), SecondBest)
+    name, fitting = ("gumbel", "greedy or second_best") if not temperature else ("greedy", "gumbel, match, rejection")
+    with pytest.raises(
+        UserError, match=f"rule {name} does not work with temperature {temperature:g}, use rule {fitting}"
+    ):
+        find_rule(name, Sampling(temperature))
+
+
+def test_a_rule_that_is_not_keyed_is_not_planned_by_the_clock(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SecondBest, "keyed", False)
+    with LLM(target, target, rule=NAME) as llm:
+        assert llm.method == "speculative"
+
+
+def test_its_option_is_a_flag_and_a_row_of_the_table() -> None:
+    said = CliRunner().invoke(app, ["methods"], env={"COLUMNS": "160"}).output
+    assert "--every 3" in said
+    assert NAME in said
