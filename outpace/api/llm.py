@@ -5,17 +5,19 @@ An LLM and its streams may be used from several threads: whoever waits for text 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 from outpace.api._deprecated import renamed
 from outpace.api.params import SamplingParams, params_of
+from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
 from outpace.api.text import StopStrings, TextAssembler
-from outpace.core import registry
+from outpace.core import numbers, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
 from outpace.engine.build import PLANNED, Parts, build_engine, check_rule, choose_method, default_drafter, find_rule
@@ -24,7 +26,6 @@ from outpace.engine.profile import Profile, subject
 from outpace.models.load import Loaded
 
 PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -59,8 +60,10 @@ class LLM(AbstractContextManager["LLM"]):
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
+        options = {name: numbers.plain(value) for name, value in options.items()}
         self._options = registry.build_options(self._decoder, options)  # a wrong value is said before a thread starts
         nodes = nodes if nodes is not None else PLANNED_NODES if self.method == PLANNED else EngineOptions.nodes
+        nodes, batch, kv_memory, draft_threads = map(numbers.plain, (nodes, batch, kv_memory, draft_threads))
         settings = EngineOptions(nodes=nodes, batch=batch, kv_memory=kv_memory, reuse=reuse)
         drafter = drafter or default_drafter(self.method, draft is not None) if self._decoder.NEEDS else drafter
         check_rule(rule, self._decoder, drafter)
@@ -94,28 +97,28 @@ class LLM(AbstractContextManager["LLM"]):
 
         `choice` tells several sampled answers to one prompt apart. `plain`: without speculation; the text is the same.
         """
-        params = _params(sampling_params, options)
-        if params.n > 1:
-            raise UserError(f"n is {params.n}, a stream is one answer: use generate, or a stream for each choice")
-        return self._start(prompt, params, choice, plain)
+        return self._stream(prompt, _params(sampling_params, options), choice, plain)
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int | None = None,
         plain: bool = False,
         **options: Any,
     ) -> list[Result]:
-        """`n` answers to each prompt, batched, one prompt's after the other's; options as for `stream`."""
-        if isinstance(prompts, str):
-            raise UserError("prompts is one text, it must be a list of them")
-        params = _params(sampling_params, options)
-        params = params if n is None else replace(params, n=n)
+        """Answers a prompt or several, batched: `n` results for each prompt, one prompt's after the other's.
+
+        `prompts`: one prompt (a text, a list of messages, a list of token ids) or a list of such; a list of whole
+        numbers is one prompt. `sampling_params`: for all, or one for each prompt. The rest as for `stream`.
+        """
+        asked = prompts_of(prompts)
+        each = _params_of_each(sampling_params, options, len(asked))
         streams: list[Stream] = []
         try:
-            for prompt in prompts:
+            for prompt, params in zip(asked, each, strict=True):
+                params = params if n is None else replace(params, n=n)
                 streams += [self._start(prompt, params, choice, plain) for choice in range(params.n)]
             return [stream.finish() for stream in streams]
         finally:
@@ -123,14 +126,28 @@ class LLM(AbstractContextManager["LLM"]):
                 stream.close()
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **options: Any
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        choice: int = 0,
+        plain: bool = False,
+        **options: Any,
     ) -> Result:
-        """The answer to a conversation; options as for `stream`."""
-        plain, choice = options.pop("plain", False), options.pop("choice", 0)
-        return self._start(messages, _params(sampling_params, options), choice, plain).finish()
+        """The answer to a conversation, through the model's chat template; a text is one message of the user's. Options
+        as for `stream`."""
+        params = _params(sampling_params, options)
+        return self._stream(messages_of(messages), params, choice, plain).finish()
+
+    def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool) -> Stream:
+        if params.n > 1:
+            raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
+        choice = numbers.plain(choice)
+        check_whole("choice", choice, 0)
+        return self._start(prompt, params, choice, plain)
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool) -> Stream:
-        tokens = self._tokens(prompt)
+        tokens = tokens_of(prompt, self.tokenizer)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
@@ -159,23 +176,25 @@ class LLM(AbstractContextManager["LLM"]):
             self._rules[is_greedy] = find_rule(self.rule, params.sampling, self._rule_options)
         return self._rules[is_greedy]
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return [int(token) for token in prompt]  # type: ignore[arg-type]
-        if all(isinstance(message, Mapping) for message in prompt):
-            return self.tokenizer.chat(prompt)
-        raise UserError(f"the prompt is {prompt!r}, it must be text, chat messages or token ids")
 
-
-def _params(given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+def _params(given: Any, options: Mapping[str, Any], stacklevel: int = 5) -> SamplingParams:
     """From the record, or from options by name; called by what the user calls."""
-    options = renamed(options, 5)
+    options = renamed(options, stacklevel)
     if given is None:
         given = options.pop("sampling_params", None)  # by its old name
     if given is not None and options:
         raise UserError(f"give SamplingParams or options by name, not both: {', '.join(options)}")
-    if given is not None and not isinstance(given, SamplingParams):
-        raise UserError(f"sampling_params is {given!r:.80}, it must be SamplingParams; or give options by name")
-    return params_of(options) if given is None else given
+    params = params_of(options) if given is None else given
+    if not isinstance(params, SamplingParams):
+        said = reprlib.repr(params)
+        raise UserError(f"sampling_params is {said}, it must be SamplingParams; or give options by name")
+    return params
+
+
+def _params_of_each(given: Any, options: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """Those of each prompt, which may share one record."""
+    if not isinstance(given, (list, tuple)):
+        return [_params(given, options, 6)] * count
+    if len(given) != count:
+        raise UserError(f"there are {len(given)} sampling_params for {count} prompts, give one for all or one for each")
+    return [_params(params, options) for params in given]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 from collections.abc import Iterable
 
 
@@ -18,15 +20,26 @@ def unknown(what: str, value: str, allowed: Iterable[str]) -> UserError:
     return UserError(f"unknown {what} {value!r}, allowed are {', '.join(names) or 'none'}{hint}")
 
 
-def check_whole(name: str, value: int, low: int, high: float = float("inf")) -> None:
+def check_whole(name: str, value: int, low: int, high: float = math.inf) -> None:
     """Raises UserError unless value is a whole number with low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name} is {_shown(value)}, it must be a whole number, {_allowed(low, high)}")
     check_range(name, value, low, high)
-    if not isinstance(value, int):
-        raise UserError(f"{name} is {value!r}, it must be a whole number")
 
 
-def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raises UserError unless low <= value <= high (NaN never passes)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        allowed = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
-        raise UserError(f"{name} is {value!r}, it must be {allowed}")
+def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raises UserError unless value is a number with low <= value <= high (NaN never is)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"{name} is {_shown(value)}, it must be a number, {_allowed(low, high)}")
+    if not low <= value <= high:
+        raise UserError(f"{name} is {value!r}, it must be {_allowed(low, high)}")
+
+
+def _allowed(low: float, high: float) -> str:
+    bounds = [str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (low, high)]
+    return f"at least {bounds[0]}" if high == math.inf else f"between {bounds[0]} and {bounds[1]}"
+
+
+def _shown(value: object) -> str:
+    """A value of another kind may be long."""
+    return reprlib.repr(value)

@@ -1,0 +1,69 @@
+"""What may be asked: text, chat messages or token ids; one prompt, or several."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from outpace.core.errors import UserError
+from outpace.core.numbers import plain
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
+_BYTES = (bytes, bytearray, memoryview)  # sequences of numbers that are not meant as token ids
+
+
+def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """The token ids of a prompt; UserError for what is none."""
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer.encode(prompt)
+        return ids
+    items = _items(prompt)
+    if items is not None and _are_tokens(items):
+        return items
+    if items is not None and _are_messages(items):
+        messages: list[int] = tokenizer.chat(items)
+        return messages
+    raise UserError(
+        f"the prompt is {reprlib.repr(prompt)}, it must be text, a list of chat messages or a list of token ids"
+    )
+
+
+def prompts_of(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+    """Several prompts, or the one that was given: a list of whole numbers is one prompt, a list of messages too."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts)
+    if items and (_are_tokens(items) or _are_messages(items)):
+        return [items]
+    if items is None and (not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, set, frozenset, *_BYTES))):
+        raise UserError(f"prompts is {reprlib.repr(prompts)}, it must be a prompt or a list of prompts")
+    return list(prompts) if items is None else items
+
+
+def messages_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Any]:
+    """A conversation; a text is what the user says first."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    items = _items(messages)
+    if not items or not _are_messages(items):
+        raise UserError(
+            f"messages is {reprlib.repr(messages)}, it must be a text or a list of messages, each with role and content"
+        )
+    return items
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What a list or an array has in it, numbers as Python's own; None for anything else."""
+    given = plain(value)
+    if not isinstance(given, Sequence) or isinstance(given, (str, *_BYTES)):
+        return None
+    return [plain(item) for item in given]
+
+
+def _are_tokens(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+def _are_messages(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, Mapping) for item in items)
