@@ -157,11 +157,15 @@ def drop_what_is_held(finish: Original) -> Original:
 
 
 def forget_what_is_held(push: Original) -> Original:
-    def mutated(self: Any, text: str) -> Any:
+    def mutated(self: Any, text: str, may_end: bool = True) -> Any:
         self._held, held = "", self._held
-        return held + push(self, text)
+        return held + push(self, text, may_end)
 
     return mutated
+
+
+def ending_at_once(push: Original) -> Original:
+    return lambda self, text, may_end=True: push(self, text)
 
 
 def read_on(watch: Original) -> Original:
@@ -197,6 +201,7 @@ OPTION_MUTATIONS = [
     mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),
     mutation("stops: what was held is lost at the end", text.StopStrings, "finish", drop_what_is_held),
+    mutation("stops: one ends the text before min_tokens", text.StopStrings, "push", ending_at_once),
     mutation("stops: the text goes on behind one", text.TextAssembler, "watch", read_on),
     mutation("rejection: drop the residual", rejection, "residual", lambda f: lambda p, q: p),
     mutation("rejection: take q off twice", rejection, "residual", lambda f: lambda p, q: f(f(p, q), q)),

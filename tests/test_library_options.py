@@ -74,6 +74,7 @@ ASKED: dict[str, Ask] = {
         "logprobs": 3,
         "logprobs_mode": "processed",
     },
+    "stop strings after eight tokens": lambda bare, texts: {"stop": [across(texts, 4), "zzz", "o"], "min_tokens": 8},
 }
 
 
@@ -225,7 +226,7 @@ def test_plain_decoding_is_the_slow_twin(tiny: Bench) -> None:
 
 def check_ends(bench: Bench, params: SamplingParams, plain: Result, stop_ids: frozenset[int]) -> None:
     texts = bench.texts_of(plain.tokens)
-    count, text, is_stopped = cut_slowly(texts, params.stop, params.include_stop_str_in_output)
+    count, text, is_stopped = cut_slowly(texts, params.stop, params.include_stop_str_in_output, params.min_tokens)
     assert count == len(plain.tokens)
     ended = plain.tokens[-1] in stop_ids
     assert plain.finish_reason == ("stop" if is_stopped or ended else "length")

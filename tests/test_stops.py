@@ -86,6 +86,56 @@ def test_any_text_in_any_chunks_is_the_slow_twins(seed: int) -> None:
     assert ended > 300
 
 
+def push_after(chunks: Sequence[str], stops: Sequence[str], least: int, include: bool = False) -> tuple[str, bool]:
+    """What is shown where only chunks after the first `least` end the text; whether one did."""
+    found = StopStrings(stops, include)
+    shown = [found.push(chunk, number >= least) for number, chunk in enumerate(chunks)]
+    return "".join([*shown, found.finish()]), found.found is not None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "least", "stops", "shown"),
+    [
+        (["ab", "cd", "ab"], 1, ["ab"], "abcd"),  # complete too early, then again
+        (["ab", "cd"], 1, ["ab"], "abcd"),
+        (["xa", "b", "c"], 1, ["ab"], "x"),  # begun before, completed after
+        (["xa", "b", "c"], 2, ["ab"], "xabc"),
+        (["abcd", "e", "x"], 1, ["abcdef", "cd"], "abcdex"),  # held back for the longer one, the shorter is over
+        (["abcd", "ef"], 1, ["abcdef", "cd"], ""),
+        (["aaa", "a"], 1, ["aa"], "aa"),  # the new one overlaps the old ones
+        (["ab", ""], 1, ["ab"], "ab"),  # a token without text completes nothing
+    ],
+)
+def test_a_stop_string_that_comes_too_early_is_text(
+    chunks: list[str], least: int, stops: list[str], shown: str
+) -> None:
+    assert push_after(chunks, stops, least)[0] == shown
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_text_after_a_number_of_chunks_is_the_slow_twins(seed: int) -> None:
+    chance = random.Random(seed)
+    ended = 0
+    for _ in range(1500):
+        letters = "ab" if chance.random() < 0.5 else "abcé"
+        chunks = ["".join(chance.choices(letters, k=chance.randint(0, 4))) for _ in range(chance.randint(0, 8))]
+        stops = ["".join(chance.choices(letters, k=chance.randint(1, 5))) for _ in range(chance.randint(0, 3))]
+        least, include = chance.randint(0, 5), chance.random() < 0.3
+        _, expected, is_stopped = cut_slowly(chunks, stops, include, least)
+        assert push_after(chunks, stops, least, include) == (expected, is_stopped), (chunks, stops, least)
+        ended += is_stopped
+    assert ended > 300
+
+
+def test_a_held_back_end_is_no_end_either(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.continuation("né")[:2]  # half a character, which is U+FFFD at the end of the text
+    for least, text in ((1, "n"), (2, "n\ufffd")):
+        answer = TextAssembler(tokenizer.stream(), StopStrings(["\ufffd"], False), tokenizer.stop_ids, least)
+        assert answer.watch(ids, 0) is None
+        answer.finish()
+        assert shown(answer) == text
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     where = tmp_path_factory.mktemp("tokenizer")
@@ -229,3 +279,15 @@ def test_a_stop_string_that_is_empty_is_refused(llm: LLM) -> None:
         with pytest.raises(outpace.UserError, match="stop has an empty string, each needs at least one character"):
             llm.stream("hello", stop=stop)
     assert llm.stream("hello", stop=[], max_tokens=2).finish().tokens
+
+
+def test_no_stop_string_ends_the_text_before_min_tokens(llm: LLM) -> None:
+    asked = letters(llm)
+    whole = llm.stream("hello", seed=1, **asked).finish()
+    stop = next(text for text in (llm.tokenizer.decode([token]) for token in whole.tokens) if text.strip("\ufffd"))
+    early = llm.stream("hello", seed=1, stop=stop, **asked).finish()
+    late = llm.stream("hello", seed=1, stop=stop, min_tokens=20, **asked).finish()
+    assert len(early.tokens) < 20 < len(late.tokens)
+    assert stop in late.text
+    assert late.text == whole.text[: len(late.text)]
+    assert late.tokens == llm.stream("hello", seed=1, stop=stop, min_tokens=20, plain=True, **asked).finish().tokens

@@ -35,6 +35,10 @@ class Wish:
     stops: tuple[str, ...] = ()
     include: bool = False
 
+    @property
+    def min_tokens(self) -> int:
+        return self.request.adjustments.min_tokens if self.request.adjustments else 0
+
 
 class Written(NamedTuple):
     """An answer: what was written, why it ended, and its log-probabilities."""
@@ -74,7 +78,9 @@ def answer_all(
         decoder = registry.find("decoders", method)
         with Engine(target, None if beside else drafter, beside, engine) as parts:
             answers = [
-                TextAssembler(LetterStream(), StopStrings(wish.stops, wish.include), wish.request.stop_ids)
+                TextAssembler(
+                    LetterStream(), StopStrings(wish.stops, wish.include), wish.request.stop_ids, wish.min_tokens
+                )
                 for wish in wishes
             ]
             runs = [
@@ -165,11 +171,13 @@ def pick_slowly(logits: Sequence[float], request: Request, before: Sequence[int]
     return max(token for token, chance in enumerate(p) if chance)
 
 
-def cut_slowly(texts: Sequence[str], stops: Sequence[str], include: bool) -> tuple[int, str, bool]:
-    """How many of the tokens' texts come before the end, what is shown of them, whether a stop string ends them."""
-    for count in range(1, len(texts) + 1):
-        whole = "".join(texts[:count])
-        found = [(whole.find(stop), -len(stop)) for stop in stops if whole.find(stop) >= 0]
+def cut_slowly(texts: Sequence[str], stops: Sequence[str], include: bool, least: int = 0) -> tuple[int, str, bool]:
+    """How many of the tokens' texts come before the end, what is shown of them, whether a stop string ends them: one
+    that is completed by a text after the first `least`."""
+    for count in range(least + 1, len(texts) + 1):
+        before, whole = "".join(texts[: count - 1]), "".join(texts[:count])
+        ends = [(place, stop) for stop in stops for place in range(len(whole)) if whole.startswith(stop, place)]
+        found = [(place, -len(stop)) for place, stop in ends if place + len(stop) > len(before)]
         if found:
             place, length = min(found)
             return count, whole[: place - length if include else place], True
@@ -183,7 +191,7 @@ def write_slowly(target: QuickToy, wish: Wish) -> Written:
     while len(text) - start < request.max_tokens:
         text.append(pick_slowly(target._row(text).tolist(), request, text))
         texts.append("" if text[-1] in request.stop_ids else LETTERS[text[-1]])
-        if cut_slowly(texts, wish.stops, wish.include)[2] or text[-1] in request.stop_ids:
+        if cut_slowly(texts, wish.stops, wish.include, wish.min_tokens)[2] or text[-1] in request.stop_ids:
             reason = "stop"
             break
     own, prompt = [], []
@@ -194,7 +202,9 @@ def write_slowly(target: QuickToy, wish: Wish) -> Written:
         for place in range(1, start if request.logprobs.prompt else 0):
             log_p = log_softmax_slowly(target._row(text[:place]).tolist())
             prompt.append(record_of(text[place], log_p, request.logprobs.top))
-    return Written(text[start:], cut_slowly(texts, wish.stops, wish.include)[1], reason, own, prompt, [])
+    return Written(
+        text[start:], cut_slowly(texts, wish.stops, wish.include, wish.min_tokens)[1], reason, own, prompt, []
+    )
 
 
 def nearly(mine: Sequence[Any], others: Sequence[Any], within_: float) -> bool:

@@ -164,7 +164,8 @@ class LLM(AbstractContextManager["LLM"]):
         )
         include_stop = params.include_stop_str_in_output
         hidden = self.tokenizer.stop_ids.union(() if include_stop else params.stop_token_ids)
-        text = TextAssembler(self.tokenizer.stream(), StopStrings(params.stop, include_stop), hidden)
+        stops = StopStrings(params.stop, include_stop)
+        text = TextAssembler(self.tokenizer.stream(), stops, hidden, params.min_tokens)
         decoder = self._plain if plain else self._decoder
         run = self._shared.submit(request, decoder, decoder.Options() if plain else self._options, text.watch)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""

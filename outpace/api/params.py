@@ -24,7 +24,8 @@ class SamplingParams:
 
     Length and end:
         max_tokens: the most tokens to write, at least 1.
-        min_tokens: no stop token before so many tokens, 0 to `max_tokens`.
+        min_tokens: no stop token, and no stop string, ends the text before so many tokens, 0 to `max_tokens`. A stop
+            string that these tokens complete stays in the text; one that a later token completes ends it.
         stop: a string, or several, at whose first appearance the text ends. It is cut from the text.
         include_stop_str_in_output: the stop string, or the text of a stop token, stays in the text.
         stop_token_ids: tokens that end the text beside the model's own.

@@ -32,16 +32,17 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """What is certain to be written once `text` has come."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """What is certain to be written once `text` has come; unless it `may_end`, what it completes is no end."""
         if not self._stops:
             return text
         if self.found is not None:
             return ""
-        held = self._held + text
-        places = [(held.find(stop), -len(stop), stop) for stop in self._stops if stop in held]
-        if places:
-            place, _, self.found = min(places)
+        old, held = len(self._held), self._held + text
+        if may_end:
+            found = [(held.find(stop, max(old - len(stop) + 1, 0)), -len(stop), stop) for stop in self._stops]
+            place, _, self.found = min((end for end in found if end[0] >= 0), default=(0, 0, None))
+        if self.found is not None:
             self._held = ""
             return held[: place + len(self.found) * self._include]
         keep = max((_overlap(held, stop) for stop in self._stops), default=0)
@@ -57,9 +58,11 @@ class StopStrings:
 class TextAssembler:
     """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text."""
 
-    def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int]) -> None:
-        """`hidden`: stop tokens, whose text is not part of the answer."""
-        self._text, self._stops, self._hidden = text, stops, hidden
+    def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int], min_tokens: int = 0) -> None:
+        """`hidden`: stop tokens, whose text is not part of the answer. A stop string ends the text where a token after
+        the first `min_tokens` completes it."""
+        self._text, self._stops, self._hidden, self._min_tokens = text, stops, hidden, min_tokens
+        self._written = 0
         self.pieces: deque[Piece] = deque()
 
     def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
@@ -67,7 +70,8 @@ class TextAssembler:
         count = len(tokens)
         texts = []
         for number, token in enumerate(tokens):
-            texts.append(self._stops.push(self._text.push([token])) if token not in self._hidden else "")
+            self._written += 1
+            texts.append(self._shown(self._text.push([token])) if token not in self._hidden else "")
             if self._stops.found is not None:
                 count = number + 1
                 break
@@ -79,9 +83,12 @@ class TextAssembler:
 
     def finish(self) -> None:
         """The text is over: hands out what was held back."""
-        rest = "" if self._stops.found is not None else self._stops.push(self._text.finish()) + self._stops.finish()
+        rest = "" if self._stops.found is not None else self._shown(self._text.finish()) + self._stops.finish()
         if rest:
             self.pieces.append(Piece(rest, (), False))
+
+    def _shown(self, text: str) -> str:
+        return self._stops.push(text, may_end=self._written > self._min_tokens)
 
 
 def _overlap(text: str, stop: str) -> int:
