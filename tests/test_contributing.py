@@ -69,10 +69,10 @@ def test_the_words_on_a_paper_may_take_several_lines() -> None:
 def test_the_rule_writes_the_same_text_whatever_is_drafted(drafter: str) -> None:
     rule = found("rules").build(found("rules").Options())
     request = make_request(PROMPT, rule, **SAMPLED)
-    outcome = decode([request], "speculative", make_drafter(drafter, TARGET), target=TARGET)
-    assert outcome.texts == [write(TARGET, request)]
-    if drafter == "perfect":
-        assert outcome.figures.accepted > 0
+    for method in ("speculative", "auto"):
+        outcome = decode([request], method, make_drafter(drafter, TARGET), target=TARGET)
+        assert outcome.texts == [write(TARGET, request)]
+        assert drafter != "perfect" or outcome.figures.accepted > 0
 
 
 @pytest.mark.usefixtures("package")

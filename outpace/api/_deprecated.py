@@ -1,4 +1,4 @@
-"""Names of release 0.2 that still work, with a DeprecationWarning, until the release after the next."""
+"""Names of release 0.1 that still work, with a DeprecationWarning, until the release after the next."""
 
 from __future__ import annotations
 
