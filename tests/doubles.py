@@ -29,6 +29,7 @@ from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
+from outpace.models.base import Model
 from outpace.models.toy import Toy, ToySession
 
 T = TypeVar("T")
@@ -185,13 +186,15 @@ def decode(
     drafter: Any = None,
     *,
     worker: Any = None,
-    target: Toy,
+    target: Model,
     engine: EngineOptions = SMALL,
     clock: SimulatedClock | None = None,
+    seconds: Callable[[], float] = time.perf_counter,
     check_storage: bool = True,
     **options: Any,
 ) -> Outcome:
-    """Runs all requests in one engine to their end. `worker` is None, "inline", "thread" or a worker.
+    """Runs all requests in one engine to their end. `worker` is None, "inline", "thread" or a worker. `seconds` is what
+    the engine times by.
 
     Raises what a coroutine raised; fails where the text does not end in as many steps as it has tokens, where a thread
     hangs, and where the target's storage is not the committed text.
@@ -201,7 +204,7 @@ def decode(
 
     def run() -> Outcome:
         beside = ThreadWorker(drafter) if worker == "thread" else worker
-        with Engine(target, None if beside else drafter, beside, engine) as parts:
+        with Engine(target, None if beside else drafter, beside, engine, seconds) as parts:
             return _drive(parts, requests, registry.find("decoders", method), options, check_storage)
 
     return within(60.0, run) if worker == "thread" else run()

@@ -1,0 +1,246 @@
+"""Every drafter with every decoder and every rule that it fits, as the registry finds them: nothing is named here.
+
+A file that is dropped into drafters/, decoders/ or rules/ is covered by existing. With a rule that keys its noise by
+position the text is plain decoding's, whoever drafts; with another one it is possible, and the same again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from doubles import Outcome, QuickToy, decode, make_request, probabilities, write
+from timed import Stopwatch, Timed
+
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.tree import Siblings, TokenTree
+from outpace.core.types import Drafter, Observation, Request
+from outpace.engine.build import build_drafter, check_rule, find_rule
+
+TARGET = QuickToy(16, 3, 0)
+NEAR = QuickToy(16, 3, 0)
+NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
+DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99)}
+SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.3, top_k=9, top_p=0.8, min_p=0.02))
+PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
+WORKERS = {None: None, "drafter": None, "worker": "inline"}  # what a decoder needs, and where its drafter runs
+
+
+class Cell(NamedTuple):
+    """One method as a user may ask for it. `draft` is what a drafter that runs a model is given to run."""
+
+    decoder: str
+    drafter: str | None
+    draft: str | None
+    rule: str
+
+    def __str__(self) -> str:
+        return "-".join(part for part in self if part)
+
+
+class Silent(Drafter):
+    """Another drafter that is told everything and offers nothing."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.name, self.runs_model = inner, inner.name, inner.runs_model
+
+    def open(self, request: Request) -> Any:
+        return self.inner.open(request)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        return [0] * len(trees)
+
+    def observe(self, state: Any, seen: Observation) -> None:
+        self.inner.observe(state, seen)
+
+    def close(self, state: Any) -> None:
+        self.inner.close(state)
+
+
+def drafters() -> list[str]:
+    """Every drafter, and every two of them on one tree."""
+    single = registry.names("drafters")
+    return [*single, *("+".join(pair) for pair in itertools.combinations(single, 2))]
+
+
+def cells() -> Iterator[Cell]:
+    """Every combination, those too that are refused."""
+    for decoder, rule in itertools.product(registry.names("decoders"), registry.names("rules")):
+        if registry.find("decoders", decoder).NEEDS is None:
+            yield Cell(decoder, None, None, rule)
+            continue
+        for drafter in drafters():
+            models = DRAFTS if build_drafter(drafter, TARGET, {}).runs_model else (None,)
+            for draft in (*models, "silent"):
+                yield Cell(decoder, drafter, draft, rule)
+
+
+def samplings_of(rule: str) -> dict[Sampling, Any]:
+    """The samplings that a rule goes with, and the rule for each."""
+    found = {}
+    for sampling in SAMPLINGS:
+        try:
+            found[sampling] = find_rule(rule, sampling)
+        except UserError:
+            continue
+    assert found, f"rule {rule} goes with no sampling"
+    return found
+
+
+def requests_of(rule: str, prompts: Sequence[tuple[int, ...]] = PROMPTS, max_tokens: int = 28) -> list[Request]:
+    """All samplings of a rule for all prompts."""
+    return [
+        make_request(prompt, built, max_tokens, sampling=sampling, seed=7 + number)
+        for sampling, built in samplings_of(rule).items()
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:
+    if cell.drafter is None:
+        return None
+    built = build_drafter(cell.drafter, Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01), {})
+    return Silent(built) if cell.draft == "silent" else built
+
+
+def run_cell(cell: Cell, requests: Sequence[Request]) -> Outcome | None:
+    """All requests at once, on a clock by which drafts may pay; None where the parts say that they do not fit."""
+    decoder, watch = registry.find("decoders", cell.decoder), Stopwatch()
+    try:
+        check_rule(cell.rule, decoder, cell.drafter)
+        worker = WORKERS[decoder.NEEDS]
+        drafter, target = drafter_of(cell, watch), Timed(TARGET, watch, 6.0, 0.1)
+        return decode(requests, cell.decoder, drafter, worker=worker, target=target, seconds=watch)
+    except UserError:
+        return None
+
+
+def is_keyed(rule: str) -> bool:
+    """Whether the text follows from request and target alone."""
+    built = next(iter(samplings_of(rule).values()))
+    return bool(getattr(built, "keyed", built.siblings is Siblings.PICKED))
+
+
+def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
+    """The text of every request, and that it was not written plainly."""
+    run = run_cell(cell, requests)
+    if run is None:
+        return
+    assert run.failure is None
+    if is_keyed(cell.rule):
+        assert run.texts == [write(TARGET, request) for request in requests]
+    else:
+        assert [len(text) for text in run.texts] == [request.max_tokens for request in requests]
+        again = run_cell(cell, requests)
+        assert again is not None
+        assert again.texts == run.texts
+    if requests[0].rule.lossless:
+        check_possible(requests, run.texts)
+    if cell.drafter is None or cell.draft == "silent":
+        assert run.figures.drafted == run.figures.accepted == 0
+    else:
+        assert run.figures.drafted > 0
+        assert run.figures.accepted > 0 or cell.draft != "perfect"
+
+
+def check_possible(requests: Sequence[Request], texts: Sequence[Sequence[int]]) -> None:
+    """No token is written that the target cannot write there."""
+    for request, text in zip(requests, texts, strict=True):
+        for place, token in enumerate(text if request.sampling.filters else ()):
+            row = TARGET._row([*request.prompt, *text[:place]])
+            assert probabilities(row, request.sampling)[token] > 0
+
+
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
+def test_a_combination_writes_what_it_must(cell: Cell) -> None:
+    check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cell", list(cells()), ids=str)
+def test_a_combination_writes_longer_texts(cell: Cell) -> None:
+    check_cell(cell, [*requests_of(cell.rule, max_tokens=60), *requests_of(cell.rule, PROMPTS[:1], 7)])
+
+
+def test_everything_goes_with_something() -> None:
+    """A part that refuses all others would pass above."""
+    ran = [cell for cell in cells() if run_cell(cell, requests_of(cell.rule, PROMPTS[1:2], 2)) is not None]
+    for kind, place in (("decoders", 0), ("rules", 3)):
+        assert {cell[place] for cell in ran} == set(registry.names(kind))
+    assert {cell.drafter for cell in ran} == {None, *drafters()}
+    assert [cell for cell in cells() if cell not in ran and is_keyed(cell.rule)] == []
+
+
+DRAFTER = '''"""Says nines.
+
+No paper.
+"""
+
+from dataclasses import dataclass
+
+from outpace.core.types import Drafter, DraftState
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+class Nines(Drafter):
+    name, runs_model = "nines", False
+
+    def open(self, request):
+        return DraftState(request, list(request.prompt))
+
+    def grow(self, states, trees):
+        return [int(tree.add(0, 9, -1.0) is not None) for tree in trees]
+
+    def observe(self, state, seen):
+        state.tokens.extend(seen.tokens)
+
+
+def build(options, **given):
+    return Nines()
+'''
+RULE = '''"""Takes any child.
+
+No paper.
+"""
+
+from outpace.core.types import Verdict
+from outpace.rules.greedy import Greedy, Options
+
+
+class AnyChild(Greedy):
+    def walk(self, tree, picks):
+        path = [0, 1] if len(tree) > 1 else [0]
+        return Verdict(path, picks[path[-1]])
+
+
+def build(options: Options):
+    return AnyChild()
+'''
+
+
+def test_a_file_that_is_dropped_in_is_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter and a rule that nobody named; the rule takes whatever stands below the root, which shows."""
+    known = set(cells())
+    for kind, name, text in (("drafters", "nines", DRAFTER), ("rules", "any_child", RULE)):
+        package = importlib.import_module(f"outpace.{kind}")
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / f"{name}.py").write_text(text)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / kind)])
+        monkeypatch.delitem(sys.modules, f"outpace.{kind}.{name}", raising=False)
+    found = [cell for cell in cells() if cell not in known]
+    assert {cell.drafter for cell in found} >= {"nines", "model+nines", "ngram+nines"}
+    check_cell(Cell("speculative", "nines", None, "greedy"), requests_of("greedy"))
+    check_cell(Cell("autoregressive", None, None, "any_child"), requests_of("any_child"))
+    with pytest.raises(AssertionError):
+        check_cell(Cell("speculative", "ngram", None, "any_child"), requests_of("any_child"))

@@ -1,0 +1,40 @@
+"""A clock that goes on with the work: what the planner chooses by it is the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outpace.models.base import Model, Part
+from outpace.models.toy import Toy, ToySession
+
+
+class Stopwatch:
+    """A clock that goes on where a `Timed` model works, and nowhere else."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(Model):
+    """A toy whose passes take stated times: `first` seconds, and `row` more for every row but the first."""
+
+    def __init__(self, toy: Toy, watch: Stopwatch, first: float, row: float) -> None:
+        self.vocab_size, self.max_positions, self.device = toy.vocab_size, toy.max_positions, toy.device
+        self._toy, self._watch, self._first, self._row = toy, watch, first, row
+
+    @property
+    def token_bytes(self) -> int:
+        return self._toy.token_bytes
+
+    def open(self, capacity: int, room: int) -> ToySession:
+        return self._toy.open(capacity, room)
+
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        rows = sum(len(part.tokens) for part in forest)
+        self._watch.now += self._first + self._row * max(rows - 1, 0)
+        return self._toy.score(forest)
