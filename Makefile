@@ -2,14 +2,19 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 RUN = .venv/bin/python
+# Processes that the tests run in.
+JOBS ?= 2
 
-.PHONY: demo test check check-native mutations mutations-native same-text bench docs rooms clean
+.PHONY: demo test test-all check check-native mutations mutations-native same-text bench docs rooms clean
 
 demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
 
 test: .venv/installed-dev .venv/installed-kernels
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile
+
+test-all: .venv/installed-dev .venv/installed-kernels  # the long searches too
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m ""
 
 check: .venv/installed-dev
 	$(RUN) -m ruff format --check .

@@ -60,7 +60,7 @@ def plain_probability(target: QuickToy, text: Sequence[int], sampling: Sampling)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("drafter", ["perfect", "garbage", "empty", "ngram", "model", "both"])
-@pytest.mark.parametrize("vocab", TARGETS)
+@pytest.mark.parametrize("vocab", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_match_by_enumeration(vocab: int, drafter: str, method: str, sampling: Sampling) -> None:
     target = TARGETS[vocab]
     boxes = {text: intervals(target, text, sampling) for text in itertools.product(range(vocab), repeat=LENGTH)}
@@ -99,9 +99,15 @@ def two_tokens(requests: Sequence[Request], target: QuickToy, method: str) -> Co
 
 
 @pytest.mark.parametrize("method", ["tree", "card"])
-@pytest.mark.parametrize("rule", ["gumbel", "match"])
-def test_sampled_texts_by_chi_square(rule: str, method: str) -> None:
-    target, sampling, count = TARGETS[4], Sampling(1.1), 5000 if rule == "gumbel" else 1500
+@pytest.mark.parametrize(
+    ("rule", "count"),
+    [
+        *(("gumbel", 800), ("match", 400)),
+        *(pytest.param(*long, marks=pytest.mark.long) for long in (("gumbel", 5000), ("match", 1500))),
+    ],
+)
+def test_sampled_texts_by_chi_square(rule: str, count: int, method: str) -> None:
+    target, sampling = TARGETS[4], Sampling(1.1)
     pairs = list(itertools.product(range(4), repeat=2))
     expected = {pair: plain_probability(target, pair, sampling) for pair in pairs}
     by_seed = [make_request(PROMPT, rule, 2, sampling=sampling, seed=seed) for seed in range(count)]

@@ -45,7 +45,7 @@ def smollm2() -> Llama:
     return load_model(None, dtype="float32").model
 
 
-@pytest.fixture(params=[*TINIES, pytest.param("smollm2", marks=pytest.mark.smollm2)])
+@pytest.fixture(params=[*TINIES, pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.long])])
 def model(request: pytest.FixtureRequest) -> Llama:
     if request.param == "smollm2":
         return request.getfixturevalue("smollm2")
@@ -77,6 +77,20 @@ def test_a_tree_scores_as_its_paths_do(model: Llama) -> None:
     for node in range(24):
         path = [tokens[other] for other in branch(parents, node)]
         assert_same(model, got[node], fresh(model, prompt + path))
+
+
+@pytest.mark.smollm2
+def test_a_small_tree_of_the_real_model_scores_as_its_paths_do_and_is_kept(smollm2: Llama) -> None:
+    prompt = text(smollm2, 12)
+    parents, tokens = random_parents(6, 1), text(smollm2, 6, 2)
+    session = prefilled(smollm2, prompt)
+    got = smollm2.score([Part(session, tokens, parents, range(6))])
+    for node in range(6):
+        path = [tokens[other] for other in branch(parents, node)]
+        assert_same(smollm2, got[node], fresh(smollm2, prompt + path))
+    session.keep(branch(parents, 5))
+    full = prefilled(smollm2, prompt + path)
+    assert_same(smollm2, session.kv[:, :, : full.length], full.kv[:, :, : full.length])
 
 
 def test_a_tree_grown_in_pieces_scores_as_one(model: Llama) -> None:

@@ -143,7 +143,12 @@ def test_plain_decoding_is_the_slow_twin(option: str) -> None:
     assert bites >= 3, "the option changes next to nothing here: the test would not notice if it were ignored"
 
 
-@pytest.mark.parametrize("method", METHODS)
+LONG = ("ngram chain", "model chain", "perfect chain")  # a tree's rows are chains too
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in METHODS]
+)
 def test_every_option_at_once(method: str) -> None:
     """All wishes in one batch: a row that is adjusted by its neighbour's options would show."""
     decoder, drafter, worker, width = METHODS[method]

@@ -63,13 +63,14 @@ def test_rows_are_ranked_as_the_definition_says(held: int, temperature: float, w
     keys = [row_key(held, 0, place) for place in range(len(scores))]
     for asked in ([], keys):
         for tokens in (None, ids):
+            rows = zip(scores, asked or [None] * len(scores), strict=True)
+            defined = [definition(row, temperature, key, tokens, whole) for row, key in rows]
             for count in (1, 8, held, held + 5):
                 got = rank(scores, count, temperature, asked, tokens, whole)
-                for number, (row, (best, values)) in enumerate(zip(scores, got, strict=True)):
-                    key = asked[number] if asked else None
-                    expected, exact = definition(row, temperature, key, tokens, whole)
+                for (best, values), (expected, exact) in zip(got, defined, strict=True):
                     assert best == expected[:count]
-                    assert values == pytest.approx(exact[:count], abs=2e-6, rel=1e-12)
+                    assert len(values) == len(best)
+                    np.testing.assert_allclose(values, exact[:count], atol=2e-6, rtol=1e-12)
 
 
 @needs_kernels
