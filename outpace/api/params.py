@@ -44,7 +44,8 @@ class SamplingParams:
         presence_penalty: -2 to 2, taken off the logit of tokens that the answer has.
         frequency_penalty: -2 to 2, taken off for each time that the answer has them.
         logit_bias: token id to what is added to its logit, -100 to 100.
-        bad_words: strings that are not written, as they are or after a space.
+        bad_words: strings whose tokens, as they are and after a space, are not written. Other tokens may still spell
+            them: "colours" may be written where the tokens of "colour" are banned.
 
     What is told beside the text:
         logprobs: so many of the best tokens' log-probabilities beside each written token's, 0 to 1024; None for none.

@@ -50,7 +50,10 @@ class Writing:
     logit_bias: Annotated[
         list[str] | None, _flag("TOKEN=BIAS: added to the logit of a token id, -100 to 100; may be repeated.")
     ] = None
-    bad_words: Annotated[list[str] | None, _flag("Is never written; may be repeated.")] = None
+    bad_words: Annotated[
+        list[str] | None,
+        _flag("Ban the tokens of this string, as it is and after a space; other tokens may still spell it."),
+    ] = None
     min_tokens: Annotated[int, _flag("The shortest answer, in tokens.")] = 0
 
     def options(self) -> dict[str, Any]:
