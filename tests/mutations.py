@@ -57,17 +57,17 @@ def drop_own_token(after_rejection: bool) -> Callable[[Original], Original]:
     return make
 
 
-def shift_scores(reduce_rows: Original) -> Original:
+def shift_scores(reduce_apart: Original) -> Original:
     def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
-        picks = reduce_rows(logits, rows)
+        picks = reduce_apart(logits, rows)
         return picks[1:] + picks[:1]
 
     return mutated
 
 
-def swap_requests(reduce_rows: Original) -> Original:
+def swap_requests(reduce_apart: Original) -> Original:
     def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
-        picks = reduce_rows(logits, rows)
+        picks = reduce_apart(logits, rows)
         first = {id(row.request): number for number, row in reversed(list(enumerate(rows)))}
         places = sorted(first.values())
         for place, pick in zip(places, [picks[p] for p in places[1:] + places[:1]], strict=True):
@@ -214,8 +214,8 @@ def without_temperature(processed: Original) -> Original:
 MUTATIONS = [
     Mutation("drop the recovery token", [running.Running], "commit", drop_own_token(True)),
     Mutation("drop the bonus token", [running.Running], "commit", drop_own_token(False)),
-    Mutation("shift scores by one", [engine], "reduce_rows", shift_scores),
-    Mutation("batch rows handed to the wrong request", [engine], "reduce_rows", swap_requests),
+    Mutation("shift scores by one", [engine], "reduce_apart", shift_scores),
+    Mutation("batch rows handed to the wrong request", [engine], "reduce_apart", swap_requests),
     Mutation("gumbel: reuse noise across seeds", [gumbel], "row_key", key_without(0)),
     Mutation("gumbel: reuse noise across choices", [gumbel], "row_key", key_without(1)),
     Mutation("gumbel: reuse noise across positions", [gumbel], "row_key", key_without(2)),

@@ -52,12 +52,10 @@ def rejection_differences() -> Iterator[str]:
         draft = enumeration.draft_of(name, target)
         possible = list(ways.Ways(target, draft, ways.ASKED[asked], 2, 3).all())
         drafter = ModelDrafter(draft, Options(width=1, floor=0.0))
-        with pytest.MonkeyPatch.context() as patch:
-            enumeration.follow(possible, target, drafter, ways.ASKED[asked], 2, patch)
+        enumeration.follow(possible, target, drafter, ways.ASKED[asked], 2)
     possible = list(ways.Ways(target, None, ways.ASKED["bare"], 5, 3).all(enumeration.siblings))
-    with pytest.MonkeyPatch.context() as patch:
-        planted = enumeration.Planted(enumeration.siblings)
-        enumeration.follow(possible, target, planted, ways.ASKED["bare"], 5, patch)
+    planted = enumeration.Planted(enumeration.siblings)
+    enumeration.follow(possible, target, planted, ways.ASKED["bare"], 5)
     yield from key_differences(target, drafter)
 
 

@@ -12,10 +12,9 @@ from option_checks import find_in_memory, find_in_options, find_in_rejection
 from torch import Tensor
 
 from outpace.api import text
-from outpace.core import adjust, logprobs, noise
+from outpace.core import adjust, chance, logprobs, noise
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verdict
-from outpace.drafters import _drawn
 from outpace.drafters import model as draft_model
 from outpace.engine import engine, memory
 from outpace.engine import request as running
@@ -99,18 +98,19 @@ def own_token_of_the_root(walk: Original) -> Original:
     def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         verdict = walk(self, tree, picks)
         p, last = picks[0].p, picks[verdict.path[-1]].row
-        return verdict._replace(next_token=rejection.draw(p, self.chance(last, last.node_id, noise.RESIDUAL)))
+        key = rejection.key_of(last, last.node_id, noise.RESIDUAL)
+        return verdict._replace(next_token=self.chance.draw(key, p))
 
     return mutated
 
 
-def key_of_a_place(chance: Original) -> Original:
+def key_of_a_place(number: Original) -> Original:
     """By the node's place among those of a round, so that it returns in the next."""
-    return lambda self, row, node_id, purpose: chance(self, row, node_id % 4, purpose)
+    return lambda self, key: number(self, key if key.purpose == noise.DRAW else key._replace(node_id=key.node_id % 4))
 
 
-def one_purpose(chance: Original) -> Original:
-    return lambda self, row, node_id, purpose: chance(self, row, node_id, noise.ACCEPT)
+def one_purpose(number: Original) -> Original:
+    return lambda self, key: number(self, key if key.purpose == noise.DRAW else key._replace(purpose=noise.ACCEPT))
 
 
 def key_without(part: int) -> Callable[[Original], Original]:
@@ -118,8 +118,8 @@ def key_without(part: int) -> Callable[[Original], Original]:
     return lambda keyed: lambda *parts: keyed(*(0 if n == part else value for n, value in enumerate(parts)))
 
 
-def draw_key_of_a_place(uniform: Original) -> Original:
-    return lambda seed, choice, node_id, purpose: uniform(seed, choice, node_id % 4, purpose)
+def draw_key_of_a_place(number: Original) -> Original:
+    return lambda self, key: number(self, key._replace(node_id=key.node_id % 4) if key.purpose == noise.DRAW else key)
 
 
 def one_too_far(best_start: Original) -> Original:
@@ -210,11 +210,11 @@ OPTION_MUTATIONS = [
     mutation("rejection: q filtered for drawing, unfiltered for judging", draft_model, "draw_child", unfiltered_q),
     mutation("rejection: the likeliest token judged as if drawn", draft_model, "draw_child", draw_the_likeliest),
     mutation("rejection: a picked token has the chance p of another", rejection, "certain", lambda f: lambda t, p: p),
-    mutation("rejection: keys return in a later round", rejection.Rejection, "chance", key_of_a_place),
-    mutation("rejection: one key for two purposes", rejection.Rejection, "chance", one_purpose),
-    mutation("rejection: reuse noise across choices", rejection, "uniform", key_without(1)),
-    mutation("rejection: reuse noise across seeds", rejection, "uniform", key_without(0)),
-    mutation("rejection: draws return in a later round", _drawn, "uniform", draw_key_of_a_place),
+    mutation("rejection: keys return in a later round", chance.Chance, "number", key_of_a_place),
+    mutation("rejection: one key for two purposes", chance.Chance, "number", one_purpose),
+    mutation("rejection: reuse noise across choices", chance, "uniform", key_without(1)),
+    mutation("rejection: reuse noise across seeds", chance, "uniform", key_without(0)),
+    mutation("rejection: draws return in a later round", chance.Chance, "number", draw_key_of_a_place),
     mutation("reuse: a prefix copied one token too far", memory.Memory, "_best_start", one_too_far),
     mutation("reuse: what an end cut off is kept", memory.Memory, "close", not_cut_off),
     mutation("reuse: what a broken round left", memory.Memory, "close", forget_that_it_broke),

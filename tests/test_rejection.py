@@ -16,14 +16,14 @@ from doubles import QuickToy, chi_square, decode, make_drafter, make_request, pr
 from files import smollm2_file
 from test_library import folder
 from twins import processed_slowly
-from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways
+from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways, by_chance
 
 import outpace
 from outpace.api.llm import LLM
 from outpace.core import noise
+from outpace.core.chance import Chance, Key
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
-from outpace.drafters import _drawn
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
@@ -52,14 +52,12 @@ def follow(
     drafter: Drafter,
     asked: dict[str, Any],
     gamma: int,
-    patch: pytest.MonkeyPatch,
 ) -> None:
     """The engine goes every way, at three corners of all its intervals."""
     table = [
         {key: low + at * (high - low) for key, (low, high) in way.numbers.items()} for way in ways for at in CORNERS
     ]
-    rule = Prescribed(table)
-    patch.setattr(_drawn, "uniform", rule.drawn)
+    rule = by_chance(Prescribed(table))
     length = len(ways[0].tokens)
     requests = [make_request(PROMPT, rule, length, seed=number, **asked) for number in range(len(table))]
     run = decode(requests, "speculative", drafter, target=target, engine=WIDE, draft_length=gamma)
@@ -90,15 +88,13 @@ DRAWN = [
 
 
 @pytest.mark.parametrize(("vocab", "name", "asked", "gamma", "length"), DRAWN)
-def test_drawn_chains_by_enumeration(
-    vocab: int, name: str, asked: str, gamma: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drawn_chains_by_enumeration(vocab: int, name: str, asked: str, gamma: int, length: int) -> None:
     target = TARGETS[vocab]
     draft = draft_of(name, target)
     possible = Ways(target, draft, ASKED[asked], gamma, length)
     ways = list(possible.all())
     check(ways, possible.chances())
-    follow(ways, target, ModelDrafter(draft, Options(width=1, floor=0.0)), ASKED[asked], gamma, monkeypatch)
+    follow(ways, target, ModelDrafter(draft, Options(width=1, floor=0.0)), ASKED[asked], gamma)
 
 
 def copied(text: Sequence[int]) -> list[list[int]]:
@@ -112,12 +108,12 @@ def copied(text: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("vocab", TARGETS)
-def test_copied_chains_by_enumeration(vocab: int, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_chains_by_enumeration(vocab: int, asked: str) -> None:
     target = TARGETS[vocab]
     possible = Ways(target, None, ASKED[asked], 3, 3)
     ways = list(possible.all(copied))
     check(ways, possible.chances())
-    follow(ways, target, Ngram(NgramOptions(branches=1, copies=3)), ASKED[asked], 3, monkeypatch)
+    follow(ways, target, Ngram(NgramOptions(branches=1, copies=3)), ASKED[asked], 3)
 
 
 def siblings(text: Sequence[int]) -> list[list[int]]:
@@ -154,33 +150,31 @@ class Planted(Drafter):
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_picked_siblings_by_enumeration(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picked_siblings_by_enumeration(asked: str) -> None:
     possible = Ways(TARGETS[3], None, ASKED[asked], 5, 3)
     ways = list(possible.all(siblings))
     check(ways, possible.chances())
-    follow(ways, TARGETS[3], Planted(siblings), ASKED[asked], 5, monkeypatch)
+    follow(ways, TARGETS[3], Planted(siblings), ASKED[asked], 5)
 
 
-def test_no_key_returns_although_positions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_returns_although_positions_do() -> None:
     """A position is drafted again in the round after a rejection: none of its numbers may be those of before."""
     keys: Counter[tuple[int, ...]] = Counter()
     places: defaultdict[int, set[int]] = defaultdict(set)  # by position: the nodes that were judged there
 
+    class Counted(Chance):
+        def number(self, key: Key) -> float:
+            keys[key] += 1
+            return super().number(key)
+
     class Noting(Rejection):
-        def chance(self, row: Row, node_id: int, purpose: int) -> float:
-            keys[row.request.seed, row.request.choice, node_id, purpose] += 1
-            return super().chance(row, node_id, purpose)
+        chance = Counted()
 
         def reduce(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Any]:
             for row in rows:
                 places[row.position].add(row.node_id)
             return super().reduce(logits, rows)
 
-    def drawn(seed: int, choice: int, node_id: int, purpose: int) -> float:
-        keys[seed, choice, node_id, purpose] += 1
-        return noise.uniform(seed, choice, node_id, purpose)
-
-    monkeypatch.setattr(_drawn, "uniform", drawn)
     target = TARGETS[4]
     request = make_request(PROMPT, Noting(), 60, temperature=1.0, seed=3)
     drafter = ModelDrafter(draft_of("partial", target), Options(width=1, floor=0.0))

@@ -15,8 +15,9 @@ from doubles import QuickToy, make_request
 from twins import processed_slowly
 
 from outpace.core import noise
+from outpace.core.chance import Chance, Key
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, Row
+from outpace.core.types import Adjustments
 from outpace.rules.rejection import Rejection
 
 PROMPT = (2, 0, 1, 2, 0)
@@ -47,17 +48,21 @@ class Way(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Prescribed(Rejection):
+class Prescribed(Chance):
     """Every uniform number is written in a table: by request, node and purpose; one half where it does not matter."""
 
     def __init__(self, table: Sequence[dict[tuple[int, int], float]]) -> None:
         self.table = table
 
-    def chance(self, row: Row, node_id: int, purpose: int) -> float:
-        return self.table[row.request.seed].get((node_id, purpose), 0.5)
+    def number(self, key: Key) -> float:
+        return self.table[key.seed].get((key.node_id, key.purpose), 0.5)
 
-    def drawn(self, seed: int, choice: int, node_id: int, purpose: int) -> float:
-        return self.table[seed].get((node_id, purpose), 0.5)
+
+def by_chance(chance: Chance) -> Rejection:
+    """The rule with something else to decide for it."""
+    rule = Rejection()
+    rule.chance = chance
+    return rule
 
 
 class Ways:

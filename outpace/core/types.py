@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from outpace.core.chance import Chance
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
@@ -23,6 +24,7 @@ class Rule:
     lossless: bool  # the distribution of the answers is the target's own
     keyed: bool = False  # the text follows from the request and the target alone, however it is drafted
     siblings: Siblings  # how a drafter that can choose is to make a node's children
+    chance: Chance = Chance()  # decides what the rule, and a drafter that draws for it, leave to chance
     judges_greedy: bool = False  # requests of temperature 0
     judges_sampled: bool = True  # all others
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outpace.core.noise import DRAW, uniform
+from outpace.core.chance import Key
+from outpace.core.noise import DRAW
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Request
 
@@ -16,9 +17,8 @@ def draw_child(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> i
     Keyed by the node's id. Nothing is drawn anew for the same node: it has one child.
     """
     q = torch.exp(log_q.double()).cpu()
-    cumulative = q.cumsum(0)
-    u = uniform(request.seed, request.choice, tree.ids[node], DRAW) * float(cumulative[-1])
-    token = int(torch.searchsorted(cumulative, u, right=True))
-    tree.q[node] = q / cumulative[-1]
+    q /= q.sum()
+    token = request.rule.chance.draw(Key(request.seed, request.choice, tree.ids[node], DRAW), q)
+    tree.q[node] = q
     tree.add(node, token, tree.scores[node] + min(float(log_q[token]), 0.0), siblings=Siblings.DRAWN)
     return 1

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
-from outpace.core.noise import ACCEPT, RESIDUAL, uniform
+from outpace.core.chance import Key
+from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.sampling import processed
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, Rule, Verdict
@@ -31,10 +32,17 @@ class Options:
 
 
 class Judged(NamedTuple):
-    """A node's row on the host: p after it, float64 [vocab]."""
+    """A node's row of scores [vocab], of which p is made where the walk comes to the node: most it never does."""
 
     row: Row
-    p: Tensor
+    logits: Tensor
+
+    @property
+    def p(self) -> Tensor:
+        """p after the node, float64 [vocab], on the host."""
+        log_p = processed(adjusted(self.logits[None], [self.row]), [self.row.request.sampling])[0]
+        p = torch.exp(log_p.double()).cpu()
+        return p / p.sum()
 
 
 class Rejection(Rule):
@@ -44,27 +52,21 @@ class Rejection(Rule):
     siblings = Siblings.DRAWN
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Judged]:
-        log_p = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
-        p = torch.exp(log_p.double()).cpu()
-        return [Judged(row, values / values.sum()) for row, values in zip(rows, p, strict=True)]
+        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
         path = [0]
         while path[-1] < len(picks):
-            row, p = picks[path[-1]]
-            child, rest = self._accept(tree, path[-1], row, p)
+            judged = picks[path[-1]]
+            child, rest = self._accept(tree, path[-1], judged.row, judged.p)
             if child is None:
-                return Verdict(path, draw(rest, self.chance(row, row.node_id, RESIDUAL)))
+                return Verdict(path, self.chance.draw(key_of(judged.row, judged.row.node_id, RESIDUAL), rest))
             path.append(child)
         return Verdict(path, None)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
         return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
-
-    def chance(self, row: Row, node_id: int, purpose: int) -> float:
-        """The uniform number in [0, 1) that decides this node."""
-        return uniform(row.request.seed, row.request.choice, node_id, purpose)
 
     def _accept(self, tree: TokenTree, node: int, row: Row, p: Tensor) -> tuple[int | None, Tensor]:
         """The child that is accepted, or None with the distribution of the target's own token."""
@@ -75,7 +77,7 @@ class Rejection(Rule):
         for child in children:
             token = tree.tokens[child]
             q = tree.q[node] if kind is Siblings.DRAWN else certain(token, p)
-            if self.chance(row, tree.ids[child], ACCEPT) * float(q[token]) < float(p[token]):
+            if self.chance.accepts(key_of(row, tree.ids[child], ACCEPT), float(p[token]) / float(q[token])):
                 return child, p
             p = residual(p, q)
         return None, p
@@ -97,10 +99,9 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return rest / total if total > 0 else p  # p = q up to rounding: nothing is ever rejected there
 
 
-def draw(p: Tensor, u: float) -> int:
-    """The least token whose cumulative p exceeds u."""
-    cumulative = p.cumsum(0)
-    return int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+def key_of(row: Row, node_id: int, purpose: int) -> Key:
+    """What decides a node of this row's request."""
+    return Key(row.request.seed, row.request.choice, node_id, purpose)
 
 
 def build(options: Options) -> Rejection:

@@ -1,0 +1,38 @@
+"""What decides where a rule leaves it to chance: keyed numbers, or whatever a test puts in their place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.core.noise import uniform
+
+
+class Key(NamedTuple):
+    """Names one decision of one request; none may be asked for twice, or a text would be biased. Node ids never return,
+    so they tell the rounds apart; `purpose` is one of `core.noise`."""
+
+    seed: int
+    choice: int
+    node_id: int
+    purpose: int
+
+
+class Chance:
+    """Decisions by one uniform number a key: the same whatever else was decided, and in whatever order."""
+
+    def number(self, key: Key) -> float:
+        """In [0, 1)."""
+        return uniform(*key)
+
+    def accepts(self, key: Key, p: float) -> bool:
+        """True with probability p; certain from 1 on."""
+        return self.number(key) < p
+
+    def draw(self, key: Key, p: Tensor) -> int:
+        """A token drawn from p [vocab], float64, which need not be normalised: the least whose cumulative p exceeds the
+        number."""
+        cumulative = p.cumsum(0)
+        return int(torch.searchsorted(cumulative, self.number(key) * float(cumulative[-1]), right=True))

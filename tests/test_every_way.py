@@ -1,0 +1,105 @@
+"""Every way that chance may go, in the real engine: the ratio rule keeps the target's distribution to 1e-12."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from doubles import make_request
+from enumerating import Enumerating, texts_by_chance
+from test_rejection import Planted, copied, draft_of, siblings
+from ways import ASKED, PROMPT, TARGETS, Ways, by_chance
+
+from outpace.core.chance import Chance, Key
+from outpace.core.noise import DRAW
+from outpace.core.types import Drafter, Request
+from outpace.decoders import autoregressive, speculative
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import Engine, EngineOptions
+
+TARGET = TARGETS[3]
+LENGTH = 3
+
+
+def drafter_of(name: str) -> Drafter:
+    """A chain that is drawn, one that is copied, or picked siblings."""
+    planted = {"copied": copied, "siblings": siblings}
+    return Planted(planted[name]) if name in planted else ModelDrafter(draft_of(name, TARGET), Options(1, floor=0.0))
+
+
+def write(request: Request, name: str, gamma: int, nodes: int, beside: int = 0) -> list[int]:
+    """The text of a request, in an engine of its own; `beside` others of the same prompt write plainly."""
+    drafter = None if name == "plain" else drafter_of(name)
+    decoder = autoregressive if name == "plain" else speculative
+    options: Any = autoregressive.Options() if name == "plain" else speculative.Options(draft_length=gamma)
+    with Engine(TARGET, drafter, options=EngineOptions(nodes=nodes, chunk=3)) as engine:
+        run = engine.submit(request, decoder, options)
+        for number in range(beside):
+            engine.submit(make_request(PROMPT[number:], max_tokens=2), autoregressive, autoregressive.Options())
+        while run.finish_reason is None:
+            engine.step()
+    assert run.error is None, run.error
+    return run.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "gamma", "nodes", "beside"),
+    [
+        ("plain", "bare", 1, 8, 0),
+        ("perfect", "bare", 2, 8, 0),
+        ("garbage", "bare", 2, 8, 0),
+        ("partial", "penalties", 1, 8, 0),
+        ("garbage", "top-k", 3, 8, 0),
+        ("garbage", "bare", 3, 3, 0),  # the budget cuts the chain
+        ("partial", "top-p", 1, 8, 2),  # in a batch
+        ("copied", "bare", 3, 8, 0),
+        ("siblings", "min-p", 2, 8, 0),
+        ("siblings", "bare", 2, 8, 0),
+    ],
+)
+def test_the_products_of_all_ways_add_up_to_the_targets_own(
+    name: str, asked: str, gamma: int, nodes: int, beside: int
+) -> None:
+    chance = Enumerating()
+    request = make_request(PROMPT, by_chance(chance), LENGTH, **ASKED[asked])
+    found = texts_by_chance(chance, lambda: write(request, name, gamma, nodes, beside))
+    exact = Ways(TARGET, None, ASKED[asked], gamma, LENGTH).chances()
+    assert set(found) == set(exact)
+    assert all(abs(found[text] - exact[text]) < 1e-12 for text in exact)
+
+
+@pytest.mark.parametrize("purpose", [None, DRAW])
+def test_a_key_that_decides_twice_is_caught(purpose: int | None) -> None:
+    """As if draws, or all that is decided, were keyed by the place among a round's nodes."""
+
+    class Returning(Enumerating):
+        def _decide(self, key: Key, outcomes: Any) -> object:
+            returns = purpose is None or key.purpose == purpose
+            return super()._decide(key._replace(node_id=key.node_id % 2) if returns else key, outcomes)
+
+    chance = Returning()
+    request = make_request(PROMPT, by_chance(chance), 6, temperature=1.0)
+    with pytest.raises(AssertionError, match="decides twice"):
+        texts_by_chance(chance, lambda: write(request, "garbage", 1, 8))
+
+
+def test_a_biased_draft_is_caught() -> None:
+    """A drafter that replaces what it drew, as pruning by what was drawn does: the sums are no longer the target's."""
+
+    class Pruning(Enumerating):
+        def draw(self, key: Key, p: Any) -> int:
+            token = super().draw(key, p)
+            return 0 if key.purpose == DRAW and token == 1 else token
+
+    chance = Pruning()
+    request = make_request(PROMPT, by_chance(chance), 2, temperature=1.0)
+    found = texts_by_chance(chance, lambda: write(request, "garbage", 1, 8))
+    exact = Ways(TARGET, None, ASKED["bare"], 1, 2).chances()
+    assert max(abs(found.get(text, 0.0) - exact[text]) for text in exact) > 1e-3
+
+
+def test_numbers_decide_as_they_did() -> None:
+    key = Key(1, 0, 7, DRAW)
+    assert Chance().number(key) == Chance().number(key) != Chance().number(key._replace(choice=1))
+    assert Chance().accepts(key, 1.0)
+    assert not Chance().accepts(key, 0.0)
