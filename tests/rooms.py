@@ -21,7 +21,7 @@ COMMAND = "python tests/rooms.py"
 FLOORS = {"core": 0, "models": 1, "rules": 1, "candidates": 1, "drafters": 2, "decoders": 3, "engine": 4, "api": 5}
 SIDE_HOUSES = ("cli", "server", "bench", "distill", "simulate", "cluster", "integrations", "timeseries", "edge")
 FLOORS |= dict.fromkeys(SIDE_HOUSES, 6)
-HOMES = {"__init__": "api", "_moved": "core"}  # modules of the package itself, and the room whose rights they have
+HOMES = {"__init__": "api", "__main__": "cli", "_moved": "core"}  # modules of the package itself, and their rooms
 MODELS = {
     "base": 0,
     "options": 0,

@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +17,9 @@ from outpace.api.llm import LLM
 from outpace.api.stream import Result
 from outpace.api.text import Piece
 from outpace.cli import display
-from outpace.cli import generate as generate_module
-from outpace.cli.chat import ChatWriting, Conversation
 from outpace.cli.demo import Comparison
 from outpace.cli.display import LoadingBar, Page, printable
 from outpace.cli.main import main
-from outpace.core.errors import UserError
 from outpace.core.stats import fold
 from outpace.core.types import Step
 
@@ -46,106 +39,6 @@ def environment(tiny: Path) -> dict[str, str]:
 
 def answer(text: str, *tokens: int, seconds: float = 1.0) -> Result:
     return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, fold([]))
-
-
-class Canned:
-    """An LLM whose answers are known; `asked` is what it was asked, `interrupts` which answers Ctrl-C ends."""
-
-    method = "card"
-
-    def __init__(self, *answers: Result | UserError, interrupts: tuple[int, ...] = ()) -> None:
-        self.answers, self.interrupts = list(answers), interrupts
-        self.asked: list[list[dict[str, str]]] = []
-        self.plain = 0
-
-    def stream(self, asked: list[dict[str, str]], plain: bool = False, **_: Any) -> Any:
-        if plain:
-            self.plain += 1
-            return CannedStream(answer("plain", *range(8), seconds=2.0), False)
-        found = self.answers[len(self.asked)]
-        number = len(self.asked)
-        self.asked.append(asked)
-        if isinstance(found, UserError):
-            raise found
-        return CannedStream(found, number in self.interrupts)
-
-
-class CannedStream:
-    def __init__(self, result: Result, is_interrupted: bool) -> None:
-        self.result, self._is_interrupted = result, is_interrupted
-
-    def __iter__(self) -> Iterator[Piece]:
-        yield Piece(self.result.text, self.result.tokens, True)
-        if self._is_interrupted:
-            raise KeyboardInterrupt
-
-    def close(self) -> None:
-        pass
-
-    def finish(self) -> Result:
-        return self.result
-
-
-def talk(llm: Any, *lines: str, system: str | None = None) -> Conversation:
-    conversation = Conversation(llm, ChatWriting(), system, color=False)
-    for line in lines:
-        assert conversation.take(line)
-    return conversation
-
-
-def test_the_conversation_so_far_is_asked_again(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = Canned(answer("one", *range(6)), answer("two", *range(6)), answer("three", *range(6)))
-    conversation = talk(llm, "a", "b", "/reset", "", "c", system="brief")
-    roles = [[turn["role"] for turn in asked] for asked in llm.asked]
-    opening = ["system", "user"]
-    assert roles == [opening, [*opening, "assistant", "user"], opening]
-    assert [turn["content"] for turn in llm.asked[1]] == ["brief", "a", "one", "b"]
-    assert not conversation.take("/exit")
-    shown = capsys.readouterr()
-    assert shown.out == "one\ntwo\nthree\n"
-    assert "the conversation is forgotten" in shown.err
-
-
-def test_the_speedup_is_an_estimate_taken_anew_when_the_text_has_doubled(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = Canned(*(answer("one", *range(8)) for _ in range(3)))
-    talk(llm, "a long enough question", "b")
-    assert llm.plain == 1
-    talk(llm, "c" * 100)
-    assert llm.plain == 2
-    assert capsys.readouterr().err.count("about 2.00x plain (estimate)") == 3
-
-
-def test_ctrl_c_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = Canned(answer("half an ans", *range(6)), answer("two", *range(6)), interrupts=(0,))
-    talk(llm, "a", "b")
-    assert [turn["content"] for turn in llm.asked[1]] == ["a", "half an ans", "b"]
-    assert capsys.readouterr().out == "half an ans\ntwo\n"
-
-
-def test_a_question_that_cannot_be_answered_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = Canned(UserError("too long"), answer("two", *range(6)))
-    talk(llm, "a", "/rest", "b")
-    assert [turn["content"] for turn in llm.asked[1]] == ["b"]
-    shown = capsys.readouterr().err
-    assert "error: too long" in shown
-    assert "unknown command /rest" in shown
-
-
-def test_chat_from_a_pipe(tiny: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "outpace.cli.main", "chat", "--target", str(tiny), "--max-tokens", "6"]
-    done = subprocess.run(
-        [*command, "--color", "--method", "card"],
-        input="hello\nworld\n/reset\nhello\n",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tokens/s") == 3
-    assert done.stderr.count("plain (estimate)") >= 1
-    assert "> " not in done.stdout
-    assert "\x1b" not in done.stdout
 
 
 def test_color_marks_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,48 +123,3 @@ def test_demo_on_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = demo(capsys, "--json")
     first = json.loads(out)["prompts"][0]
     assert (code, first["text"][:4]) == (0, "Dear")
-
-
-@pytest.mark.parametrize("form", [[], ["--json"]])
-def test_ctrl_c_ends_an_answer_cleanly(tiny: Path, environment: dict[str, str], form: list[str]) -> None:
-    script = f"""
-import sys
-from outpace.cli import display, main
-from outpace.api.llm import Stream
-class Loud(Stream):
-    def _piece(self, *given):
-        sys.stderr.write("."); sys.stderr.flush()
-        return super()._piece(*given)
-import outpace.api.llm; outpace.api.llm.Stream = Loud
-main.main({["generate", "hello", "--target", str(tiny), "--max-tokens", "16000", *form]})
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background inherits "ignore"
-    )
-    assert process.stderr is not None
-    assert process.stderr.read(8) == b"." * 8
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == generate_module.INTERRUPTED, err
-    assert b"Traceback" not in err
-    assert out.endswith(b"\n")
-    if form:
-        assert json.loads(out)["finish_reason"] == "abort"
-    else:
-        assert b", stopped\n" in err
-
-
-def test_a_closed_pipe_is_quiet(tiny: Path, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "outpace.cli.main", "generate", "hello", "--target", str(tiny)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdout = None
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
-    assert b"Traceback" not in err
-    assert b"Exception ignored" not in err

@@ -66,6 +66,11 @@ class Stream:
     def __del__(self) -> None:
         self._engine.abort(self._run)  # nobody reads on
 
+    def abort(self) -> None:
+        """Ends the answer after the round that is under way, and returns at once. For a handler of signals, and for any
+        thread; what was written until then is still handed out."""
+        self._engine.abort(self._run)
+
     def close(self) -> None:
         """Ends the answer where it is, also for a thread that is reading it."""
         self._engine.drop(self._run)

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
-from outpace.cli.generate import INTERRUPTED
 from outpace.cli.options import Loading, flags
+from outpace.cli.signals import INTERRUPTED
 from outpace.cli.writing import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 

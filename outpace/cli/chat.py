@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outpace.cli import display
+from outpace.cli import display, signals
+from outpace.cli.lines import open_lines
 from outpace.cli.options import Loading, System, flags
 from outpace.cli.writing import MaxTokens, Writing
 from outpace.core.errors import UserError
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 
 SAMPLE = 16  # plain tokens that the estimate of plain decoding's rate is taken from
 FEWEST = 4  # with fewer there is no estimate
+ROOM = 4  # an answer may count on this part of the context, or on max_tokens if that is less
+COMMANDS = {
+    "/help": "list the commands; Alt-Enter begins a new line of the same question",
+    "/reset": "forget the conversation, but not the system prompt",
+    "/quit": "end it, as /exit and Ctrl-D do",
+}
+HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,29 @@ def chat(
 ) -> None:
     """Talk to the model.
 
-    Ctrl-C stops an answer. /reset forgets the conversation, /exit or Ctrl-D ends it.
+    Ctrl-C stops an answer. /help lists the commands, /reset forgets the conversation, /quit or Ctrl-D ends it. From a
+    pipe, each line is a question.
     """
     writing.check()
-    with loading.open(ctx.obj) as llm:
+    is_typed, read = open_lines()
+    with signals.at_safe_points(), loading.open(ctx.obj) as llm:
         talk = Conversation(llm, writing, system, color)
-        if sys.stdin.isatty():
-            display.say(f"{llm.target.name} by {llm.method}. Ctrl-C stops an answer; /reset, /exit.")
-        while (line := _read()) is not None:
-            if not talk.take(line.strip()):
+        if is_typed:
+            display.say(f"{llm.target.name} by {llm.method}. Ctrl-C stops an answer; {HINT}.")
+        while (line := _next(read, is_typed)) is not None:
+            if not talk.take(line.rstrip("\n")):
                 break
+
+
+def _next(read: Callable[[], str | None], is_typed: bool) -> str | None:
+    """The next line; None at the end. Ctrl-C at the prompt clears the line, while waiting for a pipe it ends all."""
+    try:
+        return read()
+    except KeyboardInterrupt:
+        if not is_typed:
+            raise
+        display.say(HINT)
+        return ""
 
 
 class Conversation:
@@ -62,21 +82,24 @@ class Conversation:
 
     def take(self, line: str) -> bool:
         """Answers one line, or obeys it; False when the conversation is over."""
-        if line == "/exit":
+        command = line.partition(" ")[0].rstrip()
+        if command in ("/quit", "/exit"):
             return False
-        if line == "/reset":
+        if command == "/reset":
             self._turns = list(self._opening)
             display.say("the conversation is forgotten")
-        elif line.startswith("/") and line[1:].isalpha():
-            display.say(f"unknown command {line}, there are /reset and /exit", "red")
-        elif line:
-            self._answer(line)
+        elif command == "/help":
+            display.say("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()))
+        elif command.startswith("/") and command[1:].isalpha():
+            display.say(f"unknown command {command}, the commands are {', '.join(COMMANDS)}", "red")
+        elif line.strip():
+            self._answer(line.strip())
         return True
 
     def _answer(self, line: str) -> None:
-        asked = [*self._turns, {"role": "user", "content": line}]
         page = display.Page(self._color)
         try:
+            asked = self._fitting([*self._turns, {"role": "user", "content": line}])
             stream = self._llm.stream(asked, **self._writing.options())
             display.write_answer(stream, page.show)
             result = stream.finish()
@@ -88,35 +111,36 @@ class Conversation:
         self._turns = [*asked, {"role": "assistant", "content": result.text}]
         display.say(display.summary(result, self._speedup(result, asked)))
 
+    def _fitting(self, asked: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Without the oldest questions and answers where the context could not hold them and a good answer."""
+        first, dropped = len(self._opening), 0
+        context = self._llm.target.model.max_positions
+        room = min(self._writing.max_tokens, context // ROOM)
+        while len(asked) > first + 1 and len(self._llm.tokenizer.chat(asked)) + room > context:
+            asked, dropped = asked[:first] + asked[first + 2 :], dropped + 1
+        if dropped:
+            what = (
+                "the oldest question and its answer" if dropped == 1 else f"the {dropped} oldest questions and answers"
+            )
+            display.say(
+                f"the model's context of {context} tokens is full: {what} were left out; /reset forgets all", "yellow"
+            )
+        return asked
+
     def _speedup(self, result: Result, asked: list[dict[str, str]]) -> str:
         """How much faster this answer was than plain decoding of the same prompt's first tokens, timed apart."""
         length = sum(len(turn["content"]) for turn in asked)
         if self._llm.method == "autoregressive" or len(result.tokens) < FEWEST:
             return ""
         if self._plain is None or length > 2 * self._plain_at:
-            with contextlib.suppress(KeyboardInterrupt):
-                self._plain, self._plain_at = self._plain_rate(asked), length
+            self._plain, self._plain_at = self._plain_rate(asked), length
         return f"about {result.tokens_per_second / self._plain:.2f}x plain (estimate)" if self._plain else ""
 
     def _plain_rate(self, asked: list[dict[str, str]]) -> float | None:
-        options = self._writing.options() | {"max_tokens": min(SAMPLE, self._writing.max_tokens)}
-        sample = self._llm.stream(asked, plain=True, **options).finish()
-        return sample.tokens_per_second if len(sample.tokens) >= FEWEST else None
-
-
-def _read() -> str | None:
-    """The next line; None at the end. Ctrl-C at the prompt clears the line."""
-    try:
-        if not sys.stdin.isatty():
-            return sys.stdin.readline() or None
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then has history and editing)
-        return input("> ")
-    except KeyboardInterrupt:
-        display.say("\n/exit or Ctrl-D ends")
-        return ""
-    except EOFError:
-        print()
-        return None
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not text in {error.encoding} (byte {error.start})") from error
+        """Tokens a second; None where there were too few, or where Ctrl-C ended it."""
+        options = self._writing.options()
+        few = {name: min(SAMPLE, options[name]) for name in ("max_tokens", "min_tokens")}
+        sample = self._llm.stream(asked, plain=True, **options | few)
+        with signals.stopping(sample.abort):
+            result = sample.finish()
+        return None if signals.taken() or len(result.tokens) < FEWEST else result.tokens_per_second

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
+from outpace.cli import signals
+
 if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
@@ -44,14 +46,11 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
     """Shows each piece as it comes; False if Ctrl-C ended the answer. Warnings wait until it is over."""
-    with warnings.catch_warnings(record=True) as caught:
-        try:
+    with warnings.catch_warnings(record=True) as caught, signals.at_safe_points():
+        with signals.stopping(stream.abort):
             for piece in stream:
                 show(piece)
-            whole = True
-        except KeyboardInterrupt:
-            stream.close()
-            whole = False
+        whole = not signals.taken()
     for warning in caught:
         say(f"warning: {warning.message}", "yellow")
     return whole
@@ -131,8 +130,10 @@ class LoadingBar:
         self._silent = quiet or not console.is_terminal
         self._due = time.monotonic() + after
         self._task: TaskID | None = None
+        self._points = signals.at_safe_points()
 
     def __enter__(self) -> LoadingBar:
+        self._points.__enter__()
         return self
 
     def __exit__(
@@ -140,9 +141,11 @@ class LoadingBar:
     ) -> None:
         if self._task is not None:
             self._bar.stop()
+        self._points.__exit__(kind, error, trace)
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Shows how far a stage is."""
+        """Shows how far a stage is. Between two stages nothing is half done."""
+        signals.check()
         if self._silent or time.monotonic() < self._due:
             return
         if self._task is None:

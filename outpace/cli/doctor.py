@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import display
+from outpace.cli import display, signals
 from outpace.cli.options import Json
 from outpace.core.errors import UserError
 
@@ -84,7 +84,7 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     try:
         from outpace.api.load import load
 
-        with display.LoadingBar(quiet) as progress, load(progress=progress) as llm:
+        with signals.at_safe_points(), display.LoadingBar(quiet) as progress, load(progress=progress) as llm:
             return _measured(llm, bandwidth)
     except UserError as error:
         return {"missing": str(error)}
@@ -93,10 +93,11 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
 
 
 def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
-
     model = llm.target.model
     size = model.weight_bytes or 0
+    signals.check()
     llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
+    signals.check()
     figures = llm.generate(["Once upon a time"], max_tokens=PASSES, plain=True)[0].figures
     return {
         "name": llm.target.name,

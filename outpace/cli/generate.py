@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import display
+from outpace.cli import display, signals, standard_streams
 from outpace.cli.options import Json, Loading, System, flags
 from outpace.cli.writing import TEXT, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from outpace.api.llm import Prompt, Result, Stream
-
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -61,12 +58,12 @@ def generate(
 
     params = SamplingParams(**writing.options(), **wanted.options(as_json))
     asked = _asked(prompt, system, raw)
-    with loading.open(ctx.obj, quiet=as_json) as llm:
+    with signals.at_safe_points(), loading.open(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(asked, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         whole = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
     if not whole:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(signals.INTERRUPTED)
 
 
 def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
@@ -97,10 +94,8 @@ def _asked(prompt: str, system: str | None, raw: bool) -> Prompt:
 
 def _from_stdin() -> str:
     """All of standard input; the newline that ends its last line is the file's, not the prompt's."""
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input is not text in {error.encoding} (byte {error.start})") from error
+    with standard_streams.reading() as stream:
+        return stream.read().removesuffix("\n")
 
 
 def _record(result: Result, precision: str, several: bool) -> dict[str, object]:

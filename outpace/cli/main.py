@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli import display
+from outpace.cli import display, signals, standard_streams
 from outpace.cli.bench import bench
 from outpace.cli.chat import chat
 from outpace.cli.demo import demo
 from outpace.cli.distill import distill
 from outpace.cli.doctor import doctor
 from outpace.cli.extra import ExtraFlags
-from outpace.cli.generate import INTERRUPTED, generate
+from outpace.cli.generate import generate
 from outpace.cli.methods import methods
 from outpace.cli.simulate import simulate
 from outpace.cli.tune import tune
@@ -30,13 +29,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+anywhere = signals.at_any_point()  # what these begin, an interrupt may end wherever it is
 app.command(cls=ExtraFlags)(generate)
 app.command(cls=ExtraFlags)(chat)
-app.command(cls=ExtraFlags)(demo)
-app.command()(bench)
-app.command()(distill)
-app.command()(tune)
-app.command()(simulate)
+app.command(cls=ExtraFlags)(anywhere(demo))
+app.command()(anywhere(bench))
+app.command()(anywhere(distill))
+app.command()(anywhere(tune))
+app.command()(anywhere(simulate))
 app.command()(methods)
 app.command()(doctor)
 
@@ -57,24 +57,24 @@ def outpace(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0, 2 for bad input, 1 for a bug, 130 after Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to fail
     sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _run(arguments: list[str]) -> int:
     try:
+        standard_streams.prepare()
         code = app(arguments, prog_name="outpace", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
+        if isinstance(error, standard_streams.OutputError):
+            standard_streams.silence()
         display.say(f"error: {error}", "red")
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        return signals.INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        standard_streams.silence()
         return 1
     except Exception as error:
         return _unforeseen(error)

@@ -1,0 +1,258 @@
+"""Ctrl-C on the command line: noted and taken at safe points, a second one ends the program, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from files import write_gguf
+
+from outpace.cli import signals
+from outpace.cli.display import LoadingBar
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 120.0
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_a_safe_point() -> None:
+    passed = []
+
+    @signals.at_safe_points()
+    def work() -> None:
+        signals.check()
+        interrupt()
+        passed.append("after the interrupt")
+        signals.check()
+        passed.append("after the safe point")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert passed == ["after the interrupt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_end_of_the_block_is_a_safe_point() -> None:
+    passed = []
+
+    @signals.at_safe_points()
+    def work() -> None:
+        with signals.at_safe_points():
+            interrupt()
+        passed.append("a block within")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert passed == ["a block within"]
+
+
+def test_another_error_comes_before_the_interrupt() -> None:
+    @signals.at_safe_points()
+    def work() -> None:
+        interrupt()
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        work()
+
+
+def test_what_is_taken_is_forgotten() -> None:
+    with signals.at_safe_points():
+        assert not signals.taken()
+        interrupt()
+        assert signals.taken()
+        assert not signals.taken()
+        signals.check()
+        interrupt()  # a first one again
+        assert signals.taken()
+
+
+def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
+    stopped: list[int] = []
+    with signals.at_safe_points():
+        with signals.stopping(lambda: stopped.append(1)):
+            interrupt()
+            assert stopped == [1]
+        with signals.stopping(lambda: stopped.append(2)):  # the first one is not taken yet
+            assert stopped == [1, 2]
+        assert signals.taken()
+        interrupt()
+        assert stopped == [1, 2]
+        assert signals.taken()
+    with signals.stopping(lambda: stopped.append(3)), pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert stopped == [1, 2]
+
+
+def test_while_somebody_types_an_interrupt_is_one() -> None:
+    with signals.at_safe_points():
+        with pytest.raises(KeyboardInterrupt), signals.at_any_point():
+            interrupt()
+        interrupt()
+        with pytest.raises(KeyboardInterrupt), signals.at_any_point():
+            pytest.fail("it came before")
+        signals.check()
+
+
+def test_a_program_that_ignores_interrupts_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for block in (signals.at_safe_points(), signals.at_any_point(), signals.stopping(lambda: None)):
+            with block:
+                interrupt()
+                signals.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_stage_of_loading_is_a_safe_point() -> None:
+    def load(bar: LoadingBar) -> None:
+        bar("reading", 0.0)
+        interrupt()
+        bar("reading", 0.5)
+        pytest.fail("it went on reading")
+
+    with pytest.raises(KeyboardInterrupt), LoadingBar() as bar:
+        load(bar)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf", {"llama.context_length": 16384})
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny: Path) -> Run:
+    """Runs a script in front of the program, and the program; its exit status and what it wrote."""
+
+    def run(script: str, *arguments: str) -> tuple[int, str, str]:
+        words = ["outpace", *arguments, *(["--target", str(tiny)] if arguments[0] != "methods" else [])]
+        code = f"import os, signal, sys\nsys.argv = {words!r}\n{script}\nfrom outpace.__main__ import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"OUTPACE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+WHEN_IMPORTED = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+AT_STAGE = """
+from outpace.cli import display
+class Bar(display.LoadingBar):
+    stages = 0
+    def __call__(self, stage, fraction):
+        Bar.stages += 1
+        if Bar.stages == {count}:
+            signal.raise_signal(signal.SIGINT)
+        super().__call__(stage, fraction)
+display.LoadingBar = Bar
+"""
+AT_PIECE = """
+from outpace.api.stream import Stream
+piece, pieces = Stream._piece, []
+def interrupted(self, *given):
+    pieces.append(1)
+    for _ in range({times}):
+        len(pieces) == {count} and signal.raise_signal(signal.SIGINT)
+    return piece(self, *given)
+Stream._piece = interrupted
+"""
+ANSWER = ("generate", "hello", "--max-tokens", "16000", "--ignore-eos")
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -> None:
+    assert run(WHEN_IMPORTED.format(module=module), *ANSWER)[0] == -signal.SIGINT
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_while_a_model_is_converted_or_loaded(run: Run, tmp_path: Path, count: int) -> None:
+    assert run(AT_STAGE.format(count=count), *ANSWER)[0] == signals.INTERRUPTED
+    left = [file.name for file in (tmp_path / "cache").glob(".*.part-*")]
+    assert left == []
+
+
+WAYS: dict[str, Sequence[str]] = {
+    "auto": (),
+    "card, thread": ("--method", "card", "--drafter", "ngram"),
+    "card, process": ("--method", "card", "--drafter", "ngram", "--worker", "process"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_while_an_answer_is_written(run: Run, way: str) -> None:
+    code, out, err = run(AT_PIECE.format(count=9, times=1), *ANSWER, *WAYS[way])
+    assert code == signals.INTERRUPTED
+    assert out.endswith("\n")
+    assert err.endswith(", stopped\n")
+
+
+def test_what_was_written_is_in_the_line_of_json(run: Run) -> None:
+    code, out, _ = run(AT_PIECE.format(count=9, times=1), *ANSWER, "--json")
+    found = json.loads(out)
+    assert (code, found["finish_reason"]) == (signals.INTERRUPTED, "abort")
+    assert 9 <= len(found["tokens"]) < 16000
+
+
+def test_a_second_one_ends_at_once(run: Run) -> None:
+    code, out, _ = run(AT_PIECE.format(count=9, times=2), *ANSWER, "--json")
+    assert (code, out) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_an_interrupt_from_outside(tiny: Path, tmp_path: Path, form: list[str]) -> None:
+    script = f"""
+import sys
+from outpace.cli import display, main
+from outpace.api.llm import Stream
+class Loud(Stream):
+    def _piece(self, *given):
+        sys.stderr.write("."); sys.stderr.flush()
+        return super()._piece(*given)
+import outpace.api.llm; outpace.api.llm.Stream = Loud
+main.main({["generate", "hello", "--target", str(tiny), "--max-tokens", "16000", *form]})
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"OUTPACE_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
+    )
+    assert process.stderr is not None
+    assert process.stderr.read(8) == b"." * 8
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == signals.INTERRUPTED, err
+    assert b"Traceback" not in err
+    assert out.endswith(b"\n")
+    if form:
+        assert json.loads(out)["finish_reason"] == "abort"
+    else:
+        assert b", stopped\n" in err

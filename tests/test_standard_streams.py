@@ -1,0 +1,102 @@
+"""A disk that is full, a stream that is closed, a reader that has gone: a sentence, or silence, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import write_gguf
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 120.0
+GENERATE = ("generate", "hello", "--max-tokens", "4", "--drafter", "ngram", "--target", "TINY")
+COMMANDS = [("--help",), ("--version",), ("methods",), ("methods", "--json"), GENERATE, (*GENERATE, "--json")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def environment(tiny: Path) -> dict[str, str]:
+    return os.environ | {"OUTPACE_CACHE": str(tiny.parent / "cache"), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def outpace(tiny: Path, environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the program with its standard streams as a shell's redirections give them."""
+
+    def run(arguments: tuple[str, ...], redirections: str = "") -> subprocess.CompletedProcess[str]:
+        words = [str(tiny) if word == "TINY" else word for word in arguments]
+        command = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "outpace", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+
+    return run
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_a_full_disk(outpace: Any, arguments: tuple[str, ...]) -> None:
+    done = outpace(arguments, "> /dev/full")
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: standard output cannot be written (No space left on device)\n")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", COMMANDS[:2] + COMMANDS[-1:], ids=" ".join)
+def test_a_closed_output(outpace: Any, arguments: tuple[str, ...]) -> None:
+    done = outpace(arguments, ">&-")
+    sentence = "error: standard output is closed, there is nowhere to write to\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_an_output_for_reading_only(outpace: Any) -> None:
+    done = outpace(("--version",), "1< /dev/null")
+    sentence = "error: standard output cannot be written (Bad file descriptor)\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+
+
+@pytest.mark.parametrize("redirections", ["2>&-", "2> /dev/full"])
+def test_errors_that_nobody_can_be_told(outpace: Any, redirections: str) -> None:
+    assert outpace(("--version",), redirections).stdout.startswith("outpace ")
+    done = outpace(("--nonsense",), redirections)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("redirections", ["<&-", "<&- 2>&-"])
+def test_a_closed_input_that_nobody_reads(outpace: Any, redirections: str) -> None:
+    for worker in ("thread", "process"):
+        done = outpace((*GENERATE, "--json", "--method", "card", "--worker", worker), redirections)
+        assert (done.returncode, done.stdout[:8]) == (0, '{"text":'), done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("generate", "-"), ("chat",)], ids=" ".join)
+def test_a_closed_input_that_is_read(outpace: Any, arguments: tuple[str, ...]) -> None:
+    done = outpace(arguments, "<&-")
+    sentence = "error: standard input is closed, there is nothing to read from\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_an_input_for_writing_only(outpace: Any) -> None:
+    done = outpace(("generate", "-"), "0> /dev/null")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: standard input cannot be read (")
+
+
+def test_a_closed_pipe_is_quiet(tiny: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "outpace", "generate", "hello", "--target", str(tiny)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert b"Traceback" not in err
+    assert b"Exception ignored" not in err
