@@ -8,10 +8,11 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from outpace.api._deprecated import renamed
+from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, params_of
 from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
@@ -20,22 +21,65 @@ from outpace.api.text import StopStrings, TextAssembler
 from outpace.core import numbers, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
-from outpace.engine.build import PLANNED, Parts, build_engine, check_rule, choose_method, default_drafter, find_rule
+from outpace.engine.build import (
+    PLANNED,
+    Parts,
+    build_engine,
+    check_rule,
+    choose_method,
+    default_drafter,
+    drafter_modules,
+    find_rule,
+    may_draft,
+)
 from outpace.engine.engine import EngineOptions
 from outpace.engine.profile import Profile, subject
-from outpace.models.load import Loaded
+from outpace.models.load import Progress, silent
+from outpace.models.options import LoadOptions
 
 PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """A target with everything that makes it write faster. Close it, or use it with `with`."""
+    """A target model, with what makes it write faster. Close it, or use it with `with`.
+
+    Models:
+        target: a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
+            with its `tokenizer`; None: the shipped model. `model` is another name for it.
+        draft: a smaller model with the same tokens, as above; "auto": the small sibling that is known for the target;
+            some of the target's own layers, as in "layers:0,1,28,29"; "none"; or None: none, but for the shipped
+            target, which has the shipped draft unless the method or the drafter needs no model.
+        options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
+            trust_remote_code, device_map, inflate. A device map and an inflation are the target's alone.
+        draft_device, draft_dtype: the draft's own; else it is loaded as the target is.
+        progress: called with a stage's name and the fraction of it that is done.
+
+    Method (the text does not depend on it, but for rules that say so):
+        method: "auto" plans every round; the others are those that `outpace methods` lists.
+        drafter: what proposes tokens, several joined by "+", as in "model+ngram".
+        rule: how proposals are judged; "auto": greedy at temperature 0, else gumbel.
+        worker: where CARD's drafter runs, "thread", "process" or "inline"; `draft_threads`: CPU threads that it takes.
+        nodes: tree nodes that one pass verifies at most; None: 32 where they are planned, else 8.
+        profile: "auto" begins with what was learnt about this pair on this machine before, and keeps what it learns.
+
+    Serving:
+        batch: requests that are answered at once; the others wait.
+        kv_memory: GiB for keys and values; None: half of what is free.
+        reuse: a prompt that begins like an earlier text starts from its keys and values (prefix cache).
+
+    All else by name are options of the method, the drafter and the rule.
+    """
 
     def __init__(
         self,
-        target: Loaded,
-        draft: Loaded | None = None,
+        target: Any = None,
+        draft: Any = None,
+        options: LoadOptions | None = None,
         *,
+        tokenizer: Any = None,
+        draft_device: str | None = None,
+        draft_dtype: str | None = None,
+        progress: Progress = silent,
         method: str = "auto",
         drafter: str | None = None,
         rule: str = "auto",
@@ -46,29 +90,48 @@ class LLM(AbstractContextManager["LLM"]):
         kv_memory: float | None = None,
         reuse: bool = True,
         profile: bool = True,
-        **options: Any,
+        **more: Any,
     ) -> None:
-        """`nodes`: tree nodes verified a pass (None: 32 where they are planned, else 8); `batch`, `kv_memory`, `reuse`
-        as in `EngineOptions`; `profile`: what was learnt about this pair on this machine before is known from the start
-        by method "auto", and what is learnt is kept; `options`: those of the method, the drafter and the rule."""
-        self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
-        self._profile = Profile(subject(target, draft)) if method == "auto" and profile else None
+        parts = Parts(method, drafter, rule, worker, numbers.plain(draft_threads))
+        _check_names(parts)
+        if "model" in more and target is not None:
+            raise UserError("model is another name for target, give one of them")
+        target = more.pop("model", target)
+        changes = {field.name: more.pop(field.name) for field in fields(LoadOptions) if field.name in more}
+        self.target, self.draft = load_pair(
+            target,
+            draft,
+            replace(options or LoadOptions(), **changes),
+            draft_device=draft_device,
+            draft_dtype=draft_dtype,
+            tokenizer=tokenizer,
+            progress=progress,
+            may_draft=may_draft(method, drafter),
+        )
+        self.tokenizer = self.target.tokenizer
+        self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
+        sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory}
+        self._build(parts, {name: numbers.plain(value) for name, value in sizes.items()}, reuse, more)
+
+    def _build(self, parts: Parts, sizes: Mapping[str, Any], reuse: bool, more: Mapping[str, Any]) -> None:
+        """The engine; a wrong option is told before a thread starts."""
+        options = {name: numbers.plain(value) for name, value in more.items()}
         tuned = self._profile.method if self._profile else None
-        self.method = choose_method(target, draft, rule, tuned) if method == "auto" else method
-        self.rule = rule
-        self._rule_options = options
+        is_open = parts.method == "auto"
+        self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
+        self.rule, self._rule_options = parts.rule, options
         self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
-        options = {name: numbers.plain(value) for name, value in options.items()}
-        self._options = registry.build_options(self._decoder, options)  # a wrong value is said before a thread starts
-        nodes = nodes if nodes is not None else PLANNED_NODES if self.method == PLANNED else EngineOptions.nodes
-        nodes, batch, kv_memory, draft_threads = map(numbers.plain, (nodes, batch, kv_memory, draft_threads))
-        settings = EngineOptions(nodes=nodes, batch=batch, kv_memory=kv_memory, reuse=reuse)
-        drafter = drafter or default_drafter(self.method, draft is not None) if self._decoder.NEEDS else drafter
-        check_rule(rule, self._decoder, drafter)
-        parts = Parts(self.method, drafter, rule, worker, draft_threads)
-        self.engine = build_engine(target, draft, parts, settings, options)
+        self._options = registry.build_options(self._decoder, options)
+        nodes = PLANNED_NODES if self.method == PLANNED else EngineOptions.nodes
+        settings = EngineOptions(**{**sizes, "nodes": nodes if sizes["nodes"] is None else sizes["nodes"]}, reuse=reuse)
+        drafter = parts.drafter
+        if self._decoder.NEEDS:
+            drafter = drafter or default_drafter(self.method, self.draft is not None)
+        check_rule(parts.rule, self._decoder, drafter)
+        parts = replace(parts, method=self.method, drafter=drafter)
+        self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._shared = SharedEngine(self.engine)
         if self._profile:
             self._profile.begin(self.engine)
@@ -176,6 +239,15 @@ class LLM(AbstractContextManager["LLM"]):
         if is_greedy not in self._rules:
             self._rules[is_greedy] = find_rule(self.rule, params.sampling, self._rule_options)
         return self._rules[is_greedy]
+
+
+def _check_names(parts: Parts) -> None:
+    """UserError for a method, a drafter or a rule that there is not, before a model is loaded."""
+    registry.find("decoders", parts.method)
+    if parts.rule != "auto":
+        registry.find("rules", parts.rule)
+    if parts.drafter is not None:
+        drafter_modules(parts.drafter)
 
 
 def _params(given: Any, options: Mapping[str, Any], stacklevel: int = 5) -> SamplingParams:
