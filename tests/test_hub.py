@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,14 +33,16 @@ class Hub:
 
     def __init__(self, files: list[str], folder: Path) -> None:
         self.files, self.folder = files, folder
+        self.config: dict[str, Any] | None = None
         self.asked: dict[str, Any] = {}
         self.error: Exception | None = None
 
-    def list_repo_files(self, repository: str, revision: str | None = None) -> list[str]:
+    def model_info(self, repository: str, revision: str | None = None, timeout: float | None = None) -> Any:
         self.asked.update(repository=repository, revision=revision)
         if self.error:
             raise self.error
-        return self.files
+        siblings = [SimpleNamespace(rfilename=file) for file in self.files]
+        return SimpleNamespace(siblings=siblings, config=self.config)
 
     def snapshot_download(self, repository: str, **options: Any) -> str:
         self.asked.update(options)
@@ -61,6 +65,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., H
     def make(*files: str) -> Hub:
         made = Hub(list(files), tmp_path / "snapshot")
         made.folder.mkdir(exist_ok=True)
+        (made.folder / "config.json").write_text("{}")
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: made)
         monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
         return made
@@ -275,11 +280,55 @@ def test_nothing_in_the_cache(offline: Path) -> None:
 def test_a_hub_that_is_not_there(offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.list_repo_files", refused_connection)
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.model_info", refused_connection)
     with pytest.raises(UserError, match="cannot be reached and no copy was downloaded before"):
         find.resolve("owner/name")
     snapshot = put(offline, model_files(tmp_path))
     assert find.resolve("owner/name") == snapshot
+
+
+@pytest.mark.parametrize("runtime", ["auto", "transformers"])
+def test_no_network_is_one_quick_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], runtime: str
+) -> None:
+    pytest.importorskip("transformers")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    asked, waits = [], []
+
+    def no_network(host: str, *anything: Any, **options: Any) -> Any:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    monkeypatch.setattr("time.sleep", waits.append)
+    with pytest.raises(UserError, match="cannot be reached and no copy was downloaded before"):
+        load_model("ownerr/nname", runtime=runtime)
+    assert (len(asked), waits) == (1, [])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_transformers_is_given_the_copy_where_there_is_no_network(
+    offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    snapshot = put(offline, model_files(tmp_path))
+    loaded = load_model("owner/name", runtime="transformers")
+    assert (loaded.name, loaded.model.module.name_or_path) == ("owner/name", str(snapshot))
+
+
+@pytest.mark.parametrize("runtime", ["auto", "llama", "transformers"])
+def test_another_kind_of_model_is_not_downloaded(
+    stand_in: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    pytest.importorskip("transformers")
+    made = stand_in("model.safetensors", *TEXTS)
+    made.config = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: pytest.fail("it is downloaded"))
+    with pytest.raises(UserError, match=r"owner/name is a sequence-to-sequence model \(T5ForConditionalGeneration\)"):
+        load_model("owner/name", runtime=runtime)
 
 
 def refused_connection(*args: Any, **options: Any) -> list[str]:

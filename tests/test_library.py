@@ -119,6 +119,7 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
         ({"draft": "layers:1,0"}, "out of order"),
         ({"draft": "layers:x"}, "names no layers"),
         ({"device": "cuda:77"}, "device 'cuda:77' is not available here, allowed are cpu"),
+        ({"device": "meta"}, "device 'meta' is not available here, allowed are cpu"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"nodes": 0}, "nodes is 0"),
     ],

@@ -211,7 +211,11 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" * 99), "cannot be loaded by transformers"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'),
-            "is no causal language model that",
+            r"gpt2-0 is a sequence-to-sequence model \(t5\): outpace takes decoder-only causal",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "vits"}'),
+            "is no causal language model that transformers knows",
         ),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "x"}'), "cannot be loaded by transformers"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "the tokenizer of .* cannot be loaded"),
@@ -220,7 +224,7 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
             "lacks 1 of the model's weights, the first is",
         ),
     ],
-    ids=["no weights", "torn weights", "no causal model", "unknown", "tokenizer", "a weight"],
+    ids=["no weights", "torn weights", "t5", "no causal model", "unknown", "tokenizer", "a weight"],
 )
 def test_bad_files_are_one_sentence(tmp_path: Path, harm: Any, says: str) -> None:
     folder = tiny.folder(tmp_path, "gpt2")

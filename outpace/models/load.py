@@ -121,7 +121,7 @@ def _layers(spec: str, count: int) -> list[int]:
 
 def _check_device(device: str) -> None:
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # the device meta makes tensors, and holds no values
     except Exception as error:
         have = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
         raise UserError(f"device {device!r} is not available here, allowed are {', '.join(have)}") from error

@@ -158,9 +158,6 @@ def _read(
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    from outpace.models.files import hub
-    from outpace.models.files.find import resolve
-
     _need_transformers("the runtime transformers")
     if options.exact:
         raise UserError("exact mode is not available with the runtime transformers, leave out exact")
@@ -168,15 +165,22 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.hf import load as transformers_load
 
-    name = None if spec is None or os.path.exists(spec) else hub.parse(str(spec))
     progress("loading", 0.0)
-    is_repository = name is not None and name.file is None  # there may be more to fetch than our own runtime reads
-    model, tokenizer = transformers_load.load(
-        name.repository if name and is_repository else resolve(None if spec is None else str(spec), progress=progress),
-        options,
-        revision=name.revision if name and is_repository else None,
-    )
+    model, tokenizer = transformers_load.load(*_source(spec, progress), options)
     return _of_transformers(model, tokenizer, _name(spec))
+
+
+def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, str | None]:
+    """What transformers is to load: a folder; or a repository of the hub, which may hold more than our own runtimes
+    read, and its revision."""
+    from outpace.models.files import hub
+    from outpace.models.files.find import resolve
+
+    name = None if spec is None or os.path.exists(spec) else hub.parse(str(spec))
+    if name is None or name.file is not None:
+        return resolve(None if spec is None else str(spec), progress=progress), None
+    folder = hub.cached(name)
+    return (name.repository, name.revision) if folder is None else (resolve(str(folder)), None)
 
 
 def _of_transformers(model: Any, tokenizer: Any, name: str) -> Loaded:

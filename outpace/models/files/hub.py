@@ -16,6 +16,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
+from outpace.models.files.kind import check_kind
 from outpace.models.files.reading import read_json
 
 Progress = Callable[[str, float], None]
@@ -49,20 +50,15 @@ def parse(spec: str) -> HubName | None:
 def fetch(name: HubName, progress: Progress) -> Path:
     """The model's folder, or its .gguf file, in the hub's cache; what is missing there is downloaded.
 
-    Without a network the cache alone is asked. UserError: no such repository, gated, no file that can be read,
-    several GGUF files and none named, or nothing here and no network.
+    Without a network the cache alone is asked. UserError: no such repository, gated, no causal language model, no file
+    that can be read, several GGUF files and none named, or nothing here and no network.
     """
-    try:
-        from huggingface_hub import HfApi, snapshot_download
-    except ImportError:
-        raise UserError(
-            f"{str(name)!r} is no folder or file here, and a hub id needs `pip install 'outpace[hub]'`"
-        ) from None
-    try:
-        listed = HfApi().list_repo_files(name.repository, revision=name.revision)
-    except Exception as error:  # connection, proxy, and HTTP errors share no base class
-        return _from_cache(name, error)
-    files = choose(name, listed)
+    found = _ask(name)
+    if isinstance(found, Exception):
+        return _from_cache(name, found)
+    from huggingface_hub import snapshot_download
+
+    files = choose(name, found)
     bars = _bars(progress)
     try:
         patterns = [glob.escape(file) for file in files]
@@ -70,6 +66,34 @@ def fetch(name: HubName, progress: Progress) -> Path:
     except Exception as error:
         raise UserError(_reason(name, error)) from error
     return _found(Path(folder), files)
+
+
+def cached(name: HubName) -> Path | None:
+    """The repository's folder in the hub's cache where the hub gives no answer; None where it does.
+
+    UserError where neither has it, or where it holds no causal language model.
+    """
+    found = _ask(name)
+    return _snapshot(name, found) if isinstance(found, Exception) else None
+
+
+def _ask(name: HubName) -> list[str] | Exception:
+    """The repository's files, or why the hub does not tell. UserError if they are no causal language model's.
+
+    One request of a few seconds: `list_repo_files` tries six times, half a minute long, where there is no network.
+    """
+    try:
+        from huggingface_hub import HfApi, constants
+    except ImportError:
+        raise UserError(
+            f"{str(name)!r} is no folder or file here, and a hub id needs `pip install 'outpace[hub]'`"
+        ) from None
+    try:
+        info = HfApi().model_info(name.repository, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:  # connection, proxy, and HTTP errors share no base class
+        return error
+    check_kind(info.config or {}, name)
+    return [file.rfilename for file in info.siblings or ()]
 
 
 def choose(name: HubName, listed: Sequence[str]) -> list[str]:
@@ -112,19 +136,24 @@ def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:
 
 def _from_cache(name: HubName, error: Exception) -> Path:
     """What an earlier download left; the reason why the hub was of no help is told if that is not enough."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        # No pattern: all that is here may be used, and what is needed of it is checked below.
-        folder = snapshot_download(name.repository, revision=name.revision, local_files_only=True, allow_patterns=[])
-    except Exception:
-        raise UserError(_reason(name, error)) from error
-    path = Path(folder)
+    path = _snapshot(name, error)
     listed = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
     try:
         return _found(path, choose(name, listed))
     except UserError as incomplete:
         raise UserError(f"{_reason(name, error)}; its copy in the cache cannot be used: {incomplete}") from error
+
+
+def _snapshot(name: HubName, error: Exception) -> Path:
+    """The folder that an earlier download left; UserError says why there is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        # No pattern: all that is here may be used, what is needed of it is checked by whoever reads it.
+        folder = snapshot_download(name.repository, revision=name.revision, local_files_only=True, allow_patterns=[])
+    except Exception:
+        raise UserError(_reason(name, error)) from error
+    return Path(folder)
 
 
 def _found(folder: Path, files: Sequence[str]) -> Path:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
+from outpace.models.files.kind import check_kind
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.passes import Passes
 from outpace.models.hf.probe import probe
@@ -19,7 +20,7 @@ from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
 
-def load(source: str | Path, options: LoadOptions, revision: str | None = None) -> tuple[TransformersModel, Tokenizer]:
+def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
     """The model and the tokenizer of a folder, or of a hub id's `revision`. UserError for all that does not load."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
@@ -42,6 +43,8 @@ def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer
     """A loaded model and its tokenizer. UserError without a tokenizer, or for objects that are something else."""
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
+    if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
+        check_kind(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
     return adapt(module), wrap(tokenizer, _stop_ids(module))
 
 

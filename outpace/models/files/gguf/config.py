@@ -15,6 +15,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.kind import check_kind
 from outpace.models.llama import config as sizes
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -109,6 +110,7 @@ def read_model(header: GgufHeader) -> GgufModel:
     path, metadata = header.path, header.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        check_kind({"model_type": architecture}, path)
         known = f"GGUF files are read of {', '.join(ARCHITECTURES)}"
         advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
         raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
