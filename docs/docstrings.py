@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 
 GROUP = re.compile(r"^(\S.*:)\n((?: {4}.*\n?)+)", re.MULTILINE)
-ENTRY = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
+ENTRY = re.compile(r"^ {4}(\w[\w, ]*): ", re.MULTILINE)
 
 
 class Lists(griffe.Extension):

@@ -95,8 +95,7 @@ def demo(
     rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Compare plain decoding, the default method, CARD and draft-then-verify on two prompts: speed, and equal text or
-    not."""
+    """Compare four methods on two prompts: their speed, and whether their texts are equal."""
     writing = Writing(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
     writing.check()
     check_range("rounds", rounds, 1, 1000)

@@ -30,7 +30,7 @@ EXTRAS = {
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check this machine: what is there, what is missing, and the floor that memory sets for plain decoding."""
+    """Show what this machine has, what is missing, and the limit that its memory sets for plain decoding."""
     found = collect(quiet=as_json)
     if as_json:
         display.print_json(found)

@@ -21,12 +21,21 @@ class Asked:
     """How many answers, and what beside their text."""
 
     n: Annotated[int, typer.Option(help="Answers to write, each with its own noise.", rich_help_panel=TEXT)] = 1
-    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before it.", rich_help_panel=TEXT)] = False
+    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before the answer.", rich_help_panel=TEXT)] = (
+        False
+    )
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: so many best tokens beside each.", rich_help_panel=TEXT)
+        int | None,
+        typer.Option(
+            help="With --json: log-probabilities of this many best tokens at each position.", rich_help_panel=TEXT
+        ),
     ] = None
     logprobs_mode: Annotated[
-        str, typer.Option(help="raw, or processed: after penalties, temperature, filters.", rich_help_panel=TEXT)
+        str,
+        typer.Option(
+            help="Log-probabilities before (raw) or after (processed) penalties, temperature and filters.",
+            rich_help_panel=TEXT,
+        ),
     ] = "raw"
 
     def options(self, as_json: bool) -> dict[str, Any]:
@@ -39,7 +48,7 @@ class Asked:
 @flags
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")],
     loading: Loading,
     writing: Writing,
     wanted: Asked,

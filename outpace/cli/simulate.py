@@ -86,7 +86,7 @@ def simulate(
     nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
     width: Annotated[int, typer.Option(help="Nodes that the drafter expands in one forward.")] = 16,
 ) -> None:
-    """Simulate every method on two devices, with a recorded pair's acceptance and any ratio of times."""
+    """Simulate every method on two devices, from a recorded pair, at any ratio of their times."""
     costs = _costs(times)
     from outpace.simulate import report, run
     from outpace.simulate.setups import Sizes, chosen
