@@ -209,7 +209,8 @@ class _Planner:
         """Whether a layer that does not pay is tried again."""
         cost = self._costs.draft(grower.source)
         if not grower.layers:
-            cost = max(grower.trial_cost, 3 * cost)
+            reading = 0.0 if grower.has_read else self._costs.reading(grower.source, len(self._place.committed))
+            cost = max(grower.trial_cost, 3 * cost) + reading
         is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
         share = self._options.trials / 2 ** (0 if grower.layers else grower.failures)
         idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
