@@ -6,7 +6,8 @@ An LLM and its streams may be used from several threads: whoever waits for text 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
@@ -41,7 +42,8 @@ PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """A target model, with what makes it write faster. Close it, or use it with `with`.
+    """A target model, with what makes it write faster. Close it, or use it with `with`: one that is dropped instead gives
+    a ResourceWarning.
 
     Models:
         target: a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
@@ -69,6 +71,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     All else by name are options of the method, the drafter and the rule.
     """
+
+    _is_closed = True  # until it has an engine
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class LLM(AbstractContextManager["LLM"]):
         check_rule(parts.rule, self._decoder, drafter)
         parts = replace(parts, method=self.method, drafter=drafter)
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
+        self._is_closed = False
         self._shared = SharedEngine(self.engine)
         if self._profile:
             self._profile.begin(self.engine)
@@ -145,7 +150,17 @@ class LLM(AbstractContextManager["LLM"]):
             if self._profile:
                 self._profile.keep(self.engine)
             self.engine.close()
+            self._is_closed = True
         self.tokenizer.close()
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
+        """Tells a worker to end that would outlive all who know it; waits for nothing, because garbage is collected in
+        any thread and under any lock."""
+        if self._is_closed:
+            return
+        warn(f"unclosed LLM of {self.target.name}", ResourceWarning, stacklevel=2, source=self)
+        if self.engine.worker:
+            self.engine.worker.stop()
 
     def stream(
         self,
