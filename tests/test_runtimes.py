@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> Any:
-        raise UserError("the native kernels are not installed: run `pip install ./kernels`")
-
-    monkeypatch.setattr(native, "load_kernels", refuse)
+    monkeypatch.setitem(sys.modules, "outpace_kernels", None)  # as if it were not there
 
 
 @needs_kernels
@@ -63,7 +61,9 @@ def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels:
     assert isinstance(loaded.model, Llama)
     assert loaded.precision == "float32"
     assert loaded.notice == (
-        "float32 by torch, not int8: the native kernels are not installed: run `pip install ./kernels`"
+        "float32 by torch, not int8: the native kernels are not installed: run `pip install --find-links dist"
+        " 'outpace[native]'` where the folder dist holds their wheels, or `pip install ./kernels` in a checkout, with a"
+        " C++20 compiler"
     )
     for options in ({"dtype": "int8"}, {"runtime": "native"}):
         with pytest.raises(UserError, match="not installed"):
@@ -106,8 +106,10 @@ def test_a_gguf_file_is_never_handed_to_transformers(tmp_path: Path, monkeypatch
 
 def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["generate", PROMPT, "--target", str(folder), "--max-tokens", "2"])
-    assert "not installed: run `pip install ./kernels`" in " ".join(capsys.readouterr().err.split())
+        main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"{folder} and {folder}: float32 by torch, not int8" in shown
+    assert shown.count(f"not installed: {native.INSTALL}") == 1
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,6 @@ def test_doctor_says_what_is_missed_without_the_kernels(
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
     line = shown(doctor.collect())
-    assert "native kernels missing: the native kernels are not installed: run `pip install ./kernels`" in line
+    assert f"native kernels missing: the native kernels are not installed: {native.INSTALL}" in line
     assert (f"(there is {compiler})" if compiler else "(none was found)") in line
     assert "float32 by torch" in line

@@ -158,7 +158,7 @@ def _kernels_line(kernels: dict[str, Any]) -> str:
         return f"installed, int8 by {first}" + (f" (possible too: {', '.join(others)})" if others else "")
     compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
     return (
-        f"missing: {kernels['missing']}, with a C++20 compiler ({compiler}); until then models run in float32 by torch,"
+        f"missing: {kernels['missing']} ({compiler}); until then models run in float32 by torch,"
         " whose passes take several times as long"
     )
 

@@ -126,9 +126,12 @@ class Loading:
             raise UserError(
                 "exact mode is not available here, it needs a CPU and another precision than float16; leave out --exact"
             )
+        names: dict[str, list[str]] = {}
         for loaded in (llm.target, llm.draft):
             if loaded and loaded.notice and not quiet:
-                say(f"{loaded.name}: {loaded.notice}")
+                names.setdefault(loaded.notice, []).append(loaded.name)
+        for notice, of in names.items():
+            say(f"{' and '.join(of)}: {notice}")
         return llm
 
     def _check(self) -> None:

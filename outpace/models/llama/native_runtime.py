@@ -25,6 +25,10 @@ from outpace.models.llama.native_weights import Fetch, fetcher, load_layer, midd
 from outpace.models.llama.rope import Rotary
 
 KV_DTYPES = {"float32": 4, "float16": 2}
+INSTALL = (
+    "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
+    " `pip install ./kernels` in a checkout, with a C++20 compiler"
+)
 
 
 class UnsupportedShape(UserError):
@@ -52,11 +56,12 @@ def usable_cores() -> int:
 
 
 def load_kernels() -> Any:
-    """The package of the kernels; UserError where it is not installed."""
+    """The package of the kernels; UserError where it is not installed, with how to install it."""
     try:
         import outpace_kernels
     except ImportError as error:
-        raise UserError(f"the native kernels are not installed ({error}): run `pip install ./kernels`") from error
+        what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
+        raise UserError(f"the native kernels {what}: {INSTALL}") from error
     return outpace_kernels
 
 
