@@ -1,0 +1,181 @@
+"""How much is done for a text: passes, rows, draft forwards, calls of rules, moves of keys. No time is asserted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import Empty, QuickToy, decode, make_request, write
+from timed import Stopwatch, Timed
+from torch import Tensor
+
+from outpace.candidates.inline import InlineWorker, SimulatedClock
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request, Row, Verdict
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import EngineOptions
+from outpace.models.base import Part
+from outpace.models.toy import ToySession
+from outpace.rules.greedy import Greedy
+
+WHOLE = EngineOptions(nodes=12, rows=256, chunk=64, reuse=False)
+
+
+class CountedSession(ToySession):
+    """Counts the slots that are copied when nodes are kept."""
+
+    def __init__(self, capacity: int, room: int, work: Counter[str]) -> None:
+        super().__init__(capacity, room)
+        self.work = work
+
+    def _move(self, source: np.ndarray, start: int) -> None:
+        self.work["moved"] += len(source)
+        super()._move(source, start)
+
+
+class Counted(QuickToy):
+    """A toy that counts its passes, their rows, and the rows whose scores are asked for."""
+
+    def __init__(self, seed: int = 0, order: int = 3) -> None:
+        super().__init__(16, order, seed)
+        self.work: Counter[str] = Counter()
+
+    def open(self, capacity: int, room: int) -> CountedSession:
+        return CountedSession(capacity, room, self.work)
+
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        self.work["passes"] += 1
+        self.work["rows"] += sum(len(part.tokens) for part in forest)
+        self.work["wanted"] += sum(len(part.wanted) for part in forest)
+        return super().score(forest)
+
+
+class CountedRule(Greedy):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.work: Counter[str] = Counter()
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        self.work["reduce"] += 1
+        return super().reduce(logits, rows)
+
+    def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
+        self.work["walk"] += 1
+        return super().walk(tree, picks)
+
+
+class CountedEmpty(Empty):
+    """Offers nothing, and counts how often it is asked."""
+
+    asked = 0
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        self.asked += 1
+        return super().grow(states, trees)
+
+
+def prompts(count: int, length: int = 11) -> list[tuple[int, ...]]:
+    return [tuple((7 * place * place + number) % 16 for place in range(length)) for number in range(count)]
+
+
+def requests_of(count: int, max_tokens: int, rule: Any = "greedy") -> list[Request]:
+    return [make_request(prompt, rule, max_tokens) for prompt in prompts(count)]
+
+
+def run(target: QuickToy, requests: Sequence[Request], method: str = "autoregressive", *args: Any, **more: Any) -> Any:
+    more = {"engine": WHOLE, **more}
+    outcome = decode(requests, method, *args, target=target, check_storage=False, **more)
+    assert outcome.texts == [write(target, request) for request in requests]
+    return outcome
+
+
+def test_plain_decoding_is_a_pass_a_token() -> None:
+    target = Counted()
+    run(target, requests_of(1, 9), engine=EngineOptions(chunk=4))
+    assert target.work == {"passes": 3 + 9, "rows": 10 + 9, "wanted": 9}  # a prompt of ten tokens, by four
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_requests_share_passes_and_the_rules_calls(count: int) -> None:
+    target, rule = Counted(), CountedRule()
+    decode(requests_of(count, 9, rule), target=target, check_storage=False, engine=WHOLE)
+    assert target.work == {"passes": 1 + 9, "rows": count * (10 + 9), "wanted": count * 9}
+    assert rule.work == {"reduce": 9, "walk": count * 9}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_perfect_chain_is_a_pass_for_five_tokens(count: int) -> None:
+    target, draft = Counted(), Counted()
+    run(target, requests_of(count, 20), "speculative", ModelDrafter(draft, Options(width=1, floor=0.0)))
+    assert target.work == {"passes": 1 + 4, "rows": count * (10 + 20), "wanted": count * 20}
+    # Each round four forwards for all requests; the first of a round reads what was written since, two tokens at most.
+    assert draft.work == {"passes": 16, "rows": count * (10 + 16 + 3), "wanted": count * 16}
+
+
+def test_a_garbage_chain_is_a_pass_a_token() -> None:
+    target, draft = Counted(), Counted(99, 2)
+    outcome = run(target, requests_of(1, 20), "speculative", ModelDrafter(draft, Options(width=1, floor=0.0)))
+    rounds = 20 - outcome.figures.accepted
+    assert target.work["passes"] == 1 + rounds
+    assert 4 * (rounds - 1) < draft.work["passes"] <= 4 * rounds
+    assert target.work["moved"] == 0, "of a chain the accepted nodes stand where they belong"
+
+
+def test_a_tree_is_grown_by_as_many_forwards_as_it_has_layers() -> None:
+    target, draft = Counted(), Counted(99, 2)
+    outcome = run(target, requests_of(3, 12), "speculative", ModelDrafter(draft, Options()), draft_length=3)
+    rounds = [len(steps) for steps in outcome.steps]
+    assert target.work["passes"] == 1 + max(rounds)
+    assert target.work["wanted"] == sum(step.verified_rows for steps in outcome.steps for step in steps)
+    assert draft.work["passes"] == 3 * max(rounds)
+    assert draft.work["wanted"] <= sum(rounds) * (1 + 4 + 4), "the root, then the four best nodes"
+
+
+def test_of_a_tree_only_the_accepted_nodes_are_moved() -> None:
+    target = Counted()
+    outcome = run(target, requests_of(1, 24), "speculative", ModelDrafter(Counted(), Options()))
+    assert outcome.figures.accepted > 12
+    assert 0 < target.work["moved"] <= 24
+
+
+def test_a_drafter_without_anything_to_offer_is_asked_once_a_round() -> None:
+    target, empty = Counted(), CountedEmpty()
+    run(target, requests_of(3, 9), "speculative", empty)
+    assert (empty.asked, target.work["passes"]) == (9, 1 + 9)
+
+
+def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:
+    target, draft = Counted(), Counted()
+    worker = InlineWorker(ModelDrafter(draft, Options()), SimulatedClock(lambda: 1.0, lambda rows: 4.0))
+    outcome = run(target, requests_of(1, 30), "card", worker=worker, just_in_time=0)
+    rounds = len(outcome.steps[0])
+    assert target.work["passes"] == 1 + rounds < 1 + 30
+    assert draft.work["passes"] <= 4 * (1 + rounds), "four forwards beside every pass"
+    assert draft.work["passes"] >= rounds
+
+
+def test_a_planner_seldom_asks_a_draft_that_is_no_good() -> None:
+    watch, draft, target = Stopwatch(), Counted(), QuickToy(16, 3, 0)
+    draft._tables = -target._tables  # what it likes best is what the target likes least
+    drafter = ModelDrafter(Timed(draft, watch, 1.0, 0.02), Options())
+    request = requests_of(1, 400)[0]
+    timed = Timed(target, watch, 6.0, 0.15)
+    outcome = decode([request], "auto", drafter, target=timed, seconds=watch, engine=WHOLE, check_storage=False)
+    assert outcome.texts == [write(target, request)]
+    assert 0 < draft.work["passes"] < 40
+    assert watch.now < 1.03 * 6.0 * (400 + 1)
+
+
+def test_a_planner_takes_what_a_perfect_draft_gives() -> None:
+    watch, target = Stopwatch(), QuickToy(16, 3, 0)
+    drafter = ModelDrafter(Timed(target, watch, 0.5, 0.02), Options(width=1))
+    request = requests_of(1, 400)[0]
+    timed = Timed(target, watch, 6.0, 0.15)
+    outcome = decode([request], "auto", drafter, target=timed, seconds=watch, engine=WHOLE, check_storage=False)
+    assert outcome.texts == [write(target, request)]
+    assert len(outcome.steps[0]) < 400 / 4
+    assert watch.now < 6.0 * 400 / 3
