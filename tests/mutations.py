@@ -17,6 +17,7 @@ import numpy as np
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
+from planner_mutations import PLANNER_MUTATIONS, find_in_planner
 from rich.console import Console
 from rich.table import Table
 
@@ -241,13 +242,14 @@ MUTATIONS = [
     Mutation("match: p unfiltered in reduce", [match], "processed", unfiltered),
     Mutation("gumbel: p without temperature in reduce", [gumbel], "processed", without_temperature),
     *OPTION_MUTATIONS,
+    *PLANNER_MUTATIONS,
 ]
 
 
 def main() -> int:
     """Prints the table; 1 if any mistake survives, or if the library fails without one."""
     console = Console(width=150)
-    finders = (find_difference, find_in_options, find_in_rejection, find_in_memory)
+    finders = (find_difference, find_in_options, find_in_rejection, find_in_memory, find_in_planner)
     unmutated = next((found for find in finders if (found := find()) is not None), None)
     if unmutated is not None:
         console.print(f"the unmutated library fails: {unmutated}")

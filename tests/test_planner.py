@@ -143,6 +143,17 @@ def test_a_draft_that_recovers_is_taken_up_again() -> None:
     assert 2000 * PASS / (world.seconds - before) > 1.5
 
 
+def test_a_draft_that_recovers_within_an_answer_is_taken_up_again() -> None:
+    """Only a trial can find that out: nothing else is drafted where nothing pays."""
+    assert World(0.9, lambda place: place >= 400).run(2400) > 1.5
+
+
+def test_a_draft_that_fails_is_tried_ever_more_seldom() -> None:
+    world = World(0.9, lambda place: False)
+    world.run(2000)
+    assert world.asked < 25
+
+
 def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
     alone, beside = World(0.9, lambda place: True), World(0.9, lambda place: True)
     beside.free_promise = 0.9

@@ -1,0 +1,141 @@
+"""Mistakes in the planner and in what it knows of costs; the tests of both must notice each."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from math import exp
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+
+import test_costs
+import test_planner
+from mutation_checks import Mutation, Original
+
+from outpace.core.tree import TokenTree
+from outpace.decoders import _costs, auto
+
+
+def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """The arguments of every case of a parametrised test; none where it needs anything else."""
+    cases: list[list[dict[str, Any]]] = []
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names, values = mark.args
+            names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+            cases.append([dict(zip(names, value if len(names) > 1 else [value], strict=True)) for value in values])
+    for chosen in itertools.product(*cases):
+        given = {name: value for case in chosen for name, value in case.items()}
+        if set(given) == set(inspect.signature(test).parameters):
+            yield given
+
+
+def find_in(*modules: ModuleType) -> str | None:
+    """The first test of these modules that fails, as they stand in their files."""
+    for module in modules:
+        for name, test in list(vars(module).items()):
+            for given in calls_of(test) if name.startswith("test_") else ():
+                try:
+                    test(**given)
+                except AssertionError:
+                    return name
+    return None
+
+
+def find_in_planner() -> str | None:
+    return find_in(test_planner, test_costs)
+
+
+def blindly_trusting(weigh: Original) -> Original:
+    def mutated(self: Any, tree: TokenTree) -> list[float]:
+        return [exp(score) for score in tree.scores]
+
+    return mutated
+
+
+def rows_for_nothing(best: Original) -> Original:
+    def mutated(self: Any, chances: Sequence[float]) -> Any:
+        price, self._price = self._price, 0.0
+        try:
+            return best(self, chances)
+        finally:
+            self._price = price
+
+    return mutated
+
+
+def always_deeper(pays: Original) -> Original:
+    return lambda self, tree, grower: grower.layers < self._options.deepest
+
+
+def of_one_source(note: Original) -> Original:
+    """Whoever grew a node, it counts for the first source."""
+
+    def mutated(self: Any, tree: TokenTree, source: Any) -> None:
+        note(self, tree, self._place.sources[0])
+
+    return mutated
+
+
+def as_often_as_before(learn: Original) -> Original:
+    """What failed is tried again as soon as what did not."""
+
+    def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> None:
+        learn(self, tree, path)
+        for grower in self.growers:
+            grower.failures = 0
+
+    return mutated
+
+
+def whole_trees(chosen: Original) -> Original:
+    return lambda self, tree: list(range(min(len(tree), self._place.budget)))
+
+
+def with_its_drafting(round_: Original) -> Original:
+    return lambda self, requests, rows, tokens, seconds, drafting: round_(self, requests, rows, tokens, seconds, 0.0)
+
+
+def falling(rising: Original) -> Original:
+    def mutated(self: Any) -> tuple[list[int], list[float]]:
+        counts = sorted(self._rounds)
+        return counts, [_costs.median(self._rounds[rows]) for rows in counts]
+
+    return mutated
+
+
+def what_is_written_now(price: Original) -> Original:
+    """Without the floor of what plain decoding would write."""
+    return lambda self, requests: self._rates[requests].value if requests in self._rates else 0.0
+
+
+def never_forgetting(learn: Original) -> Original:
+    def mutated(self: Any, above: float, below: float = 1.0) -> None:
+        self._above, self._below = self._above + above, self._below + below
+
+    return mutated
+
+
+def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original]) -> Mutation:
+    return Mutation(name, [owner], attribute, make, find_in_planner)
+
+
+PLANNER_MUTATIONS = [
+    mutation("planner: a drafter's chances are taken at their word", auto._Planner, "_weigh", blindly_trusting),
+    mutation("planner: rows cost nothing", auto._Planner, "_best", rows_for_nothing),
+    mutation("planner: one more layer whatever it costs", auto._Planner, "pays", always_deeper),
+    mutation("planner: all nodes are the first source's", auto._Planner, "_note", of_one_source),
+    mutation("planner: nothing is tried again", auto._Planner, "_is_due", lambda f: lambda self, grower: False),
+    mutation("planner: what failed is tried as often as before", auto._Planner, "learn", as_often_as_before),
+    mutation("planner: the whole tree is verified", auto._Planner, "chosen", whole_trees),
+    mutation("planner: any prompt is worth reading", auto._Planner, "_is_worth_reading", lambda f: lambda *parts: True),
+    mutation("costs: means instead of medians", _costs, "median", lambda f: fmean),
+    mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
+    mutation("costs: more rows may be cheaper", _costs.Costs, "_rising", falling),
+    mutation("costs: rows that were never timed are free", _costs.Costs, "_slope", lambda f: lambda *parts: 0.0),
+    mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
+    mutation("costs: nothing is forgotten", _costs.Mean, "learn", never_forgetting),
+    mutation("costs: a source was asked just now", _costs.Costs, "idle", lambda f: lambda self, source: 0.0),
+]
