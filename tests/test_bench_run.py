@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +41,41 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
-def run(
-    tiny: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Run]:
-    """Runs a bench on the tiny model: exit code, stdout, stderr."""
-    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "peers").mkdir()
-    stand_ins.install(tmp_path / "peers", monkeypatch)
-    monkeypatch.setattr(bench_run, "REST", 0.0)
-    monkeypatch.setattr("outpace.core.machine.BUFFER", 8192)
+@contextmanager
+def benching(tiny: Path, asked: Path, folder: Path) -> Iterator[Run]:
+    """What runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
+    (folder / "peers").mkdir()
     threads = torch.get_num_threads()
     common = ("--target", tiny, "--runtime", "llama", "--dtype", "float32", "--tasks", asked, "--max-tokens", 8)
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
             main(["bench", *map(str, common), *map(str, arguments)])
-        shown = capsys.readouterr()
-        assert "Traceback" not in shown.err, shown.err
-        return int(end.value.code or 0), shown.out, shown.err
+        assert "Traceback" not in err.getvalue(), err.getvalue()
+        return int(end.value.code or 0), out.getvalue(), err.getvalue()
 
-    yield call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTPACE_CACHE", str(folder / "cache"))
+        stand_ins.install(folder / "peers", patch)
+        patch.setattr(bench_run, "REST", 0.0)
+        patch.setattr("outpace.core.machine.BUFFER", 8192)
+        yield call
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(tiny: Path, asked: Path, tmp_path: Path) -> Iterator[Run]:
+    """Runs a bench: exit code, stdout, stderr."""
+    with benching(tiny, asked, tmp_path) as call:
+        yield call
+
+
+@pytest.fixture(scope="module")
+def troubled(tiny: Path, asked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str]:
+    """A bench of peers with all kinds of troubles, and of one that is right: exit code, stdout, stderr."""
+    with benching(tiny, asked, tmp_path_factory.mktemp("troubled")) as call:
+        return call("--methods", "speculative", "--peers", "wrong,failing,silent,dying,absent,crashing,right")
 
 
 def last(out: str) -> dict[str, Any]:
@@ -97,8 +112,8 @@ def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) ->
     assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last(out).keys()
 
 
-def test_a_peer_that_writes_something_else_is_told_where(run: Run, tiny: Path) -> None:
-    _, out, _ = run("--methods", "speculative", "--peers", "wrong")
+def test_a_peer_that_writes_something_else_is_told_where(troubled: tuple[int, str, str]) -> None:
+    _, out, _ = troubled
     row = by_label(out)["wrong"]
     assert (row["equal_text"], row["different"], row["compared"]) == (False, 3, 3)
     assert row["divergence"]["position"] == 3
@@ -106,8 +121,8 @@ def test_a_peer_that_writes_something_else_is_told_where(run: Run, tiny: Path) -
     assert "wrote token" in out
 
 
-def test_a_peer_that_fails_is_a_row_and_the_others_go_on(run: Run) -> None:
-    code, out, _ = run("--methods", "speculative", "--peers", "failing,silent,right")
+def test_a_peer_that_fails_is_a_row_and_the_others_go_on(troubled: tuple[int, str, str]) -> None:
+    code, out, _ = troubled
     assert code == 0
     found = by_label(out)
     assert (found["failing"]["failed"], found["failing"]["reason"]) == (3, "RuntimeError: out of paper")
@@ -116,8 +131,8 @@ def test_a_peer_that_fails_is_a_row_and_the_others_go_on(run: Run) -> None:
     assert "failing failed on 2 answers of two: RuntimeError: out of paper" in out
 
 
-def test_a_peer_whose_process_ends_is_a_row_and_the_others_go_on(run: Run) -> None:
-    code, out, _ = run("--methods", "speculative", "--peers", "dying,right")
+def test_a_peer_whose_process_ends_is_a_row_and_the_others_go_on(troubled: tuple[int, str, str]) -> None:
+    code, out, _ = troubled
     assert code == 0
     assert last(out), "what a peer prints does not reach the last line"
     found = by_label(out)
@@ -128,12 +143,12 @@ def test_a_peer_whose_process_ends_is_a_row_and_the_others_go_on(run: Run) -> No
     assert found["right"]["failed"] == 0
 
 
-def test_peers_that_are_not_to_be_had_are_named(run: Run) -> None:
-    code, out, err = run("--methods", "speculative", "--peers", "absent,crashing,right")
+def test_peers_that_are_not_to_be_had_are_named(troubled: tuple[int, str, str]) -> None:
+    code, out, err = troubled
     assert code == 0
     assert "absent is left out: peer absent is not installed: run `pip install absent`" in err
     assert "crashing is left out, it failed to start (OSError: no such library)" in err
-    assert set(by_label(out)) == {"autoregressive", "speculative", "right"}
+    assert set(by_label(out)) == {"autoregressive", "speculative", "wrong", "failing", "silent", "dying", "right"}
 
 
 def test_a_bench_goes_on_with_what_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def smollm2() -> Bench:
     return Bench(target, draft, prompts, {"max_tokens": 10, "ignore_eos": True}, None, names).prepare()
 
 
-@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.long])])
 def bench(request: pytest.FixtureRequest) -> Bench:
     made: Bench = request.getfixturevalue(request.param)
     return made
