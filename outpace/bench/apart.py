@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import IO, Any
 
 from outpace.bench import contenders, peers
 from outpace.bench.peer import Answered, PeerSettings
+from outpace.core import child_process
 
-_START = "import sys; sys.path[:] = sys.argv[1:]; from outpace.bench.apart import main; main()"
+_CODE = "from outpace.bench.apart import main; main()"
 _GRACE_SECONDS = 5.0  # for a process that was asked to end
 
 
@@ -30,9 +28,7 @@ class Apart:
     """A peer, and the process that it runs in. What the peer raises is raised here."""
 
     def __init__(self, name: str, settings: PeerSettings) -> None:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", _START, *map(str, sys.path)]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+        self._process = child_process.start(_CODE)
         try:
             self.name, self.precision = self._ask((name, settings, list(peers.__path__)))
         except BaseException:
@@ -46,27 +42,20 @@ class Apart:
 
     def close(self) -> None:
         """Ends the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):  # what was not sent, to a process that is gone
-                pipe.close()
-        try:
-            self._process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        child_process.end(self._process, _GRACE_SECONDS)
 
     def _ask(self, question: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
+            if self._process.returncode is not None:
+                raise EOFError
             _say(stdin, question)
             answer = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            code = self._process.wait()
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            raise PeerProcessError(f"its process {how}") from None
+            status = child_process.end(self._process, _GRACE_SECONDS)
+            raise PeerProcessError(f"its process {child_process.ending(status)}") from None
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -1,17 +1,15 @@
 """The drafter in a process of its own: its Python, too, then runs beside the target's.
 
-A new interpreter and a socket pair, rather than `multiprocessing.Process`: that would run the user's main script again
-in the child, and load the models there a second time; and it leaves a process behind that tracks resources.
+A new interpreter and a socket pair: `multiprocessing.Process` would run the user's main script again in the child, load
+the models there a second time, and leave a process behind that tracks resources.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -24,15 +22,13 @@ from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Correction
 from outpace.candidates.child import Failed, Grown, Ping, Ready, Said, Start
 from outpace.candidates.loop import Close, Correct, Message, Open
+from outpace.core import child_process
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Drafter, Request
 
 T = TypeVar("T")
 
-_START = (
-    "import os, sys; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; sys.path[:] = sys.argv[2:]; "
-    "from outpace.candidates.child import main; main()"
-)
+_CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.candidates.child import main; main()"
 _POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
 _STARTING = 10  # a child that imports and loads may be silent for so many times the patience
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each new start; then the drafter is given up
@@ -210,11 +206,10 @@ class _Child(AbstractContextManager["_Child"]):
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _START, str(start.threads), *map(str, sys.path)]
         with theirs:
-            try:  # in a session of its own: a Ctrl-C that comes before it can ignore it does not reach it
-                self.process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+            try:
+                self.process = child_process.start(
+                    _CODE, str(start.threads), stdin=theirs.fileno(), stdout=subprocess.DEVNULL
                 )
             except BaseException:
                 ours.close()
@@ -228,7 +223,7 @@ class _Child(AbstractContextManager["_Child"]):
 
     def __exit__(self, *error: object) -> None:
         self.process.terminate()
-        self._end()
+        child_process.end(self.process, _GRACE_SECONDS)
         self.post(None)
         self._sender.join()
         self._pipe.close()
@@ -253,17 +248,8 @@ class _Child(AbstractContextManager["_Child"]):
         """Why a child that says nothing more has ended."""
         if self._unsent is not None:
             return Failed(self._unsent, again=False)
-        code = self._end()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return Failed(DraftProcessError(f"its process {how}"))
-
-    def _end(self) -> int:
-        """The exit status of a process that ends, or is made to."""
-        try:
-            return self.process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()  # stopped processes, too
-            return self.process.wait()
+        status = child_process.end(self.process, _GRACE_SECONDS)
+        return Failed(DraftProcessError(f"its process {child_process.ending(status)}"))
 
     def _send(self) -> None:
         try:

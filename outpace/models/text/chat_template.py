@@ -13,15 +13,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from outpace.core import child_process
 from outpace.core.errors import UserError
 from outpace.models.text import template_process
 
 PATIENCE = 30.0  # seconds for one answer; the process itself stops after template_process.SECONDS of work
 LONGEST_WORDS = 500  # characters of a template's own words that are shown
-START = "import sys, runpy; sys.path[:] = sys.argv[2:]; runpy.run_path(sys.argv[1], run_name='__main__')"
+CODE = "import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
 class ChatTemplate:
@@ -77,12 +77,12 @@ class ChatTemplate:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            script, paths = str(Path(template_process.__file__)), [path for path in sys.path if path]
-            command = [sys.executable, "-I", "-S", "-c", START, script, *paths]
-            pipe = subprocess.PIPE
-            # A session of its own: Ctrl-C is for the program that shows the answer.
-            process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            process = child_process.start(
+                CODE,
+                template_process.__file__,
+                stderr=subprocess.DEVNULL,
+                flags=("-I", "-S"),
+                paths=[path for path in sys.path if path],  # not of the folder that the program happens to run in
             )
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -95,8 +95,4 @@ class ChatTemplate:
         if process is None:
             return
         process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        process.wait()
+        child_process.end(process)
