@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -21,6 +23,7 @@ from outpace.bench.own import Own, score_gap
 from outpace.bench.run import Bench, BenchOptions, rotated
 from outpace.bench.store import ANSWERS, Store
 from outpace.cli.main import main
+from outpace.core.errors import UserError
 from outpace.models.toy import Toy
 
 Run = Callable[..., tuple[int, str, str]]
@@ -231,6 +234,95 @@ def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--json", "/nowhere/rows.json"), "--json is /nowhere/rows.json, but there is no folder /nowhere"),
+        (("--json", "{here}"), "which is a folder; name a file"),
+        (("--trace", "/nowhere/t.trace"), "--trace is /nowhere/t.trace, but there is no folder /nowhere"),
+        (("--out", "{here}/file/below"), "--out is {here}/file/below, but {here}/file is a file"),
+        (("--plot", "/nowhere/b.png"), "--plot is /nowhere/b.png, but there is no folder /nowhere"),
+        (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
+        (("--plot", "b"), "--plot is b, its name must end with one of"),
+        (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
+        (("--trace", "t.trace", "--temperature", "1"), "a trace is recorded greedily"),
+    ],
+)
+def test_bad_input_is_said_before_a_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr("outpace.api.load.load", None)
+    (tmp_path / "file").touch()
+    code, _, err = run(*(word.format(here=tmp_path) for word in arguments))
+    assert code == 2
+    assert message.format(here=tmp_path) in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_plot_without_matplotlib_is_refused_before_a_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.api.load.load", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    code, _, err = run("--plot", tmp_path / "b.png")
+    assert (code, err) == (2, "error: --plot needs `pip install matplotlib`; leave it out for the table alone\n")
+
+
+def test_what_cannot_be_written_is_said_after_the_line_of_json(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Path, *rest: object) -> None:
+        raise UserError(f"{file.name} cannot be written (No space left on device)")
+
+    monkeypatch.setattr("outpace.bench.report.write_json", full)
+    monkeypatch.setattr("outpace.bench.plot.plot", lambda found, facts, file: full(file))
+    kept = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "b.png", "--out", tmp_path / "out")
+    code, out, err = run("--methods", "speculative", *kept)
+    assert code == 2
+    assert by_label(out)["speculative"]["prompts"] == 3
+    for said in ("error: rows.json cannot", "error: b.png cannot", "warning: bench.png cannot"):
+        assert said in err
+
+
+def test_sigterm_shows_what_is_finished_and_ends_as_it_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrote, left = Own.answer, [8]
+
+    def answer(self: Own, prompt: Any, max_tokens: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            signal.raise_signal(signal.SIGTERM)
+        return wrote(self, prompt, max_tokens)
+
+    monkeypatch.setattr(Own, "answer", answer)
+    before = signal.getsignal(signal.SIGTERM)
+    code, out, _ = run("--methods", "speculative")
+    assert code == 143
+    assert sum(row["prompts"] for row in by_label(out).values()) == 4
+    assert signal.getsignal(signal.SIGTERM) is before
+    left[0] = 0  # while the methods are warmed up: nothing is finished
+    assert run("--methods", "speculative")[0] == 143
+
+
+def test_prompts_that_are_all_too_long_are_refused(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps({"turns": ["x" * size]}) + "\n" for size in (500, 300)))
+    code, out, err = run("--tasks", file, "--methods", "speculative")
+    assert (code, out) == (2, "")
+    assert "every prompt is too long: the shortest has 30" in err
+    assert "the target's context holds 128" in err
+
+
+def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Own, prompt: Any, max_tokens: int) -> Any:
+        raise RuntimeError("out of paper")
+
+    monkeypatch.setattr(Own, "answer", fail)
+    code, out, err = run("--methods", "speculative")
+    assert code == 2
+    assert by_label(out)["speculative"]["failed"] == 3, "the line of JSON is there all the same"
+    assert "error: no answer was finished, the first one failed with RuntimeError: out of paper" in err
 
 
 def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path) -> None:

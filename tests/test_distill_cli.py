@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -98,11 +99,56 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "9", "--runtime", "fast"], "unknown runtime 'fast'"),
         (["--tokens", "9", "--prompts", "/nowhere/p.jsonl"], "/nowhere/p.jsonl cannot be read"),
         (["--tokens", "9", "--answer-tokens", "128"], "the target's context has 128"),
+        (["--tokens", "9", "--answer-tokens", "0"], "answer_tokens is 0, it must be at least 1"),
+        (["--tokens", "9", "--rows", "0"], "rows is 0"),
+        (["--tokens", "9", "--batch-rows", "0"], "batch_rows is 0"),
+        (["--tokens", "9", "--judged", "0"], "judged is 0, it must be at least 1"),
+        (["--tokens", "9", "--seed", "-1"], "seed is -1"),
+        (["--tokens", "9", "--layers", "3"], "layers is 3, it must be between 1 and 2"),
+        (["--tokens", "9", "--layers", "0,2"], "layers is '0,2', it must name layers from 0 to 1"),
+        (["--tokens", "9", "--hidden", "128"], "hidden is 128, it must be at most the target's 64"),
+        (["--tokens", "9", "--vocab", "300"], "vocab is 300, the target has 272 tokens"),
+        (["--tokens", "9", "--length", "1"], "length is 1, no prompt and first token of an answer fit into so few"),
+        (["--tokens", "9", "--tasks", "/nowhere/t.jsonl"], "/nowhere/t.jsonl cannot be read"),
         (["--stage", "train"], "holds no text yet"),
+        (["--stage", "judge"], "holds no draft yet: run `outpace distill --stage train` first"),
     ],
 )
-def test_bad_input_is_said(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_bad_input_is_said_before_anything_is_computed(
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
-    assert run("--target", target, "--out", tmp_path / "out", *arguments) == 2
+    monkeypatch.setattr("outpace.distill.text.load_model", None)
+    monkeypatch.setattr("outpace.models.load.load_model", None)
+    common = ["--target", target, "--layers", "1", "--answer-tokens", 12, "--out", tmp_path / "out"]
+    assert run(*common, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_later_stage_would_run_into_is_said_first(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.distill.text.load_model", None)
+    few = prompts_file(tmp_path / "few.jsonl", 2)
+    common = ["--target", target, "--layers", "1", "--answer-tokens", 12, "--tokens", 9, "--prompts", few]
+    assert run(*common, "--out", tmp_path / "out") == 2
+    assert "none of the prompts is held out" in capsys.readouterr().err
+    assert run(*common, "--out", few / "out", "--tasks", few) == 2
+    assert "cannot be made" in capsys.readouterr().err
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"turns": ["word " * 200]}) + "\n")
+    assert run(*common, "--out", tmp_path / "out", "--tasks", long) == 2
+    assert re.search(
+        r"the task long has a prompt of \d+ tokens, the target's context holds 128", capsys.readouterr().err
+    )
+    monkeypatch.setattr("outpace.distill.check.missing_kernels", lambda: "the native kernels are not installed")
+    assert run(*common, "--out", tmp_path / "out", "--tasks", few, "--runtime", "native") == 2
+    assert "the native kernels are not installed" in capsys.readouterr().err
+    other = target_folder(tmp_path / "other", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert run(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
+    assert "cannot be distilled: rope scaling is not supported" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from distill_files import prompts_file, target_folder
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Speed, _told, predicted_speedups
+from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Judgement, Speed, _told, predicted_speedups
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
+from outpace.distill.options import DistillOptions
 from outpace.distill.report import read_curve
-from outpace.distill.run import DistillOptions, distill, train_stage, write_plot
+from outpace.distill.run import distill, keep, train_stage, write_plot
 from outpace.distill.start import Shape, new_student, pick_layers
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.distill.writer import WriterOptions
@@ -104,6 +106,51 @@ def test_interrupted_and_resumed_equals_uninterrupted(target: Path, made: Path, 
         assert torch.equal(value, last.student.tensors[name]), name
     ends = [read_curve(tmp_path / name / "curve.jsonl")[-1] for name in ("whole", "parts")]
     assert ends[0]["top1"] == ends[1]["top1"]
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(target: Path, tmp_path: Path) -> None:
+    """No loss that was never measured, no second point of one step, and no batch that is passed over later."""
+    options = settings(target, tmp_path / "out", tokens=300, train=TrainOptions(rows=2, length=64, tokens=200))
+    distill(replace(options, stage="text"), silent)
+    told: list[dict[str, float]] = []
+    for _ in range(3):
+        told.clear()
+        distill(replace(options, stage="train"), lambda stage, figures: told.append(figures))
+        shutil.rmtree(options.out / "draft")
+        (point,) = read_curve(options.out / "training" / "curve.jsonl")
+    assert told, "how far it is, is told all the same"
+    assert not any("loss" in figures for figures in told)
+    assert point["loss"] > 0
+
+    def on(folder: Path, tokens: int) -> Trainer:
+        student = new_student(target, options.shape, read_ids(options.out / "training" / VOCAB_FILE), 0)
+        trainer = Trainer(student, options.out / "text", folder, replace(options.train, tokens=tokens))
+        trainer.resume()
+        trainer.run(lambda figures: None)
+        return trainer
+
+    whole = on(tmp_path / "whole", 400)
+    for tokens in (200, 200, 400):
+        parts = on(tmp_path / "parts", tokens)
+    assert parts.state.seen == whole.state.seen
+
+
+def test_another_draft_in_the_folder_is_refused_before_text_is_written(
+    target: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.distill.text.load_model", None)
+    with pytest.raises(
+        UserError, match=r"another shape: model\.layers\.1\.\S+ is \[\d+.*\] in it and not there in this"
+    ):
+        distill(settings(target, made, shape=Shape("1", vocab=120), tokens=10**9), silent)
+    with pytest.raises(UserError, match="holds a draft of 120 tokens, not 90"):
+        distill(settings(target, made, shape=Shape("0,1", vocab=90), tokens=10**9), silent)
+
+
+def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_path: Path) -> None:
+    found = Judgement("t", "d", (), Speed(0.1, {1: 1.0}))
+    with pytest.raises(UserError, match="the judgement cannot be written to"):
+        keep(settings(target, tmp_path / "gone"), found)
 
 
 def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_path: Path) -> None:

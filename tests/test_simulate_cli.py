@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,10 +70,34 @@ def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
         (("--acceptance", "0.5", "--width", "0"), "width is 0"),
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
         (("--acceptance", "0.5", "--tasks", "gsm8k"), "tasks are those of a trace"),
+        (("--acceptance", "0.5", "--json", "/nowhere/r.json"), "--json is /nowhere/r.json, but there is no folder"),
+        (("--acceptance", "0.5", "--plot", "/nowhere/p.png"), "--plot is /nowhere/p.png, but there is no folder"),
+        (("--acceptance", "0.5", "--plot", "p.zzz"), "--plot is p.zzz, its name must end with one of"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(run: Run, words: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_one_sentence_and_exit_2(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("outpace.simulate.run.run_setup", None)  # nothing is simulated before it is said
     code, _, err = run(*words)
     assert code == 2
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_what_cannot_be_written_is_said_after_the_line_of_json(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    kept = ("--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "p.png"))
+    code, out, err = run("--acceptance", "0.7", "--methods", "card", *SMALL, *kept)
+    assert code == 2
+    assert "CARD" in out
+    assert len(json.loads(out.splitlines()[-1])["rows"]) == 2
+    assert "rows.json cannot be written" in err
+    assert "the plot cannot be written" in err
+    assert "Traceback" not in err

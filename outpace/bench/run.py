@@ -76,8 +76,9 @@ class Bench:
         """`models` has them loaded. UserError for a wrong option or a torn file, before anything is measured."""
         self.models, self.options, self.store, self._say = models, options, store, say
         self.asked = collect(options.tasks, options.prompts)
-        self._check_batches()
+        check_batches(options, self.asked)
         self.prompts = {asked: tuple(models.tokenizer.encode_prompt(asked.text)) for asked in self.asked}
+        self._check_lengths()
         self._running: dict[str, Peer] = {}
         self._parts = ExitStack()
         most = max(options.batch, default=1)
@@ -101,6 +102,12 @@ class Bench:
     def rows(self) -> list[TableRow]:
         """What is finished so far, of this run's prompts and contenders and of any that lay in the folder."""
         return rows(self.store.records.values(), self.order)
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is not one finished answer; None where there is one."""
+        failures = [record.failed for record in self.store.records.values()]
+        return failures[0] if failures and None not in failures else None
 
     def measure(self, progress: Progress) -> None:
         """Whatever is not there yet."""
@@ -201,11 +208,20 @@ class Bench:
         while not engine.answer(prompt, WARM_TOKENS).drafted and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _check_batches(self) -> None:
-        for count in self.options.batch:
-            if count > len(self.asked):
-                have = f"there are {len(self.asked)} prompts in all"
-                raise UserError(f"batch is {count}, {have}: raise --prompts or name more --tasks")
+    def _check_lengths(self) -> None:
+        """A prompt that does not fit fails by itself; with none that fits there is nothing to measure."""
+        context, shortest = self.models.target.model.max_positions, min(map(len, self.prompts.values()))
+        if shortest >= context:
+            said = f"the shortest has {shortest} tokens, the target's context holds {context}"
+            raise UserError(f"every prompt is too long: {said}")
+
+
+def check_batches(options: BenchOptions, asked: Sequence[Asked]) -> None:
+    """UserError where more prompts are to be answered at once than there are."""
+    for count in options.batch:
+        if count > len(asked):
+            have = f"there are {len(asked)} prompts in all"
+            raise UserError(f"batch is {count}, {have}: raise --prompts or name more --tasks")
 
 
 def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:

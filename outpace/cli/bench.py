@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
+from outpace.cli.files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.options import Loading, flags
 from outpace.cli.signals import INTERRUPTED
+from outpace.cli.termination import as_interrupt
 from outpace.cli.writing import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 
@@ -105,20 +107,29 @@ def bench(
     if compare is not None:
         _compare(*compare)
         return
+    _check_files(keeping)
     options = _options(loading, measuring)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is shown, as after Ctrl-C
-    with _open(loading, options) as llm:
+    if keeping.trace is not None and not options.asking.sampling.is_greedy:
+        raise UserError("a trace is recorded greedily, leave out --temperature")
+    with as_interrupt(), _open(loading, options) as llm:
         if keeping.trace is not None:
             _trace(llm, options, keeping.trace)
         elif not _measure(llm, options, keeping, loading.options.device):
             raise typer.Exit(INTERRUPTED)
 
 
+def _check_files(keeping: Keeping) -> None:
+    check_file("--json", keeping.json)
+    check_file("--trace", keeping.trace)
+    check_folder("--out", keeping.out)
+    check_plot("--plot", keeping.plot)
+
+
 def _options(loading: Loading, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
     from outpace.api.params import SamplingParams
     from outpace.bench import contenders
-    from outpace.bench.run import BenchOptions
+    from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
     if loading.method != "auto":
@@ -137,7 +148,7 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
         target=loading.target,
         asking=SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed),
     )
-    collect(options.tasks, options.prompts)
+    check_batches(options, collect(options.tasks, options.prompts))
     if options.inflate > 1:
         _check_inflated(loading, options)
     return options
@@ -180,7 +191,10 @@ def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:
     store = Store(keeping.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
         whole = _run(running)
-        _show(running, facts, keeping)
+        failed = _show(running, facts, keeping)
+        if whole and (reason := running.failure) is not None:
+            failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
+        raise_last(failed)
     return whole
 
 
@@ -207,8 +221,8 @@ def _run(running: Any) -> bool:
     return True
 
 
-def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> None:
-    """The table, the files, and the line of JSON."""
+def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> list[UserError]:
+    """The table, the files, and the line of JSON; why files could not be written."""
     from outpace.bench import report
     from outpace.bench.plot import plot
     from outpace.bench.run import with_gaps
@@ -217,17 +231,15 @@ def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> None:
     found = with_gaps(running.rows(), running)
     plain = report.plain_rows(found, facts)
     _page().print(report.tables(found, facts))
-    for file in (keeping.json, keeping.out and keeping.out / ROWS):
-        if file is not None:
-            report.write_json(file, plain)
-    pictures = [file for file in (keeping.plot, keeping.out and keeping.out / PLOT) if file is not None]
-    try:
-        for picture in pictures if found else []:
-            plot(found, facts, picture)
-            display.say(f"plot: {picture}")
-    except UserError as error:  # all that was measured is there without it
-        display.say(f"warning: {error}", "yellow")
+    files = [file for file in (keeping.json, keeping.out and keeping.out / ROWS) if file is not None]
+    failed = write_all(partial(report.write_json, file, plain) for file in files)
+    if keeping.plot is not None and found:
+        failed += write_all([partial(plot, found, facts, keeping.plot)])
+    if keeping.out is not None and found:  # nobody asked for this one: matplotlib may be missing
+        for error in write_all([partial(plot, found, facts, keeping.out / PLOT)]):
+            display.say(f"warning: {error}", "yellow")
     display.print_json({"rows": plain, **facts})
+    return failed
 
 
 def _page() -> Console:
@@ -255,8 +267,6 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
 
     if llm.draft is None:
         raise UserError("--trace records a pair, name a draft with --draft")
-    if not options.asking.sampling.is_greedy:
-        raise UserError("a trace is recorded greedily, leave out --temperature")
     asked = collect(options.tasks, options.prompts)
     prompts: Sequence[Sequence[int]] = [llm.tokenizer.encode_prompt(one.text) for one in asked]
     console = display.stderr()

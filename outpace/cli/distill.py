@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,9 @@ import typer
 
 from outpace.cli import display
 from outpace.cli.options import Json, Target, flags
+from outpace.cli.termination import as_interrupt
 from outpace.cli.writing import Seed
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_whole
 
 AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "Draft", "Training", "Judging", "Storing"
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
@@ -175,7 +175,6 @@ def distill(
     if storing.pack is not None or storing.unpack is not None:
         amount = replace(amount, stage="judge")  # nothing is written or trained
     options = _options(amount, draft, training, judging, target, out, device, seed)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is finished is kept, as after Ctrl-C
     if storing.pack is not None and storing.unpack is not None:
         raise UserError("--pack and --unpack exclude each other, choose one")
     if storing.unpack is not None:
@@ -183,7 +182,8 @@ def distill(
     elif storing.pack is not None:
         _pack(Path(storing.pack), options, as_json)
     else:
-        _run(options, judging.evaluate, as_json)
+        with as_interrupt():  # what is finished is kept
+            _run(options, as_json)
 
 
 def _unpack(draft: Path, target: str | None, out: Path) -> None:
@@ -202,27 +202,25 @@ def _pack(folder: Path, options: Any, as_json: bool) -> None:
     if options.out.exists():
         raise UserError(f"{options.out} already exists")
     if options.tasks:
-        _run(replace(options, out=folder, stage="judge"), None, as_json)
+        _run(replace(options, out=folder, stage="judge"), as_json)
     pack_run(folder, resolve(options.target), options.out)
     display.say(f"packed: {options.out}, {sum(file.stat().st_size for file in options.out.iterdir()) / 1e6:.1f} MB")
 
 
-def _run(options: Any, evaluated: str | None, as_json: bool) -> None:
+def _run(options: Any, as_json: bool) -> None:
     """The stages that were asked for, or the judgement of a draft; shows what was measured."""
     from outpace.distill import report, run
     from outpace.distill.screen import Screen
 
     with Screen(as_json) as screen:
-        if evaluated is None:
-            found = run.distill(options, screen.show)
-        else:
-            found = run.judge_stage(options, evaluated, screen.show)
+        found = run.run_stages(options, screen.show)
     if found is None:
         return
     if as_json:
         display.print_json(found.as_dict())
     else:
         display.stdout().print(report.table(found))
+    run.keep(options, found)
     try:
         display.say(f"plot: {run.write_plot(options, found)}")
     except UserError as error:  # all that was measured is there without it
@@ -242,12 +240,16 @@ def _options(
     """The `DistillOptions` that the flags mean."""
     from outpace.distill.judge import JudgeOptions
     from outpace.distill.losses import LossOptions
+    from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.run import DistillOptions
     from outpace.distill.start import Shape
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
+    for name, value in (("answer_tokens", amount.answer_tokens), ("judged", judging.judged)):
+        check_whole(name, value, 1)
+    if training.batch_rows is not None:
+        check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not device.startswith("cpu")
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
@@ -261,6 +263,7 @@ def _options(
         seconds=None if amount.budget is None else seconds(amount.budget),
         epochs=amount.epochs,
         device=device,
+        evaluate=judging.evaluate,
         tasks=tuple(judging.tasks or ()),
         shape=Shape(draft.layers, draft.hidden, draft.init, draft.vocab),
         writer=WriterOptions(rows=amount.rows, max_tokens=amount.answer_tokens, seed=seed),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outpace.cli import display
+from outpace.cli.files import check_file, check_plot, raise_last, write_all
 from outpace.cli.options import flags
 from outpace.core.errors import UserError
 
@@ -87,6 +89,8 @@ def simulate(
     width: Annotated[int, typer.Option(help="Nodes that the drafter expands in one forward.")] = 16,
 ) -> None:
     """Simulate every method on two devices, from a recorded pair, at any ratio of their times."""
+    check_file("--json", shown.rows)
+    check_plot("--plot", shown.plot)
     costs = _costs(times)
     from outpace.simulate import report, run
     from outpace.simulate.setups import Sizes, chosen
@@ -94,24 +98,25 @@ def simulate(
     sizes = Sizes(nodes, width)
     rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [])
     trace = _trace(pair)
-    outcomes = []
+    outcomes: list[Any] = []
+    failed: list[UserError] = []
     with display.LoadingBar() as bar:
         for outcome in run.simulate(
             trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every)
         ):
             outcomes.append(outcome)
             if shown.rows is not None:  # what is done is kept, whatever ends the rest
-                _write(shown.rows, json.dumps(report.as_rows(outcomes), indent=1) + "\n")
+                failed = write_all([partial(_write, shown.rows, report.as_rows(outcomes))])
     summary = report.about(trace, sizes, times.devices)
     title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
     if shown.markdown:
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title))
-    found = report.as_rows(outcomes)
     if shown.plot is not None:
-        report.plot(outcomes, title, shown.plot)
-    display.print_json({**summary, "rows": found})
+        failed += write_all([partial(report.plot, outcomes, title, shown.plot)])
+    display.print_json({**summary, "rows": report.as_rows(outcomes)})
+    raise_last(failed)
 
 
 def _costs(times: Times) -> list[Any]:
@@ -143,8 +148,8 @@ def _trace(pair: Pair) -> Trace:
     return stated_trace(pair.acceptance or 0.0, pair.answers or 8)
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, rows: list[dict[str, Any]]) -> None:
     try:
-        file.write_text(text, encoding="utf-8")
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from error

@@ -72,6 +72,18 @@ def read_ids(file: Path) -> Tensor:
     return ids
 
 
+def settled_ids(folder: Path, size: int) -> Tensor | None:
+    """The tokens on which a training in `folder` settled, None where it has not begun or `size` is 0; UserError where
+    they are not `size` many."""
+    file = folder / VOCAB_FILE
+    if not size or not file.exists():
+        return None
+    ids = read_ids(file)
+    if len(ids) != size:
+        raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
+    return ids
+
+
 def _save(save_file: Any, tensors: Mapping[str, Tensor], file: Path) -> None:
     try:
         save_file(dict(tensors), file, {"format": "pt"})

@@ -37,6 +37,7 @@ class JudgeOptions:
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1)
         check_whole("max_tokens", self.max_tokens, 2)
+        check_whole("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.distill import builtin
+from outpace.distill.numbering import is_held_out, number
 
 HUB = "hub:"
 BUILT_IN = "builtin"
@@ -27,6 +28,16 @@ def collect(sources: Sequence[str]) -> list[str]:
         else:
             texts.update(dict.fromkeys(read_prompts(Path(source).expanduser())))
     return list(texts)
+
+
+def to_judge(files: Sequence[str], sources: Sequence[str]) -> dict[str, list[str]]:
+    """Prompts by task: one a file, or those of the sources that are held out."""
+    if files:
+        return {Path(file).stem: read_prompts(Path(file)) for file in files}
+    held_out = [text for text in collect(sources) if is_held_out(text)]
+    if not held_out:
+        raise UserError("none of the prompts is held out, so there is nothing to judge on: name files with --tasks")
+    return {"held out": sorted(held_out, key=number)}
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -67,7 +67,10 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
     _plot_lengths(right.twinx(), curve)
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise UserError(f"the plot cannot be written to {file} ({error.strerror})") from error
 
 
 def _plot_lengths(axes: Any, curve: Sequence[Mapping[str, Any]]) -> None:

@@ -5,88 +5,56 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.distill import prompts
+from outpace.core.errors import UserError
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.card import Making, model_card
-from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, write_draft
+from outpace.distill.check import check
+from outpace.distill.export import VOCAB_FILE, save_ids, settled_ids, write_draft
 from outpace.distill.facts import facts, licence, notes, read_state, record
-from outpace.distill.judge import Judgement, JudgeOptions, judge
-from outpace.distill.numbering import is_held_out, number
+from outpace.distill.judge import Judgement, judge
+from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions
 from outpace.distill.progress import StageProgress
+from outpace.distill.prompts import to_judge
 from outpace.distill.report import PLOT, plot, read_curve
-from outpace.distill.start import Shape, draft_config, new_student
+from outpace.distill.start import draft_config, new_student
 from outpace.distill.student import Student
-from outpace.distill.text import TEMPERATURES, TextPlan, write_text
-from outpace.distill.train import CURVE, Trainer, TrainOptions
-from outpace.distill.writer import WriterOptions
+from outpace.distill.text import TextPlan, write_text
+from outpace.distill.train import CURVE, Trainer
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.packed import pack
 from outpace.models.options import LoadOptions
-from outpace.models.runtimes import RUNTIMES
 from outpace.models.text.tokenizer import Tokenizer
 
-STAGES = ("text", "train", "judge", "all")
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; judging takes the rest
-TEXT, TRAINING, DRAFT = "text", "training", "draft"  # folders
 JUDGEMENT = "judgement.json"
 
 UNSAID = ("save_every", "seconds")  # options that leave the weights alone
 
 
-@dataclass(frozen=True)
-class DistillOptions:
-    """What to distil, where to, and how much of it: `tokens` of the target's text, or `seconds` for all stages."""
-
-    target: str | None
-    out: Path
-    prompts: Sequence[str] = (prompts.BUILT_IN,)
-    stage: str = "all"
-    tokens: int | None = None
-    seconds: float | None = None
-    epochs: float = 3.0  # how often training sees the text, where `tokens` says how much there is
-    temperatures: Sequence[float] = TEMPERATURES  # at which a prompt is answered, in turn
-    device: str = "cpu"
-    runtime: str = "auto"  # by which the draft is judged
-    tasks: Sequence[str] = ()  # files of prompts to judge on; none: the held-out prompts
-    shape: Shape = field(default_factory=Shape)
-    writer: WriterOptions = field(default_factory=WriterOptions)
-    train: TrainOptions = field(default_factory=TrainOptions)
-    judge: JudgeOptions = field(default_factory=JudgeOptions)
-    command: str = ""  # for the model card
-
-    def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise unknown("stage", self.stage, STAGES)
-        if self.runtime not in RUNTIMES:
-            raise unknown("runtime", self.runtime, RUNTIMES)
-        if self.tokens is not None:
-            check_whole("tokens", self.tokens, 1)
-        if self.seconds is not None:
-            check_range("budget", self.seconds, 1.0)
-        if self.tokens is None and self.seconds is None and self.stage in ("text", "all"):
-            raise UserError("say how much to distil: a budget such as 2h, or a number of tokens")
-        check_range("epochs", self.epochs, 0.001, 10000.0)
-
-
 def distill(options: DistillOptions, progress: StageProgress) -> Judgement | None:
-    """Runs the stages that `options.stage` means; the judgement, where there is one."""
-    target = resolve(options.target)
-    name = shipped_model().stem if options.target is None else Path(options.target).name
-    if options.stage in ("text", "all"):
+    """Runs the stages that `options.stage` means and keeps what they found; the judgement, where there is one."""
+    found = run_stages(options, progress)
+    if found is not None:
+        keep(options, found)
+    return found
+
+
+def run_stages(options: DistillOptions, progress: StageProgress) -> Judgement | None:
+    """As `distill`; the judgement is not kept yet."""
+    target = resolve(options.target) if options.writes or options.trains else None
+    check(options, target)
+    if target is not None and options.writes:
+        name = shipped_model().stem if options.target is None else Path(options.target).name
         text_stage(options, target, name, progress)
-    if options.stage in ("train", "all"):
+    if target is not None and options.trains:
         train_stage(options, target, progress)
-    if options.stage in ("judge", "all"):
-        return judge_stage(options, options.out / DRAFT, progress)
-    return None
+    return judge_stage(options, progress) if options.judges else None
 
 
 def text_stage(options: DistillOptions, target: Path, name: str, progress: StageProgress) -> None:
@@ -132,19 +100,25 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
     return draft
 
 
-def judge_stage(options: DistillOptions, draft: Path | str, progress: StageProgress) -> Judgement:
-    """Judges a draft; writes figures, plot and model card where it was made here."""
+def judge_stage(options: DistillOptions, progress: StageProgress) -> Judgement:
+    """Judges the run's draft, or the one that is named."""
     from outpace.models.load import load_draft, load_model
 
     loading = LoadOptions(device=options.device, runtime=options.runtime)
     target = load_model(options.target, loading)
-    small = load_draft(str(draft), target, loading)
-    found = judge(target, small, _tasks(options), options.judge, lambda figures: progress("judgement", figures))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
-    if Path(draft) == options.out / DRAFT:
-        write_card(options, found)
-    return found
+    small = load_draft(options.draft, target, loading)
+    tasks = to_judge(options.tasks, options.prompts)
+    return judge(target, small, tasks, options.judge, lambda figures: progress("judgement", figures))
+
+
+def keep(options: DistillOptions, found: Judgement) -> None:
+    """Writes a judgement's figures, and the model card where the draft was made here."""
+    try:
+        (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        if Path(options.draft) == options.out / DRAFT:
+            write_card(options, found)
+    except OSError as error:
+        raise UserError(f"the judgement cannot be written to {options.out} ({error.strerror})") from error
 
 
 def write_card(options: DistillOptions, found: Judgement) -> None:
@@ -180,35 +154,15 @@ def pack_run(run: Path, target: Path, out: Path) -> None:
 
 def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
     """An untrained draft; the tokens that it writes are settled once, from the text that is there."""
-    ids: Tensor | None = None
-    if options.shape.vocab:
-        file = folder / VOCAB_FILE
-        if file.exists():
-            ids = read_ids(file)
-            if len(ids) != options.shape.vocab:
-                raise UserError(
-                    f"{folder} holds a draft of {len(ids)} tokens, not {options.shape.vocab}; choose another"
-                )
-        else:
-            ids = _frequent(options, target)
-            folder.mkdir(parents=True, exist_ok=True)
-            save_ids(file, ids)
+    ids = settled_ids(folder, options.shape.vocab)
+    if ids is None and options.shape.vocab:
+        ids = _frequent(options, target)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_ids(folder / VOCAB_FILE, ids)
     return new_student(target, options.shape, ids, options.train.seed, options.device)
 
 
 def _frequent(options: DistillOptions, target: Path) -> Tensor:
     samples, _ = read_samples(options.out / TEXT, options.train.length)
     size = read_json(target / "config.json")["vocab_size"]
-    if options.shape.vocab > size:
-        raise UserError(f"vocab is {options.shape.vocab}, the target has {size} tokens")
     return frequent_tokens(samples, size, options.shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))
-
-
-def _tasks(options: DistillOptions) -> dict[str, list[str]]:
-    """Prompts by task: one a file, or those that were held out."""
-    if options.tasks:
-        return {Path(file).stem: prompts.read_prompts(Path(file)) for file in options.tasks}
-    held_out = [text for text in prompts.collect(options.prompts) if is_held_out(text)]
-    if not held_out:
-        raise UserError("none of the prompts is held out, so there is nothing to judge on: name files with --tasks")
-    return {"held out": sorted(held_out, key=number)}

@@ -89,9 +89,14 @@ def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, devic
         tensors = _narrowed(tensors, config.hidden_size)
     if shape.init == "fresh":
         tensors |= _fresh(config, tensors, seed)
-    names = {EMBEDDING, HEAD} if config.hidden_size == sizes.hidden_size else set()
     tensors = {name: value.to(device) for name, value in tensors.items()}
-    return Student(config, tensors, frozenset(names & set(tensors)), None if ids is None else ids.to(device))
+    return Student(config, tensors, frozen_names(config, sizes), None if ids is None else ids.to(device))
+
+
+def frozen_names(config: LlamaConfig, target: LlamaConfig) -> frozenset[str]:
+    """The tensors that stay the target's own: those of a draft of its width."""
+    same_width = config.hidden_size == target.hidden_size
+    return frozenset({EMBEDDING, HEAD} & set(tensor_shapes(config))) if same_width else frozenset()
 
 
 def _source(name: str, layers: Sequence[int]) -> str:

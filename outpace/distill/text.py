@@ -39,10 +39,15 @@ class TextPlan:
     temperatures: Sequence[float] = TEMPERATURES
 
     def __post_init__(self) -> None:
-        if not self.temperatures:
-            raise UserError("temperatures is empty, at least one is needed")
-        for temperature in self.temperatures:
-            check_range("a temperature", temperature, 0.0, 10.0)
+        check_temperatures(self.temperatures)
+
+
+def check_temperatures(temperatures: Sequence[float]) -> None:
+    """UserError unless there is one, and each is one to draw at."""
+    if not temperatures:
+        raise UserError("temperatures is empty, at least one is needed")
+    for temperature in temperatures:
+        check_range("a temperature", temperature, 0.0, 10.0)
 
 
 def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: Progress) -> TextFolder:
@@ -57,14 +62,19 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: 
     if plan.tokens is not None and store.tokens >= plan.tokens:
         return store
     model = load_target(target, plan.device)
-    longest = min(LONGEST_PROMPT, model.max_positions - options.max_tokens)
-    if longest < 1:
-        raise UserError(f"max_tokens is {options.max_tokens}, the target's context has {model.max_positions}")
+    longest = longest_prompt(options, model.max_positions)
     writer = Writer(model, tokenizer.stop_ids, options)
     clock = _Clock(store, plan)
     jobs = _until(clock, _jobs(texts, plan.temperatures, tokenizer, longest, store.finished))
     _fill(store, writer.answers(jobs), clock, progress)
     return store
+
+
+def longest_prompt(options: WriterOptions, context: int) -> int:
+    """Tokens of the longest prompt that is answered; UserError where an answer alone fills the target's context."""
+    if options.max_tokens >= context:
+        raise UserError(f"an answer may have {options.max_tokens} tokens, the target's context has {context}")
+    return min(LONGEST_PROMPT, context - options.max_tokens)
 
 
 def load_target(target: Path, device: str) -> Model:

@@ -48,6 +48,8 @@ class TrainOptions:
         check_range("clip", self.clip, 1e-9)
         for name in ("rows", "length", "warmup"):
             check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0, 2**63 - 1)
+        check_range("save_every", self.save_every, 0.0)
 
 
 @dataclass
@@ -105,10 +107,9 @@ class Trainer:
         started = saved = time.monotonic()
         before, first = state.seconds, state.step
         mean = math.nan
-        for batch in self._batches():
-            if state.total and state.seen >= state.total:
-                break
-            value = self._step(batch)
+        batches = self._batches()
+        while not state.total or state.seen < state.total:
+            value = self._step(next(batches))
             mean = value if math.isnan(mean) else 0.95 * mean + 0.05 * value
             now = time.monotonic()
             state.seconds = before + now - started
@@ -117,7 +118,11 @@ class Trainer:
             if now - saved >= options.save_every:
                 self.checkpoint(mean, progress, save)
                 saved = time.monotonic()
-        self.checkpoint(mean, progress, save)
+        if not training_state.has_point(self.folder / CURVE, state.step):
+            self.checkpoint(mean, progress, save)
+        else:  # a finished run was started again
+            save(self.student)
+            progress(self._figures(mean))
 
     def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> Agreement:
         """Saves all that a resumed run needs, judges the held-out answers and adds a point to the learning curve."""
@@ -125,7 +130,8 @@ class Trainer:
         save(self.student)
         found = self.judge()
         state = self.state
-        point = {"step": state.step, "tokens": state.seen, "loss": round(mean, 5), **asdict(found)}
+        point = {"step": state.step, "tokens": state.seen, "loss": None if math.isnan(mean) else round(mean, 5)}
+        point |= asdict(found)
         point |= {
             "text_tokens": sum(len(sample.top_ids) for sample in self._train),
             "seconds": round(state.seconds, 1),
@@ -181,7 +187,9 @@ class Trainer:
     def _figures(self, mean: float) -> dict[str, float]:
         state = self.state
         rate = state.seen / state.seconds if state.seconds else 0.0
-        figures = {"step": state.step, "tokens": state.seen, "tokens_per_second": rate, "loss": mean}
+        figures = {"step": state.step, "tokens": state.seen, "tokens_per_second": rate}
+        if not math.isnan(mean):
+            figures["loss"] = mean
         if state.total and rate:
             figures["seconds_left"] = max(state.total - state.seen, 0) / rate
         return figures

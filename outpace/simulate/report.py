@@ -133,7 +133,10 @@ def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
     panels[0].invert_yaxis()
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     figure.supxlabel("speedup over plain decoding (grey: emitted tokens a target pass)", fontsize=9)
-    figure.savefig(file, dpi=150)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the plot cannot be written to {file} ({error})") from error
 
 
 def _panel(axes: Axes, outcomes: Sequence[Outcome], most: float) -> None:
