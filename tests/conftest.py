@@ -1,11 +1,13 @@
 """One thread a test: tiny products gain nothing from more, and threads that spin lose much on a busy machine."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with interrupts ignored
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -79,7 +79,7 @@ def test_text_equals_plain_decoding(method: str, drafter: str) -> None:
         assert drafted == accepted == hits == 0
     else:
         assert drafted > 0
-        assert accepted > 0
+        assert accepted > 0 or (drafter, decoder) == ("garbage", "auto"), "a planner leaves garbage alone by the clock"
     if decoder == "card":
         assert misses > 0 or drafter == "perfect"
         assert hits > 0 or drafter not in SPECULATES
@@ -92,7 +92,8 @@ def test_perfect_drafter_is_never_rejected_before_the_end(case: dict) -> None:
     assert all(step.accepted == step.drafted == 4 for steps in run.steps for step in steps[:-1])
     card = decode(requests, "card", make_drafter("perfect", TARGET), worker="inline", target=TARGET)
     assert card.figures.hits > 0
-    assert all(step.hit != "miss" for steps in card.steps for step in steps[1:-1])
+    for step in (step for steps in card.steps for step in steps[1:-1]):  # a miss is an end of what was drafted so far
+        assert step.hit != "miss" or step.accepted == step.depth_offered > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
