@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doubles import QuickToy, make_request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.core.types import Row
@@ -17,6 +17,7 @@ from outpace.rules.greedy import Greedy
 TARGET = QuickToy(16, 3, 0)
 
 
+@settings(deadline=None)  # no test asserts a time
 @given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 300))
 def test_all_room_is_used_and_nobody_reads_more_than_is_left(remaining: list[int], room: int) -> None:
     given_ = share_prompt_room(remaining, room)
