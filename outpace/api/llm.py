@@ -15,6 +15,7 @@ from typing import Any
 from outpace.api._deprecated import renamed
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, params_of
+from outpace.api.prepared import Prepared
 from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
@@ -225,6 +226,12 @@ class LLM(AbstractContextManager["LLM"]):
         return self._start(prompt, params, choice, plain)
 
     def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool) -> Stream:
+        asked = self.prepare(prompt, params, choice, plain)
+        run = self._shared.submit(asked.request, asked.decoder, asked.options, asked.text.watch)
+        return Stream(self._shared, run, asked.text, asked.method, asked.echo, owner=self)
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False) -> Prepared:
+        """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
@@ -245,14 +252,14 @@ class LLM(AbstractContextManager["LLM"]):
         stops = StopStrings(params.stop, include_stop)
         text = TextAssembler(self.tokenizer.stream(), stops, hidden, params.min_tokens)
         decoder = self._plain if plain else self._decoder
-        run = self._shared.submit(request, decoder, decoder.Options() if plain else self._options, text.watch)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        return Stream(self._shared, run, text, "autoregressive" if plain else self.method, echo, owner=self)
+        options = decoder.Options() if plain else self._options
+        return Prepared(request, decoder, options, text, "autoregressive" if plain else self.method, echo)
 
     def _rule(self, params: SamplingParams) -> Rule:
         is_greedy = params.sampling.is_greedy
         if is_greedy not in self._rules:
-            self._rules[is_greedy] = find_rule(self.rule, params.sampling, self._rule_options)
+            self._rules.setdefault(is_greedy, find_rule(self.rule, params.sampling, self._rule_options))
         return self._rules[is_greedy]
 
 

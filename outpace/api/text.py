@@ -65,6 +65,11 @@ class TextAssembler:
         self._written = 0
         self.pieces: deque[Piece] = deque()
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found
+
     def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
         """A round's tokens, the first `drafted` of them accepted drafts; after how many of them the text ends."""
         count = len(tokens)

@@ -186,6 +186,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _begin(self, run: Running) -> None:
         self.running.append(run)
+        run.history.began, run.history.reused = self._clock(), run.prefilled
         try:
             self.drafting.open(run)
             run.place.sources = self.drafting.sources

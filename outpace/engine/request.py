@@ -36,6 +36,8 @@ class History:
     """What became of a request: a Step a round, records of tokens, and seconds on the engine's clock."""
 
     submitted: float = 0.0
+    began: float = 0.0  # when it left the queue, 0 before
+    reused: int = 0  # tokens of the prompt whose keys and values were there
     first_token: float = 0.0  # when the first round ended, 0 before
     ended: float = 0.0  # when the last one did
     steps: list[Step] = field(default_factory=list)
