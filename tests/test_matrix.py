@@ -19,6 +19,7 @@ from timed import Stopwatch, Timed
 
 from outpace.core import registry
 from outpace.core.errors import UserError
+from outpace.core.needs import Given
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, Observation, Request
@@ -28,6 +29,7 @@ TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
 DRAFTS = {"perfect": TARGET, "partial": NEAR, "garbage": QuickToy(16, 2, 99)}
+GIVEN = Given(TARGET, TARGET)
 SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.3, top_k=9, top_p=0.8, min_p=0.02))
 PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
 WORKERS = {None: None, "drafter": None, "worker": "inline"}  # what a decoder needs, and where its drafter runs
@@ -77,7 +79,7 @@ def cells() -> Iterator[Cell]:
             yield Cell(decoder, None, None, rule)
             continue
         for drafter in drafters():
-            models = DRAFTS if build_drafter(drafter, TARGET, {}).runs_model else (None,)
+            models = DRAFTS if build_drafter(drafter, GIVEN, {}).runs_model else (None,)
             for draft in (*models, "silent"):
                 yield Cell(decoder, drafter, draft, rule)
 
@@ -106,7 +108,8 @@ def requests_of(rule: str, prompts: Sequence[tuple[int, ...]] = PROMPTS, max_tok
 def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:
     if cell.drafter is None:
         return None
-    built = build_drafter(cell.drafter, Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01), {})
+    draft = Timed(DRAFTS.get(cell.draft or "", TARGET), watch, 0.5, 0.01)
+    built = build_drafter(cell.drafter, GIVEN._replace(draft=draft), {})
     return Silent(built) if cell.draft == "silent" else built
 
 

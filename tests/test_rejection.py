@@ -71,7 +71,7 @@ def follow(
 
 def draft_of(name: str, target: QuickToy) -> QuickToy:
     vocab = target.vocab_size
-    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._model}[name]
+    return {"perfect": target, "garbage": GARBAGE[vocab], "partial": make_drafter("model", target)._grower.model}[name]
 
 
 DRAWN = [

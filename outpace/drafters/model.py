@@ -7,23 +7,22 @@ K frontier nodes a forward; their best children by path score are kept as C, the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.needs import Given
 from outpace.core.scores import Held
-from outpace.core.tree import PREFIX, Role, Siblings, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row, Source
+from outpace.core.tree import Role, Siblings, TokenTree
+from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._drawn import draw_child
-from outpace.models.base import Model, Part, chain
+from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.models.base import Model
 from outpace.rules.base import best_rows, rank_rows
 
-_CHUNK = 256  # prompt tokens a forward
 _CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _SCORE = itemgetter(0)
@@ -45,27 +44,10 @@ class Options:
 
 
 @dataclass
-class ModelState(DraftState):
-    """`slots`: which pending node of the session holds a tree node (by id); `offers`: what was proposed below it;
-    `open`: the nodes to be expanded among the first `seen` of the tree, a heap of (-W, node).
+class ModelState(GrowState):
+    """`offers`: what was proposed below a tree node (by id)."""
 
-    Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
-    the root, which is a node) and the pending nodes are exactly those of `slots`.
-    """
-
-    session: Any = None
-    slots: dict[int, int] = field(default_factory=dict)
     offers: dict[int, Offer] = field(default_factory=dict)
-    open: list[tuple[float, int]] = field(default_factory=list)
-    seen: int = 0
-
-
-class _Job(NamedTuple):
-    """One request's share of a forward."""
-
-    state: ModelState
-    tree: TokenTree
-    frontier: list[int]
 
 
 class ModelDrafter(Drafter):
@@ -74,18 +56,16 @@ class ModelDrafter(Drafter):
     name = "model"
 
     def __init__(self, model: Model, options: Options) -> None:
-        self._model, self._options = model, options
-        self._floor = math.log(options.floor) if options.floor else -math.inf
+        self._options = options
+        self._grower = Grower(model, options.width, options.tree_nodes, options.floor)
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
-        return self._model.weight_bytes
+        return self._grower.model.weight_bytes
 
     def open(self, request: Request) -> ModelState:
-        capacity = min(len(request.prompt) + request.max_tokens + 1, self._model.max_positions)
-        room = self._options.tree_nodes + self._options.width + _CHUNK
-        return ModelState(request, list(request.prompt), self._model.open(capacity, room))
+        return ModelState(request, list(request.prompt), session=self._grower.open(request))
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
         """One forward of the draft model over the frontiers of all trees; nodes added to each.
@@ -93,26 +73,19 @@ class ModelDrafter(Drafter):
         Another forward for a tree to which nothing was added because another drafter's branch stood there already.
         """
         before = [len(tree) for tree in trees]
-        waiting = list(zip(states, trees, strict=True))
-        while jobs := [_Job(*one, frontier) for one in waiting if (frontier := self._frontier(*one))]:
+        waiting, beside = states, trees
+        while jobs := self._grower.jobs(waiting, beside):
             added = self._expand(jobs)
-            waiting = [(job.state, job.tree) for job, count in zip(jobs, added, strict=True) if not count]
+            again = [job for job, count in zip(jobs, added, strict=True) if not count]
+            waiting, beside = [job.state for job in again], [job.tree for job in again]
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
-    def _expand(self, jobs: Sequence[_Job]) -> list[int]:
+    def _expand(self, jobs: Sequence[Job]) -> list[int]:
         """One forward over the jobs' frontiers; nodes added to each tree."""
-        self._catch_up([job.state for job in jobs])
-        parts = [self._part(*job) for job in jobs]
-        rows = [
-            Row(job.state.request, job.state.tokens, _below_root(job.tree, node))
-            for job in jobs
-            for node in job.frontier
-        ]
-        held = self._model.score_held(parts)
+        held, rows = self._grower.score(jobs)
         offers = self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:
-            _settle(state)
             mine = slice(first, first + len(frontier))
             first = mine.stop
             if state.request.rule.siblings is Siblings.DRAWN:
@@ -136,17 +109,8 @@ class ModelDrafter(Drafter):
     def observe(self, state: ModelState, seen: Observation) -> None:
         if state.request.rule.siblings is Siblings.PICKED:
             self._learn(state, seen)
-        slots, path = state.slots, []
-        for node in seen.path:
-            if node not in slots:
-                break
-            path.append(slots[node])
-        live = [node for node in seen.tree.ids if node in slots]
-        state.session.keep(path, [slots[node] for node in live])
-        state.slots = {node: slot for slot, node in enumerate(live)}
-        state.offers = {node: state.offers[node] for node in live if node in state.offers}
-        state.tokens += seen.tokens
-        state.open, state.seen = [], 0
+        self._grower.follow(state, seen)
+        state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
     def close(self, state: ModelState) -> None:
         state.session = None
@@ -159,55 +123,6 @@ class ModelDrafter(Drafter):
         """Begins from a profile."""
         for name, is_greedy in _CHOICES.items():
             self._choices[is_greedy].recall(kept[name])
-
-    def _frontier(self, state: ModelState, tree: TokenTree) -> list[int]:
-        """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
-        child, so a node comes after its parent or together with it."""
-        count = len(tree)
-        if count >= self._options.tree_nodes:
-            return []
-        room = state.session.capacity - len(state.tokens)  # a draft with a shorter context stops there
-        ids, scores, roles = tree.ids, tree.scores, tree.roles
-        for node in range(state.seen, count):
-            is_worthy = scores[node] >= self._floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
-            if is_worthy and (count <= room or tree.depth(node) <= room):
-                heappush(state.open, (-scores[node], node))
-        state.seen = count
-        return sorted([heappop(state.open)[1] for _ in range(min(self._options.width, len(state.open)))])
-
-    def _catch_up(self, states: Sequence[ModelState]) -> None:
-        """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
-        while True:
-            behind = [state for state in states if len(state.tokens) - 1 - state.session.length > _CHUNK]
-            if not behind:
-                return
-            starts = [state.session.length for state in behind]
-            self._model.score(
-                [
-                    chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
-                    for s, at in zip(behind, starts, strict=True)
-                ]
-            )
-            for state in behind:
-                state.session.keep(range(_CHUNK))
-
-    def _part(self, state: ModelState, tree: TokenTree, frontier: Sequence[int]) -> Part:
-        """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
-        session, slots = state.session, state.slots
-        tokens = state.tokens[session.length : -1]
-        missing = len(tokens)
-        parents = list(range(PREFIX, missing - 1))
-        for slot, node in enumerate(frontier, session.pending):  # as `_settle` will number them
-            above = slots[tree.ids[tree.parents[node]]] if node else PREFIX
-            parents.append(above + missing)
-            slots[tree.ids[node]] = slot
-            tokens.append(tree.tokens[node])
-        return Part(session, self._known(tokens), parents, range(missing, len(tokens)))
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        """A target padded further than the draft may write ids that the draft has no embedding for."""
-        last = self._model.vocab_size - 1
-        return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
 
     def _add(
         self,
@@ -240,24 +155,8 @@ class ModelDrafter(Drafter):
                 choice.learn(values, tokens.index(written) if written in tokens else None)
 
 
-def _settle(state: ModelState) -> None:
-    """Commits the tokens that were missing; the frontier's nodes stay pending."""
-    missing = len(state.tokens) - 1 - state.session.length
-    if missing:
-        state.session.keep(range(missing), range(missing, state.session.pending))
-
-
-def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The tokens from below the root down to a node."""
-    tokens = []
-    while node:
-        tokens.append(tree.tokens[node])
-        node = tree.parents[node]
-    return tuple(tokens[::-1])
-
-
-def build(options: Options, *, draft: Model | None = None, **_: object) -> ModelDrafter:
-    """The drafter for this draft model; UserError without one."""
-    if draft is None:
+def build(options: Options, *, given: Given) -> ModelDrafter:
+    """The drafter for the draft model; UserError without one."""
+    if given.draft is None:
         raise UserError("drafter model needs a draft model, name one with --draft (or draft=...)")
-    return ModelDrafter(draft, options)
+    return ModelDrafter(given.draft, options)

@@ -11,11 +11,11 @@ from typing import Any
 from outpace.candidates.base import Worker
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.needs import Given
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.models.base import Model
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
@@ -95,14 +95,19 @@ def may_draft(method: str, drafter: str | None) -> bool:
     return not needs_none and (drafter is None or "model" in drafter.split("+"))
 
 
-def build_drafter(name: str, draft: Model | None, values: Mapping[str, Any]) -> Drafter:
+def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter:
     """One drafter, or several on one tree, those that run no model first."""
     from outpace.drafters._combined import Combined
 
     modules = drafter_modules(name).values()
-    parts = [module.build(registry.build_options(module, values), draft=draft) for module in modules]
+    parts = [module.build(registry.build_options(module, values), given=given) for module in modules]
     parts.sort(key=lambda part: part.runs_model)  # what costs no model stands first
     return parts[0] if len(parts) == 1 else Combined(parts)
+
+
+def _given(target: Loaded | None, draft: Loaded | None) -> Given:
+    model, tokenizer = (draft.model, draft.tokenizer) if draft else (None, None)
+    return Given(model, target and target.model, tokenizer, target and target.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def build_engine(
     registry.check_known(modules, options)
     if not all(loaded.model.trees for loaded in (target, draft) if loaded):
         options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
-    drafter = build_drafter(name, draft.model if draft else None, options)
+    drafter = build_drafter(name, _given(target, draft), options)
     if decoder.NEEDS == "drafter":
         return Engine(target.model, drafter, options=settings)
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
@@ -169,7 +174,7 @@ def _drafter_again(
     name: str, again: Callable[[], Loaded] | None, vocab_size: int, options: Mapping[str, Any]
 ) -> Drafter:
     """In another process: the drafter, with the draft loaded anew and cut to the tokens that it had here."""
-    draft = again().model if again else None
+    draft = again() if again else None
     if draft is not None:
-        draft.vocab_size = vocab_size
-    return build_drafter(name, draft, options)
+        draft.model.vocab_size = vocab_size
+    return build_drafter(name, _given(None, draft), options)

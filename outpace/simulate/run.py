@@ -10,6 +10,7 @@ from outpace.candidates.base import Worker
 from outpace.candidates.inline import ClockedDrafter, InlineWorker, InTurn, SimulatedClock
 from outpace.core import registry
 from outpace.core.errors import UserError
+from outpace.core.needs import Given
 from outpace.core.stats import Figures, fold
 from outpace.core.types import Drafter, Request, Step
 from outpace.engine.engine import Engine, EngineOptions
@@ -119,7 +120,7 @@ def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Dra
     if setup.decoder.NEEDS is None:
         return None, InTurn(clock)
     module = registry.find("drafters", "model")
-    drafter = module.build(registry.build_options(module, setup.options), draft=draft)
+    drafter = module.build(registry.build_options(module, setup.options), given=Given(draft))
     if setup.decoder.NEEDS == "worker":
         return None, InlineWorker(drafter, clock)
     return ClockedDrafter(drafter, clock), InTurn(clock)

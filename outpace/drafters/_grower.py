@@ -1,0 +1,155 @@
+"""What drafters share that run a model over trees: which nodes are expanded next, and one forward for all of them.
+
+A request's session holds what is committed and, pending, the nodes that were expanded. How the children are chosen is
+the drafter's own affair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from outpace.core.scores import Held
+from outpace.core.tree import PREFIX, Role, TokenTree
+from outpace.core.types import DraftState, Observation, Request, Row
+from outpace.models.base import Model, Part, chain
+
+_CHUNK = 256  # prompt tokens a forward
+
+
+@dataclass
+class GrowState(DraftState):
+    """`slots`: which pending node of the session holds a tree node (by id); `open`: the nodes to be expanded among the
+    first `seen` of the tree, a heap of (-W, node).
+
+    Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
+    the root, which is a node) and the pending nodes are exactly those of `slots`.
+    """
+
+    session: Any = None
+    slots: dict[int, int] = field(default_factory=dict)
+    open: list[tuple[float, int]] = field(default_factory=list)
+    seen: int = 0
+
+
+class Job(NamedTuple):
+    """One request's share of a forward."""
+
+    state: Any  # a GrowState
+    tree: TokenTree
+    frontier: list[int]
+
+
+class Grower:
+    """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`."""
+
+    def __init__(self, model: Model, width: int, tree_nodes: int, floor: float = 0.0) -> None:
+        """`floor`: the chance below which the target is not expected to reach a node."""
+        self.model = model
+        self._width, self._tree_nodes = width, tree_nodes
+        self._floor = math.log(floor) if floor else -math.inf
+
+    def open(self, request: Request) -> Any:
+        """A session of the model for this request."""
+        capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
+        return self.model.open(capacity, self._tree_nodes + self._width + _CHUNK)
+
+    def jobs(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[Job]:
+        """What one forward would expand; trees with nothing to expand have no part in it."""
+        found = zip(states, trees, strict=True)
+        return [Job(state, tree, some) for state, tree in found if (some := self._frontier(state, tree))]
+
+    def score(self, jobs: Sequence[Job]) -> tuple[Held, list[Row]]:
+        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are."""
+        self._catch_up([job.state for job in jobs])
+        parts = [self._part(*job) for job in jobs]
+        rows = [
+            Row(job.state.request, job.state.tokens, _below_root(job.tree, node))
+            for job in jobs
+            for node in job.frontier
+        ]
+        held = self.model.score_held(parts)
+        for job in jobs:
+            _settle(job.state)
+        return held, rows
+
+    def follow(self, state: GrowState, seen: Observation) -> None:
+        """Commits what the target walked; of the rest only what lives on in its next tree stays."""
+        slots, path = state.slots, []
+        for node in seen.path:
+            if node not in slots:
+                break
+            path.append(slots[node])
+        live = [node for node in seen.tree.ids if node in slots]
+        state.session.keep(path, [slots[node] for node in live])
+        state.slots = {node: slot for slot, node in enumerate(live)}
+        state.tokens += seen.tokens
+        state.open, state.seen = [], 0
+
+    def _frontier(self, state: GrowState, tree: TokenTree) -> list[int]:
+        """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
+        child, so a node comes after its parent or together with it."""
+        count = len(tree)
+        if count >= self._tree_nodes:
+            return []
+        room = state.session.capacity - len(state.tokens)  # a model with a shorter context stops there
+        ids, scores, roles = tree.ids, tree.scores, tree.roles
+        for node in range(state.seen, count):
+            is_worthy = scores[node] >= self._floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
+            if is_worthy and (count <= room or tree.depth(node) <= room):
+                heappush(state.open, (-scores[node], node))
+        state.seen = count
+        return sorted([heappop(state.open)[1] for _ in range(min(self._width, len(state.open)))])
+
+    def _catch_up(self, states: Sequence[GrowState]) -> None:
+        """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
+        while True:
+            behind = [state for state in states if len(state.tokens) - 1 - state.session.length > _CHUNK]
+            if not behind:
+                return
+            starts = [state.session.length for state in behind]
+            self.model.score(
+                [
+                    chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
+                    for s, at in zip(behind, starts, strict=True)
+                ]
+            )
+            for state in behind:
+                state.session.keep(range(_CHUNK))
+
+    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
+        """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
+        session, slots = state.session, state.slots
+        tokens = state.tokens[session.length : -1]
+        missing = len(tokens)
+        parents = list(range(PREFIX, missing - 1))
+        for slot, node in enumerate(frontier, session.pending):  # as `_settle` will number them
+            above = slots[tree.ids[tree.parents[node]]] if node else PREFIX
+            parents.append(above + missing)
+            slots[tree.ids[node]] = slot
+            tokens.append(tree.tokens[node])
+        return Part(session, self._known(tokens), parents, range(missing, len(tokens)))
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """A target padded further than the draft may write ids that the draft has no embedding for."""
+        last = self.model.vocab_size - 1
+        return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
+
+
+def _settle(state: GrowState) -> None:
+    """Commits the tokens that were missing; the frontier's nodes stay pending."""
+    missing = len(state.tokens) - 1 - state.session.length
+    if missing:
+        state.session.keep(range(missing), range(missing, state.session.pending))
+
+
+def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The tokens from below the root down to a node."""
+    tokens = []
+    while node:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tuple(tokens[::-1])
