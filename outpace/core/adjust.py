@@ -5,7 +5,8 @@ The order is that of transformers and vLLM: bias, penalties, then what is forbid
 - repetition (Keskar et al., arXiv:1909.05858): a token of prompt or answer: l / r where l > 0, else l * r;
 - presence and frequency (OpenAI's API): l - presence - frequency * count, for tokens of the answer;
 - bad words: the last token of one is forbidden where the answer ends with what stands before it;
-- min tokens: stop tokens are forbidden before so many tokens are written.
+- min tokens: stop tokens are forbidden before so many tokens are written;
+- a constraint: what it refuses is forbidden.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
     draft's may be smaller) are left out.
     """
-    if all(row.request.adjustments is None for row in rows):
+    if not any(map(_is_adjusted, rows)):
         return logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     place = 0
@@ -37,8 +38,29 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         settings = shared[0].request.adjustments
         if settings is not None:
             _adjust(logits[place : place + len(shared)], shared, settings)
+        for number, row in enumerate(shared, place):
+            mask_refused(logits[number], row)
         place += len(shared)
     return logits
+
+
+def _is_adjusted(row: Row) -> bool:
+    return row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open)
+
+
+def mask_refused(logits: Tensor, row: Row) -> None:
+    """What the row's constraint refuses, in place. A text that is over, or that cannot be, has no next token to choose.
+    [vocab]"""
+    constraint = row.request.constraint
+    if constraint is None or row.is_open:
+        return
+    mask = constraint.mask(row.committed, row.path)
+    if mask is None:
+        return
+    count = min(len(mask), len(logits))
+    refused = torch.ones(len(logits), dtype=torch.bool)
+    refused[:count] = torch.from_numpy(~mask[:count])
+    logits[refused.to(logits.device)] = _FORBIDDEN
 
 
 def _adjust(logits: Tensor, rows: Sequence[Row], settings: Adjustments) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from outpace.core.chance import Chance
+from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
@@ -31,6 +32,11 @@ class Rule:
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
         raise NotImplementedError
+
+    def picks_among_all(self, sampling: Sampling) -> bool:
+        """Whether the walk follows one picked token a row, and the pick among the tokens that a constraint allows is
+        the pick among all wherever that is allowed: a row then needs a mask only where its pick is refused."""
+        return False
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         """The verdict on a tree whose first len(picks) nodes have a row."""
@@ -102,6 +108,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     adjustments: Adjustments | None = None
     logprobs: LogprobsOptions | None = None
+    constraint: Constraint | None = None  # of this request alone
 
 
 class Row(NamedTuple):
@@ -115,6 +122,7 @@ class Row(NamedTuple):
     committed: Sequence[int]
     path: tuple[int, ...] = ()
     node_id: int = 0
+    is_open: bool = False
 
     @property
     def position(self) -> int:

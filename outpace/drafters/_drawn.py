@@ -17,7 +17,10 @@ def draw_child(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> i
     Keyed by the node's id. Nothing is drawn anew for the same node: it has one child.
     """
     q = torch.exp(log_q.double()).cpu()
-    q /= q.sum()
+    total = float(q.sum())
+    if not total > 0:  # a constraint allows none of the tokens that the draft has
+        return 0
+    q /= total
     token = request.rule.chance.draw(Key(request.seed, request.choice, tree.ids[node], DRAW), q)
     tree.q[node] = q
     tree.add(node, token, tree.scores[node] + min(float(log_q[token]), 0.0), siblings=Siblings.DRAWN)

@@ -136,6 +136,8 @@ class ModelDrafter(Drafter):
         choice = self._choices[state.request.sampling.is_greedy]
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
+            if not tokens:
+                continue  # a constraint allows none of the tokens that the draft has
             state.offers[tree.ids[node]] = (tokens, values)
             score = tree.scores[node]
             for token, chance in zip(tokens, choice.log_chances(values, width), strict=False):

@@ -150,16 +150,32 @@ class Running:
         left, drafted = self.left, len(verdict.path) - 1
         stop = next((place for place, token in enumerate(tokens) if token in self.request.stop_ids), left)
         tokens = tokens[: min(stop + 1, left)]
+        tokens, is_over = self._constrained(tokens)
         end = self.watch(tokens, min(drafted, len(tokens))) if self.watch else None
         if end is not None:
             tokens = tokens[:end]
         self.committed += tokens
         del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
-        if end is not None or stop < left:
+        if end is not None or stop < left or is_over:
             self.finish_reason = "stop"
         elif len(tokens) == left:
             self.finish_reason = "length"
         return tokens
+
+    def _constrained(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """The tokens up to where the request's constraint says that the text is complete, and whether it is; UserError
+        for a token that it refuses: nothing else that was asked for left one to write."""
+        constraint = self.request.constraint
+        if constraint is None:
+            return tokens, False
+        count = constraint.allowed(self.committed, tokens)
+        is_over = constraint.is_over(self.committed, tokens[:count])
+        if count < len(tokens) and not is_over:
+            raise UserError(
+                f"no token may follow the first {len(self.tokens) + count}: what the grammar allows there, the other"
+                " options (bad_words, logit_bias, min_tokens) or the model's own scores forbid"
+            )
+        return tokens[:count], is_over
 
     def note_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor) -> None:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.errors import UserError
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
+from outpace.rules._guard import allowed_of, guard, opened
 from outpace.rules._ranking import log_chances, ranked
 
 
@@ -46,9 +48,14 @@ def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
 
 def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
     """Every row reduced by its own request's rule; rows of one rule go together. [rows, vocab] to one value a row"""
+    rows = opened(rows)
     picks: list[Any] = []
     for start, run in _runs(rows):
         picks += run[0].request.rule.reduce(logits[start : start + len(run)], run)
+    if any(row.is_open for row in rows):
+        for start, some in _by_request(rows):
+            mine = slice(start, start + len(some))
+            picks[mine] = guard(logits[mine], some, picks[mine]) if some[0].is_open else picks[mine]
     return picks
 
 
@@ -71,8 +78,16 @@ def _reduced(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
 
 def rank_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A drafter's rows, each on the scale of its own request's rule. [rows, vocab] to [rows, vocab]"""
-    ranked = [run[0].request.rule.rank(logits[start : start + len(run)], run) for start, run in _runs(rows)]
+    ranked = [_ranked(logits[start : start + len(run)], run) for start, run in _runs(rows)]
     return ranked[0] if len(ranked) == 1 else torch.cat(ranked)
+
+
+def _ranked(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    rule = rows[0].request.rule
+    try:
+        return rule.rank(logits, rows)
+    except UserError:  # a constraint that failed: its request ends where the target asks it
+        return rule.rank(logits, [row._replace(is_open=True) for row in rows])
 
 
 def best_rows(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
@@ -91,6 +106,9 @@ def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
     offers = None if host is None or is_adjusted else rule.best(host, held, rows, count)
     if offers is None:
         return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
+    offers = [
+        allowed_of(offer, row) if row.request.constraint else offer for offer, row in zip(offers, rows, strict=True)
+    ]
     return [
         offer if offer[0] else _best_by_rank(held, number, row, count)
         for number, (offer, row) in enumerate(zip(offers, rows, strict=True))
@@ -98,7 +116,7 @@ def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
 
 
 def _best_by_rank(held: Held, number: int, row: Row, count: int) -> Offer:
-    ranks = row.request.rule.rank(held.wide(slice(number, number + 1)), [row])[0]
+    ranks = _ranked(held.wide(slice(number, number + 1)), [row])[0]
     best = torch.topk(ranks, min(count, len(ranks)))
     return offer_of(best.indices.tolist(), best.values.tolist())
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.adjust import adjusted
-from outpace.core.sampling import GREEDY
+from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
@@ -40,6 +40,9 @@ class Greedy(Rule):
         host = host_rows(logits)
         picks: list[int] = (logits if host is None else host).argmax(-1).tolist()
         return picks
+
+    def picks_among_all(self, sampling: Sampling) -> bool:
+        return True
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
         return follow(tree, picks)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outpace.core.adjust import adjusted
 from outpace.core.noise import exponential, gumbel, row_key
-from outpace.core.sampling import processed
+from outpace.core.sampling import Sampling, processed
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
@@ -57,6 +57,10 @@ class Gumbel(Rule):
         race = exponential([_key(row) for row in rows], logits.shape[-1], logits.device)
         picks: list[int] = (weights / race).argmax(dim=-1).tolist()
         return picks
+
+    def picks_among_all(self, sampling: Sampling) -> bool:
+        """The noise belongs to the token, whoever else takes part; a filter's bound does not."""
+        return not sampling.filters
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
         return follow(tree, picks)
