@@ -5,16 +5,15 @@ An LLM and its streams may be used from several threads: whoever waits for text 
 
 from __future__ import annotations
 
-import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import Any
 
-from outpace.api._deprecated import renamed
+from outpace.api.asked import given_params, params_of_each
 from outpace.api.pair import load_pair
-from outpace.api.params import SamplingParams, params_of
+from outpace.api.params import SamplingParams
 from outpace.api.prepared import Prepared
 from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
@@ -59,7 +58,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     Method (the text does not depend on it, but for rules that say so):
         method: "auto" plans every round; the others are those that `outpace methods` lists.
-        drafter: what proposes tokens, several joined by "+", as in "model+ngram".
+        drafter: what proposes tokens, several on one tree joined by "+", as in "model+ngram"; several from which each
+            answer chooses its own separated by commas, as in "model,ngram", the first for those that choose none.
         rule: how proposals are judged; "auto": greedy at temperature 0, else gumbel.
         worker: where CARD's drafter runs, "thread", "process" or "inline"; `draft_threads`: CPU threads that it takes.
         nodes: tree nodes that one pass verifies at most; None: 32 where they are planned, else 8.
@@ -170,13 +170,15 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         choice: int = 0,
         plain: bool = False,
+        drafter: str | None = None,
         **options: Any,
     ) -> Stream:
         """Starts an answer to text, chat messages or token ids; `options` by name are those of `SamplingParams`.
 
         `choice` tells several sampled answers to one prompt apart. `plain`: without speculation; the text is the same.
+        `drafter`: one of those that the LLM was made with, by name.
         """
-        return self._stream(prompt, _params(sampling_params, options), choice, plain)
+        return self._stream(prompt, given_params(sampling_params, options), choice, plain, drafter)
 
     def generate(
         self,
@@ -185,6 +187,7 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         n: int | None = None,
         plain: bool = False,
+        drafter: str | None = None,
         **options: Any,
     ) -> list[Result]:
         """Answers a prompt or several, batched: `n` results for each prompt, one prompt's after the other's.
@@ -193,12 +196,12 @@ class LLM(AbstractContextManager["LLM"]):
         numbers is one prompt. `sampling_params`: for all, or one for each prompt. The rest as for `stream`.
         """
         asked = prompts_of(prompts)
-        each = _params_of_each(sampling_params, options, len(asked))
+        each = params_of_each(sampling_params, options, len(asked))
         streams: list[Stream] = []
         try:
             for prompt, params in zip(asked, each, strict=True):
                 params = params if n is None else replace(params, n=n)
-                streams += [self._start(prompt, params, choice, plain) for choice in range(params.n)]
+                streams += [self._start(prompt, params, choice, plain, drafter) for choice in range(params.n)]
             return [stream.finish() for stream in streams]
         finally:
             for stream in streams:  # those that an error left behind
@@ -211,26 +214,34 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         choice: int = 0,
         plain: bool = False,
+        drafter: str | None = None,
         **options: Any,
     ) -> Result:
         """The answer to a conversation, through the model's chat template; a text is one message of the user's. Options
         as for `stream`."""
-        params = _params(sampling_params, options)
-        return self._stream(messages_of(messages), params, choice, plain).finish()
+        params = given_params(sampling_params, options)
+        return self._stream(messages_of(messages), params, choice, plain, drafter).finish()
 
-    def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool) -> Stream:
+    def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         if params.n > 1:
             raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
         choice = numbers.plain(choice)
         check_whole("choice", choice, 0)
-        return self._start(prompt, params, choice, plain)
+        return self._start(prompt, params, choice, plain, drafter)
 
-    def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool) -> Stream:
-        asked = self.prepare(prompt, params, choice, plain)
-        run = self._shared.submit(asked.request, asked.decoder, asked.options, asked.text.watch)
+    def _start(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
+        asked = self.prepare(prompt, params, choice, plain, drafter)
+        run = self._shared.submit(asked.request, asked.decoder, asked.options, asked.text.watch, asked.drafter)
         return Stream(self._shared, run, asked.text, asked.method, asked.echo, owner=self)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False) -> Prepared:
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        choice: int = 0,
+        plain: bool = False,
+        drafter: str | None = None,
+    ) -> Prepared:
         """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
         for token in params.stop_token_ids:
@@ -254,7 +265,7 @@ class LLM(AbstractContextManager["LLM"]):
         decoder = self._plain if plain else self._decoder
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
         options = decoder.Options() if plain else self._options
-        return Prepared(request, decoder, options, text, "autoregressive" if plain else self.method, echo)
+        return Prepared(request, decoder, options, text, "autoregressive" if plain else self.method, echo, drafter)
 
     def _rule(self, params: SamplingParams) -> Rule:
         is_greedy = params.sampling.is_greedy
@@ -270,26 +281,3 @@ def _check_names(parts: Parts) -> None:
         registry.find("rules", parts.rule)
     if parts.drafter is not None:
         drafter_modules(parts.drafter)
-
-
-def _params(given: Any, options: Mapping[str, Any], stacklevel: int = 5) -> SamplingParams:
-    """From the record, or from options by name; called by what the user calls."""
-    options = renamed(options, stacklevel)
-    if given is None:
-        given = options.pop("sampling_params", None)  # by its old name
-    if given is not None and options:
-        raise UserError(f"give SamplingParams or options by name, not both: {', '.join(options)}")
-    params = params_of(options) if given is None else given
-    if not isinstance(params, SamplingParams):
-        said = reprlib.repr(params)
-        raise UserError(f"sampling_params is {said}, it must be SamplingParams; or give options by name")
-    return params
-
-
-def _params_of_each(given: Any, options: Mapping[str, Any], count: int) -> list[SamplingParams]:
-    """Those of each prompt, which may share one record."""
-    if not isinstance(given, (list, tuple)):
-        return [_params(given, options, 6)] * count
-    if len(given) != count:
-        raise UserError(f"there are {len(given)} sampling_params for {count} prompts, give one for all or one for each")
-    return [_params(params, options) for params in given]

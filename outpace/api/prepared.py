@@ -12,8 +12,8 @@ from outpace.core.types import Request
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the engine is handed (`request`, `decoder`, its `options`, and `text.watch`), and what makes text of its
-    tokens. `echo` stands before the answer."""
+    """What the engine is handed (`request`, `decoder`, its `options`, `text.watch`, and the name of its `drafter`), and
+    what makes text of its tokens. `echo` stands before the answer."""
 
     request: Request
     decoder: ModuleType
@@ -21,3 +21,4 @@ class Prepared:
     text: TextAssembler
     method: str
     echo: str
+    drafter: str | None = None

@@ -19,10 +19,10 @@ class SharedEngine:
         self.engine = engine
         self.lock = FairLock()
 
-    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch) -> Running:
+    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch, drafter: str | None) -> Running:
         """Hands a request in; UserError where it can never run."""
         with self.lock.hold():
-            return self.engine.submit(request, decoder, options, watch)
+            return self.engine.submit(request, decoder, options, watch, drafter)
 
     def drive(self, run: Running, pieces: Sequence[Any]) -> None:
         """Steps the engine, in turn with other threads, until this request has pieces or is over."""

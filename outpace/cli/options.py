@@ -141,7 +141,7 @@ class Loading:
         registry.find("decoders", self.method)
         if self.rule != "auto":
             registry.find("rules", self.rule)
-        for part in self.drafter.split("+") if self.drafter is not None else ():
+        for part in self.drafter.replace(",", "+").split("+") if self.drafter is not None else ():
             registry.find("drafters", part)
         if self.threads is not None:
             import torch

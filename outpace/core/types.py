@@ -249,6 +249,11 @@ class Drafter:
         """The target has judged: follow it."""
         raise NotImplementedError
 
+    def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:
+        """log q of these tokens one after the other, as it would draft them next; None where it does not tell. Drafters
+        can be compared by it without another pass of the target."""
+        return None
+
     def close(self, state: Any) -> None:
         """The request is over."""
 

@@ -84,15 +84,24 @@ def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
         raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens cannot be mixed")
 
 
-def drafter_modules(name: str) -> dict[str, ModuleType]:
-    """The drafters that `name` means: one, or several joined by +."""
-    return {part: registry.find("drafters", part) for part in name.split("+")}
+def drafter_names(drafter: str) -> list[str]:
+    """Those from which each request chooses, which commas separate; UserError for one that is named twice."""
+    names = drafter.split(",")
+    if len(set(names)) < len(names):
+        raise UserError(f"drafter {drafter!r} names one twice, requests choose among different ones")
+    return names
+
+
+def drafter_modules(drafter: str) -> dict[str, ModuleType]:
+    """The parts of all these drafters: one, or several joined by +."""
+    parts = (part for name in drafter_names(drafter) for part in name.split("+"))
+    return {part: registry.find("drafters", part) for part in parts}
 
 
 def may_draft(method: str, drafter: str | None) -> bool:
     """Whether a draft model would have anything to do by this method with this drafter."""
     needs_none = method != "auto" and registry.find("decoders", method).NEEDS is None
-    return not needs_none and (drafter is None or "model" in drafter.split("+"))
+    return not needs_none and (drafter is None or "model" in drafter_modules(drafter))
 
 
 def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter:
@@ -112,8 +121,8 @@ def _given(target: Loaded | None, draft: Loaded | None) -> Given:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`. The
-    `rule` comes with each request; here it says which options are known."""
+    """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`; several
+    are separated by commas. The `rule` comes with each request; here it says which options are known."""
 
     method: str
     drafter: str | None = None
@@ -130,7 +139,7 @@ class Parts:
 def build_engine(
     target: Loaded, draft: Loaded | None, parts: Parts, settings: EngineOptions, options: Mapping[str, Any]
 ) -> Engine:
-    """An engine for a method, with its drafter in turn or in a worker. UserError for an option that no part has."""
+    """An engine for a method, with drafters in turn or one in a worker. UserError for an option that no part has."""
     decoder = registry.find("decoders", parts.method)
     modules = {f"method {parts.method}": decoder}
     if parts.rule != "auto":
@@ -146,11 +155,13 @@ def build_engine(
     registry.check_known(modules, options)
     if not all(loaded.model.trees for loaded in (target, draft) if loaded):
         options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
-    drafter = build_drafter(name, _given(target, draft), options)
+    drafters = {one: build_drafter(one, _given(target, draft), options) for one in drafter_names(name)}
     if decoder.NEEDS == "drafter":
-        return Engine(target.model, drafter, options=settings)
+        return Engine(target.model, drafters, options=settings)
+    if len(drafters) > 1:
+        raise UserError(f"method {parts.method} has one drafter in its worker, not {name!r} to choose from")
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
-    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafter)
+    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name])
     return Engine(target.model, worker=worker, options=settings)
 
 

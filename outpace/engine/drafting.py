@@ -1,15 +1,15 @@
-"""The engine's side of drafting: a drafter in turn or a worker beside the target; a fault in one costs speed only."""
+"""The engine's side of drafting: drafters in turn or a worker beside the target; a fault in one costs speed only."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.decoders._costs import Costs
@@ -22,23 +22,32 @@ class Drafting:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
     def __init__(
-        self, drafter: Drafter | None, worker: Worker | None, costs: Costs, clock: Callable[[], float]
+        self, drafters: Mapping[str, Drafter], worker: Worker | None, costs: Costs, clock: Callable[[], float]
     ) -> None:
-        self.drafter, self.worker, self._costs, self._clock = drafter, worker, costs, clock
-        self._offers = {name for name, part in (("drafter", drafter), ("worker", worker)) if part is not None}
-        self._warned = False
+        """`drafters` by name, as requests ask for them; the first is for those that name none."""
+        self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
+        self._names = tuple(drafters)  # those too that were given up
+        self._warned: set[str | None] = set()
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """What a request may ask to be drafted by."""
-        return self.drafter.sources if self.drafter else ()
+    def drafter(self) -> Drafter | None:
+        """The one for requests that name none."""
+        return self.drafters.get(self._names[0]) if self._names else None
 
-    def check(self, run: Running) -> None:
-        """UserError for a method whose drafter is not here."""
+    def choose(self, run: Running, name: str | None) -> None:
+        """Notes by which drafter a request is to be drafted; UserError where there is none for its method."""
         needs = run.decoder.NEEDS
-        if needs and needs not in self._offers:
-            name = run.decoder.__name__.rpartition(".")[2]
-            raise UserError(f"method {name} needs a drafter, this engine has none to run for it")
+        method = run.decoder.__name__.rpartition(".")[2]
+        if (needs == "worker" and self.worker is None) or (needs == "drafter" and not self._names):
+            raise UserError(f"method {method} needs a drafter, this engine has none to run for it")
+        if needs != "drafter":
+            if name is not None:
+                own = "has its worker's drafter" if needs == "worker" else "uses no drafter"
+                raise UserError(f"method {method} {own}, leave out drafter {name!r}")
+            return
+        run.draft.name = self._names[0] if name is None else name
+        if run.draft.name not in self._names:
+            raise unknown("drafter of this engine", run.draft.name, self._names)
 
     def open(self, run: Running) -> None:
         """A request begins."""
@@ -46,13 +55,15 @@ class Drafting:
             run.place.candidates = CandidateCache(run.place.last_token)
             run.place.correct = partial(self.worker.correct, run.key)
             self.worker.open(run.key, run.request, run.place.candidates)
-        elif run.decoder.NEEDS == "drafter" and self.drafter:
-            run.draft.state = self._guarded(self.drafter.open, run.request)
+        elif (drafter := self._of(run)) is not None:
+            run.place.sources = drafter.sources
+            run.draft.state = self._guarded(run.draft.name, drafter.open, run.request)
 
     def close(self, run: Running) -> None:
         """A request is over."""
-        if run.draft.state is not None and self.drafter:
-            self._guarded(self.drafter.close, run.draft.state)
+        drafter = self._of(run)
+        if run.draft.state is not None and drafter is not None:
+            self._guarded(run.draft.name, drafter.close, run.draft.state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
 
@@ -62,15 +73,16 @@ class Drafting:
             self.worker.close()
 
     def serve(self, running: Sequence[Running]) -> None:
-        """Answers Draft and Await until every coroutine asks for Verify; the drafter sees all trees at once."""
+        """Answers Draft and Await until every coroutine asks for Verify; a drafter sees all its trees at once."""
         while True:
-            drafting = [run for run in running if isinstance(run.ask, Draft)]
+            drafting = [(run, run.ask.source) for run in running if isinstance(run.ask, Draft)]
             waiting = [run for run in running if isinstance(run.ask, Await)]
             if not drafting and not waiting:
                 return
-            for source in sorted({run.ask.source for run in drafting if isinstance(run.ask, Draft)}, key=_order):
-                asking = [run for run in drafting if isinstance(run.ask, Draft) and run.ask.source == source]
-                self._grow(asking, source)
+            asked = dict.fromkeys((run.draft.name, source) for run, source in drafting)
+            for name, source in sorted(asked, key=_order):
+                asking = [run for run, its in drafting if its == source and run.draft.name == name]
+                self._grow(asking, name, source)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.place.candidates, run.ask.layers)
@@ -82,23 +94,29 @@ class Drafting:
             return target_pass()
         result = self.worker.beside(target_pass, rows)
         if self.worker.failure is not None:
-            self._warn(self.worker.failure)
+            self._warn(None, self.worker.failure)
         return result
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
         """Tells the drafter in turn what was committed; `root` is the next tree."""
-        if run.draft.state is not None and self.drafter:
+        drafter = self._of(run)
+        if run.draft.state is not None and drafter is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
             seen = Observation([tree.ids[node] for node in path], tokens, root)
-            self._guarded(self.drafter.observe, run.draft.state, seen)
+            self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
-    def _grow(self, runs: Sequence[Running], source: Source | None) -> None:
-        """One growth of all these requests' trees by a source, which they are told."""
+    def _of(self, run: Running) -> Drafter | None:
+        """A request's drafter in turn, unless it was given up."""
+        return None if run.draft.name is None else self.drafters.get(run.draft.name)
+
+    def _grow(self, runs: Sequence[Running], name: str | None, source: Source | None) -> None:
+        """One growth of all these requests' trees by a source of their drafter, which they are told."""
         added: list[int] | None = None
-        if self.drafter:
+        drafter = self._of(runs[0])
+        if drafter is not None:
             began = self._clock()
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            added = self._guarded(self.drafter.grow_by, source, [run.draft.state for run in runs], trees)
+            added = self._guarded(name, drafter.grow_by, source, [run.draft.state for run in runs], trees)
             seconds = self._clock() - began
             self._costs.drafted(seconds, len(runs), source)
             for run in runs:
@@ -106,22 +124,24 @@ class Drafting:
         for run, count in zip(runs, added or [0] * len(runs), strict=True):
             run.advance(count)
 
-    def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
-        """What the drafter answers; one that raises is given up, and decoding goes on plainly."""
+    def _guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
+        """What a drafter answers; one that raises is given up, and decoding goes on plainly."""
         try:
             return call(*arguments)
         except Exception as failure:
-            self._warn(failure)
-            self.drafter = None
+            self._warn(name, failure)
+            self.drafters.pop(name or "", None)
             return None
 
-    def _warn(self, failure: BaseException) -> None:
-        if not self._warned:
-            self._warned = True
+    def _warn(self, name: str | None, failure: BaseException) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
             kind = type(failure).__name__
-            warnings.warn(f"the drafter failed ({kind}: {failure}); going on without it", stacklevel=2)
+            which = f"the drafter {name}" if len(self._names) > 1 else "the drafter"
+            warnings.warn(f"{which} failed ({kind}: {failure}); going on without it", stacklevel=2)
 
 
-def _order(source: Source | None) -> tuple[bool, bool]:
+def _order(asked: tuple[str | None, Source | None]) -> tuple[bool, bool]:
     """What runs no model grows first: who asked for it may then share the model's forward with the others."""
+    source = asked[1]
     return source is None, source is not None and source.runs_model

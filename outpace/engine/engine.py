@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from outpace.candidates.base import Worker
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
 from outpace.decoders._costs import Costs
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
+from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.request import Running, Watch, check_request
 from outpace.engine.sharing import share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
@@ -39,30 +39,8 @@ class _Judged(NamedTuple):
     logits: Tensor | None  # [rows, vocab]
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
-    tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
-    what is free); `reuse`: a prompt that begins like a text that is there does not read that again."""
-
-    nodes: int = 8
-    rows: int = 64
-    chunk: int = 256
-    batch: int = 16
-    kv_memory: float | None = None
-    reuse: bool = True
-
-    def __post_init__(self) -> None:
-        check_whole("nodes", self.nodes, 1, 4096)
-        check_whole("rows", self.rows, 1, 65536)
-        check_whole("chunk", self.chunk, 1, 65536)
-        check_whole("batch", self.batch, 1, 4096)
-        if self.kv_memory is not None:
-            check_range("kv_memory", self.kv_memory, 0.0)
-
-
 class Engine(AbstractContextManager["Engine"]):
-    """Owns the target, the drafter that works in turn, and the worker that drafts beside it.
+    """Owns the target, the drafters that work in turn, and the worker that drafts beside it.
 
     `submit`, `step`, `sweep` and `close` are called by one thread at a time, `abort` by any.
     """
@@ -70,23 +48,25 @@ class Engine(AbstractContextManager["Engine"]):
     def __init__(
         self,
         target: Model,
-        drafter: Drafter | None = None,
+        drafters: Drafter | Mapping[str, Drafter] | None = None,
         worker: Worker | None = None,
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` gives the seconds that everything is timed by."""
+        """`drafters`: one, or several by the names that requests choose them by, the first for those that choose none.
+        `clock` gives the seconds that everything is timed by."""
         self.target = target
         self._clock = clock
         self.options = options or EngineOptions()
         self.costs = Costs()
-        self.drafting = Drafting(drafter, worker, self.costs, clock)
+        named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
+        self.drafting = Drafting(named, worker, self.costs, clock)
         room = max(self.options.chunk, self.options.nodes)
         self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self._keys = itertools.count()
-        expect_steps(self.costs, target, drafter)
+        expect_steps(self.costs, target, named.values())
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
@@ -105,15 +85,23 @@ class Engine(AbstractContextManager["Engine"]):
         self.sweep()
         self.drafting.shut()
 
-    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch | None = None) -> Running:
-        """Takes a request in; it runs as soon as there is room. UserError where it can never run."""
+    def submit(
+        self,
+        request: Request,
+        decoder: ModuleType,
+        options: Any,
+        watch: Watch | None = None,
+        drafter: str | None = None,
+    ) -> Running:
+        """Takes a request in, to be drafted by the `drafter` of this name; it runs as soon as there is room. UserError
+        where it can never run."""
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         self.memory.check(request)
         run = Running(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
-        self.drafting.check(run)
+        self.drafting.choose(run, drafter)
         self.waiting.append(run)
         return run
 
@@ -189,7 +177,6 @@ class Engine(AbstractContextManager["Engine"]):
         run.history.began, run.history.reused = self._clock(), run.prefilled
         try:
             self.drafting.open(run)
-            run.place.sources = self.drafting.sources
             run.coroutine = run.decoder.decode(run.place, run.options)
             run.is_due = not run.is_prefilling
         except BaseException as error:

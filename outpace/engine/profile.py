@@ -100,29 +100,29 @@ class Profile:
         return self._known["method"] if self._known else None
 
     def begin(self, engine: Engine) -> None:
-        """Tells an engine and its drafter what is known."""
+        """Tells an engine and its drafters what is known."""
         if self._known is None:
             return
         engine.costs.recall(self._known)
-        drafter = engine.drafting.drafter
-        kept = self._known["drafters"].get(_kind(drafter))
-        if drafter is not None and kept is not None:
-            drafter.recall(kept)
+        for drafter in engine.drafting.drafters.values():
+            kept = self._known["drafters"].get(_kind(drafter))
+            if kept is not None:
+                drafter.recall(kept)
 
     def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
         """Keeps what an engine learnt, if that is enough to go by. `tuned`: the method that was found best."""
         if engine.costs.seen < FEWEST:
             return None
         learnt = engine.costs.remember() | {"method": tuned or self.method, "drafters": {}}
-        drafter = engine.drafting.drafter
-        if drafter is not None and (kept := drafter.remember()) is not None:
-            learnt["drafters"][_kind(drafter)] = kept
+        for drafter in engine.drafting.drafters.values():
+            if (kept := drafter.remember()) is not None:
+                learnt["drafters"][_kind(drafter)] = kept
         return write(self._about, learnt, self._cache)
 
 
-def _kind(drafter: Drafter | None) -> str:
+def _kind(drafter: Drafter) -> str:
     """The drafters by name: what is remembered of one arrangement of them is no use to another."""
-    return "+".join(source.name for source in drafter.sources) if drafter else ""
+    return "+".join(source.name for source in drafter.sources)
 
 
 def _model(loaded: Loaded) -> dict[str, Any]:

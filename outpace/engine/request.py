@@ -47,8 +47,9 @@ class History:
 
 @dataclass(eq=False)
 class Drafted:
-    """A request's side of a drafter that works in turn."""
+    """A request's side of a drafter that works in turn, which the engine knows by `name`."""
 
+    name: str | None = None
     state: DraftState | None = None
     seconds: float = 0.0  # of the round under way
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
@@ -11,16 +11,17 @@ from outpace.engine.request import Running
 from outpace.models.base import Model, Part
 
 
-def expect_steps(costs: Costs, target: Model, drafter: Drafter | None) -> None:
+def expect_steps(costs: Costs, target: Model, drafters: Iterable[Drafter]) -> None:
     """Passes over few rows are bound by memory: until a draft's step is timed, it is held to cost such a share of the
     target's pass as its weights are of the target's."""
     whole = target.weight_bytes
-    if drafter is None or not whole:
+    if not whole:
         return
-    for source in drafter.sources:
-        own = drafter.weight_bytes(source)
-        if own:
-            costs.expect(source, own / whole)
+    for drafter in drafters:
+        for source in drafter.sources:
+            own = drafter.weight_bytes(source)
+            if own:
+                costs.expect(source, own / whole)
 
 
 def note_round(

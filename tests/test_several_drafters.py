@@ -1,0 +1,147 @@
+"""Several drafters in one engine: each request its own, in one batch; a fault in one is its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import DrafterDiedError, Empty, QuickToy, failing, make_drafter, make_request, write
+from test_library import folder
+
+from outpace.api.llm import LLM
+from outpace.candidates.inline import InlineWorker
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, DraftState, Request, Source
+from outpace.decoders import auto, autoregressive, card, speculative
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.load import load_model
+
+TARGET = QuickToy(16, 3, 0)
+PROMPT = (3, 1, 4, 1, 5, 3, 1, 4)
+
+
+class Noted(Drafter):
+    """Another drafter, with notes of how many trees it grew at once and for which requests."""
+
+    def __init__(self, inner: Drafter, name: str) -> None:
+        self.inner, self.name = inner, name
+        self.seen: set[Request] = set()
+        self.most = 0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (Source(self.name, self.inner.runs_model),)
+
+    def open(self, request: Request) -> Any:
+        self.seen.add(request)
+        return self.inner.open(request)
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+        assert {state.request for state in states} <= self.seen
+        self.most = max(self.most, len(trees))
+        return self.inner.grow(states, trees)
+
+    def observe(self, state: Any, seen: Any) -> None:
+        self.inner.observe(state, seen)
+
+    def close(self, state: Any) -> None:
+        self.inner.close(state)
+
+
+def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+    for _ in range(400):
+        if all(run.finish_reason for run in runs):
+            return [run.tokens for run in runs]
+        engine.step()
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("method", [speculative, auto])
+def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any) -> None:
+    drafters = {name: Noted(make_drafter(name, TARGET), name) for name in ("perfect", "ngram", "garbage")}
+    asked = [
+        make_request(PROMPT[:length], rule, 30, seed=length, **({} if rule == "greedy" else {"temperature": 0.9}))
+        for length in (3, 5, 8)
+        for rule in ("greedy", "gumbel", "match")
+    ]
+    names = ["perfect", "ngram", "garbage"] * 3
+    with Engine(TARGET, drafters, options=EngineOptions(nodes=12, rows=200, chunk=8)) as engine:
+        submitted = zip(asked, names, strict=True)
+        runs = [engine.submit(one, method, method.Options(), drafter=name) for one, name in submitted]
+        texts = finish(engine, runs)
+    assert texts == [write(TARGET, request) for request in asked]
+    for name, drafter in drafters.items():
+        assert drafter.seen == {request for request, its in zip(asked, names, strict=True) if its == name}
+        assert method is auto or drafter.most == 3, "requests of one drafter grow together"
+    accepted = [sum(step.accepted for step in run.history.steps) for run in runs]
+    assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"
+
+
+def test_who_names_none_gets_the_first() -> None:
+    first, second = Noted(Empty(), "one"), Noted(Empty(), "two")
+    with Engine(TARGET, {"one": first, "two": second}) as engine:
+        run = engine.submit(make_request(PROMPT, max_tokens=3), speculative, speculative.Options())
+        finish(engine, [run])
+        assert len(first.seen) == 1
+        assert not second.seen
+        assert engine.drafting.drafter is first
+
+
+def test_a_drafter_that_dies_takes_no_other_with_it() -> None:
+    drafters = {"dying": failing(make_drafter("perfect", TARGET), after=1), "living": make_drafter("perfect", TARGET)}
+    request = make_request(PROMPT, max_tokens=30)
+    with Engine(TARGET, drafters) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = [engine.submit(request, speculative, speculative.Options(), drafter=name) for name in drafters]
+        assert finish(engine, runs) == [write(TARGET, request)] * 2
+        later = engine.submit(request, speculative, speculative.Options(), drafter="dying")
+        assert finish(engine, [later]) == [write(TARGET, request)], "who asks for it later writes plainly"
+    assert [str(warning.message) for warning in caught] == [
+        f"the drafter dying failed ({DrafterDiedError.__name__}: grow number 1); going on without it"
+    ]
+    lengths = [len(run.history.steps) for run in runs]
+    assert lengths[0] > 2 * lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name", "says"),
+    [
+        (speculative, "two", r"unknown drafter of this engine 'two', allowed are first, tow; did you mean 'tow'\?"),
+        (autoregressive, "first", "method autoregressive uses no drafter, leave out drafter 'first'"),
+        (card, "first", "method card has its worker's drafter, leave out drafter 'first'"),
+    ],
+)
+def test_a_drafter_that_a_request_cannot_have_is_refused(decoder: Any, name: str, says: str) -> None:
+    with Engine(TARGET, {"first": Empty(), "tow": Empty()}, InlineWorker(Empty())) as engine:
+        with pytest.raises(UserError, match=says):
+            engine.submit(make_request(PROMPT), decoder, decoder.Options(), drafter=name)
+        assert not engine.waiting
+
+
+def test_the_library_lets_an_answer_choose(tmp_path: Path) -> None:
+    target = load_model(folder(tmp_path, "target"), runtime="llama")
+    with LLM(target, target, method="speculative", drafter="model,ngram,model+ngram") as llm:
+        texts = {}
+        for name in (None, "model", "ngram", "model+ngram"):
+            (answer,) = llm.generate("hello", max_tokens=24, drafter=name)
+            texts[name] = answer.tokens, answer.figures.draft_acceptance
+        assert len({tokens for tokens, _ in texts.values()}) == 1
+        assert texts[None][1] != texts["ngram"][1] != texts["model"][1]
+        assert llm.chat("hello", max_tokens=4, drafter="ngram").tokens
+        with pytest.raises(UserError, match="unknown drafter of this engine 'suffix'"):
+            llm.stream("hello", drafter="suffix")
+        with pytest.raises(UserError, match="uses no drafter"):
+            llm.stream("hello", plain=True, drafter="model")
+    with pytest.raises(UserError, match="names one twice"):
+        LLM(target, method="speculative", drafter="ngram,ngram")
+    with pytest.raises(UserError, match="one drafter in its worker, not 'model,ngram'"):
+        LLM(target, target, method="card", drafter="model,ngram")
+
+
+def test_a_drafter_need_not_tell_likelihoods() -> None:
+    assert Empty().likelihood(DraftState(make_request(PROMPT)), [1, 2]) is None
