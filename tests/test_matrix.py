@@ -10,6 +10,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,12 +98,19 @@ def samplings_of(rule: str) -> dict[Sampling, Any]:
 
 
 def requests_of(rule: str, prompts: Sequence[tuple[int, ...]] = PROMPTS, max_tokens: int = 28) -> list[Request]:
-    """All samplings of a rule for all prompts."""
-    return [
+    """All samplings of a rule for all prompts, each with a prediction that is right but for some tokens."""
+    asked = [
         make_request(prompt, built, max_tokens, sampling=sampling, seed=7 + number)
         for sampling, built in samplings_of(rule).items()
         for number, prompt in enumerate(prompts)
     ]
+    return [replace(request, prediction=_nearly(request)) for request in asked]
+
+
+def _nearly(request: Request) -> tuple[int, ...]:
+    """The text by the rule that is keyed, every sixth token replaced."""
+    text = write(TARGET, replace(request, rule=find_rule("auto", request.sampling)))
+    return tuple((token + (place % 6 == 5)) % 16 for place, token in enumerate(text))
 
 
 def drafter_of(cell: Cell, watch: Stopwatch) -> Drafter | None:

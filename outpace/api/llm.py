@@ -26,6 +26,7 @@ from outpace.engine.build import (
     PLANNED,
     Parts,
     build_engine,
+    check_prediction,
     check_rule,
     choose_method,
     default_drafter,
@@ -136,6 +137,7 @@ class LLM(AbstractContextManager["LLM"]):
             drafter = drafter or default_drafter(self.method, self.draft is not None)
         check_rule(parts.rule, self._decoder, drafter)
         parts = replace(parts, method=self.method, drafter=drafter)
+        self._drafter = drafter
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
@@ -244,6 +246,8 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Prepared:
         """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
+        if params.prediction and not plain:
+            check_prediction(self._drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
@@ -257,6 +261,7 @@ class LLM(AbstractContextManager["LLM"]):
             stop_ids=own_ends.union(params.stop_token_ids),
             adjustments=params.adjustments(self.tokenizer),
             logprobs=params.logprobs_options,
+            prediction=params.predicted(self.tokenizer),
         )
         include_stop = params.include_stop_str_in_output
         hidden = self.tokenizer.stop_ids.union(() if include_stop else params.stop_token_ids)

@@ -47,6 +47,10 @@ class SamplingParams:
         bad_words: strings whose tokens, as they are and after a space, are not written. Other tokens may still spell
             them: "colours" may be written where the tokens of "colour" are banned.
 
+    What is known beforehand:
+        prediction: what the answer is expected to be, a text or token ids: the drafter `prediction` copies it where it
+            comes true. It changes the speed alone.
+
     What is told beside the text:
         logprobs: so many of the best tokens' log-probabilities beside each written token's, 0 to 1024; None for none.
         logprobs_mode: "raw" as the model gave them, or "processed" after penalties, temperature and filters.
@@ -73,6 +77,7 @@ class SamplingParams:
     echo: bool = False
     n: int = 1
     stop_token_ids: Sequence[int] = ()
+    prediction: str | Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -99,6 +104,11 @@ class SamplingParams:
         if self.logprobs is None:
             return None
         return LogprobsOptions(self.logprobs, self.logprobs_mode == "processed", self.echo)
+
+    def predicted(self, tokenizer: Any) -> tuple[int, ...]:
+        """The prediction in tokens."""
+        given = self.prediction
+        return tuple(tokenizer.continuation(given) if isinstance(given, str) else given)
 
     def adjustments(self, tokenizer: Any) -> Adjustments | None:
         """Penalties, bias and forbidden words in tokens; None where nothing is asked."""
@@ -184,6 +194,15 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tokens
 
 
+def _prediction(name: str, value: Any) -> str | tuple[int, ...]:
+    """In order, and as often as it is there, unlike a set of tokens."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (set, frozenset)):
+        raise UserError(f"{name} is {value!r}, it must be a text or a list of token ids")
+    return _token_ids(name, value)
+
+
 def _bias(name: str, value: Any) -> dict[int, float]:
     given = {} if value is None else value
     if not isinstance(given, Mapping):
@@ -212,5 +231,6 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "bad_words": _strings,
     "stop_token_ids": _token_ids,
     "logit_bias": _bias,
+    "prediction": _prediction,
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo"), _switch),
 }

@@ -37,7 +37,7 @@ Draft = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="Drafters, joined by +: model, ngram, model+ngram; the default depends on the method.",
+        help="Drafters, joined by +, as in model+ngram; outpace methods lists them. The default depends on the method.",
         rich_help_panel=METHOD,
     ),
 ]

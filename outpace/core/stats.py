@@ -30,6 +30,13 @@ class Figures:
     positions: Positions
     draft_seconds: float
     target_seconds: float
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    @property
+    def predicted_rejected(self) -> int:
+        """Tokens of the caller's prediction that were judged and not written."""
+        return self.predicted - self.predicted_accepted
 
     @property
     def mean_accepted_length(self) -> float:
@@ -68,12 +75,15 @@ def fold(steps: Iterable[Step]) -> Figures:
         positions=positions((step.depth_offered, step.accepted) for step in rounds),
         draft_seconds=sum(step.draft_seconds for step in rounds),
         target_seconds=sum(step.target_seconds for step in rounds),
+        predicted=sum(step.predicted for step in rounds),
+        predicted_accepted=sum(step.predicted_accepted for step in rounds),
     )
 
 
 def together(parts: Sequence[Figures]) -> Figures:
     """The figures of several runs as if they were one."""
-    names = ("passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds")
+    names = ["passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds"]
+    names += ["predicted", "predicted_accepted"]
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     kinds = Counter(kind for part in parts for kind in Counter(part.by_kind).elements())
     return Figures(**sums, by_kind=dict(kinds), positions=summed(part.positions for part in parts))

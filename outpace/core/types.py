@@ -109,6 +109,7 @@ class Request:
     adjustments: Adjustments | None = None
     logprobs: LogprobsOptions | None = None
     constraint: Constraint | None = None  # of this request alone
+    prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
 
 
 class Row(NamedTuple):
@@ -199,6 +200,8 @@ class Step(NamedTuple):
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     seconds: float = 0.0
+    predicted: int = 0  # judged tokens that the caller predicted
+    predicted_accepted: int = 0  # of them, written
 
 
 class Observation(NamedTuple):

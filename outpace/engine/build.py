@@ -41,8 +41,14 @@ def _device(loaded: Loaded) -> Any:
 def default_drafter(method: str, has_draft: bool) -> str:
     """The drafter where none is named: the draft model, if there is one, and for a planner what costs nothing too."""
     if not has_draft:
-        return "ngram"
-    return "model+ngram" if method == PLANNED else "model"
+        return "prediction+ngram" if method == PLANNED else "ngram"
+    return "model+prediction+ngram" if method == PLANNED else "model"
+
+
+def check_prediction(drafter: str | None) -> None:
+    """UserError where a prediction would be of no use: for drafters, joined by +, of which none takes it."""
+    if drafter is not None and "prediction" not in drafter.split("+"):
+        raise UserError(f"a prediction needs drafter prediction, this is {drafter}: name {drafter}+prediction")
 
 
 def _needs_drawn(rule: str) -> bool:

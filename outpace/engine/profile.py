@@ -22,7 +22,7 @@ from outpace.engine.engine import Engine
 from outpace.models.files.find import cache_folder
 from outpace.models.load import Loaded
 
-VERSION = 2
+VERSION = 3
 FEWEST = 50  # rounds to go by
 FIELDS: dict[str, Any] = {
     "rounds": dict,

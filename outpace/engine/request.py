@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outpace.core.alignment import Alignment
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import Role, TokenTree, depths
@@ -81,8 +82,10 @@ class Running:
     coroutine: Coroutine | None = None
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
     is_due: bool = False  # the coroutine waits for its next round, or for its first
+    alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
 
     def __post_init__(self) -> None:
+        self.alignment = Alignment(self.request.prediction)
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
 
@@ -201,9 +204,17 @@ class Running:
         accepted = min(length, emitted)  # not what a stop or the limit cut off
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0
+        predicted = self._predicted(tree, rows, verdict.path[1 : accepted + 1])
+        self.alignment.follow(self.committed[len(self.committed) - emitted :])
         history = self.history
-        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times))
+        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times, *predicted))
         history.ended, history.first_token = now, history.first_token or now
+
+    def _predicted(self, tree: TokenTree, rows: int, accepted: Sequence[int]) -> tuple[int, int]:
+        """Of the tokens that the caller predicted to stand here: how many were judged, how many accepted."""
+        nodes = self.alignment.nodes(tree) if self.request.prediction else set()
+        written = nodes.intersection(accepted)
+        return len({node for node in nodes if node < rows} | written), len(written)
 
 
 def check_request(request: Request, target: Model) -> None:
@@ -219,6 +230,11 @@ def check_request(request: Request, target: Model) -> None:
     bad = next((token for token in request.prompt if not 0 <= token <= last), None)
     if bad is not None:
         raise UserError(f"the prompt has token {bad}, allowed are 0 to {last}")
+    if len(request.prediction) > most:
+        raise UserError(f"the prediction has {len(request.prediction)} tokens, the target's context holds {most}")
+    bad = next((token for token in request.prediction if not 0 <= token <= last), None)
+    if bad is not None:
+        raise UserError(f"the prediction has token {bad}, allowed are 0 to {last}")
     if request.adjustments is not None:
         check_whole("min_tokens", request.adjustments.min_tokens, 0, request.max_tokens)
         for token, _ in request.adjustments.logit_bias:

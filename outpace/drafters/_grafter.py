@@ -1,0 +1,118 @@
+"""Copied tokens on a tree, scored by what accepted copies of their kind were worth here.
+
+A copy's kind is the number of tokens before it that were equal, in the text and where it comes from, and how sure its
+source is of it. A token that is accepted makes the match longer by one, so one table of rates serves a branch's first
+token and all others. A request begins with the rates of all requests before it, and soon follows its own.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, DraftState, Observation, Request
+from outpace.drafters._chance import Rate
+
+_LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
+_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
+_OWN = 6.0  # trials that other requests' rates are worth at the beginning of a request
+_LEAST, _MOST = 0.001, 0.999  # a rate has a logarithm, and no branch is free of doubt
+
+
+class Grade(IntEnum):
+    """How sure a source is of one token among those that it offers after the same text."""
+
+    SURE = 0
+    LIKELY = 1
+    OTHER = 2
+
+
+_SHARES = {Grade.SURE: 1.0, Grade.LIKELY: 0.7, Grade.OTHER: 0.3}  # of the prior
+
+
+def kind_of(length: int, grade: Grade = Grade.SURE) -> int:
+    """The kind of a token that is copied from behind `length` equal tokens."""
+    return (bisect_right(_LENGTHS, length) - 1) * len(Grade) + grade
+
+
+@dataclass
+class GraftState(DraftState):
+    """`planted`: what was offered below each node, by the node's id: the tokens and their kinds. `rates`: this
+    request's own."""
+
+    planted: dict[int, dict[int, int]] = field(default_factory=dict)
+    rates: dict[int, Rate] = field(default_factory=dict)
+
+
+State = TypeVar("State", bound=GraftState)
+
+
+class Grafter(Drafter, Generic[State]):
+    """A drafter that copies. What it copies is `propose`'s to say, in a class for each source."""
+
+    runs_model = False
+
+    def __init__(self) -> None:
+        self._rates = [Rate(prior * _SHARES[grade]) for prior in _PRIORS for grade in Grade]
+
+    def open(self, request: Request) -> State:
+        raise NotImplementedError
+
+    def propose(self, state: State, tree: TokenTree) -> None:
+        """Plants what may follow the text."""
+        raise NotImplementedError
+
+    def grow(self, states: Sequence[State], trees: Sequence[TokenTree]) -> list[int]:
+        """Nodes added to each tree; 0 where there is nothing new to copy."""
+        before = [len(tree) for tree in trees]
+        for state, tree in zip(states, trees, strict=True):
+            self.propose(state, tree)
+        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
+
+    def plant(self, state: State, tree: TokenTree, node: int, token: int, kind: int) -> int:
+        """The child of `node` with this token, which is added where it is not there."""
+        state.planted.setdefault(tree.ids[node], {}).setdefault(token, kind)
+        child = tree.child(node, token)
+        if child is None:
+            child = tree.add(node, token, tree.scores[node] + math.log(self.rate(state, kind)))
+            assert child is not None
+        return child
+
+    def branch(self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Grade) -> None:
+        """Plants tokens that stand one behind the other, below the root. `length` tokens before them are equal; the
+        grade is that of the first token that another branch has no part in."""
+        node = 0
+        for place, token in enumerate(tokens):
+            is_new = token not in state.planted.get(tree.ids[node], ())
+            node = self.plant(state, tree, node, token, kind_of(length + place, grade))
+            grade = Grade.SURE if is_new else grade
+
+    def rate(self, state: State, kind: int) -> float:
+        """How often a copy of this kind is what the target writes."""
+        value = state.rates[kind].value if kind in state.rates else self._rates[kind].value
+        return min(max(value, _LEAST), _MOST)
+
+    def observe(self, state: State, seen: Observation) -> None:
+        for node, written in zip(seen.path, seen.tokens, strict=False):
+            for token, kind in state.planted.get(node, {}).items():
+                own = state.rates.setdefault(kind, Rate(self._rates[kind].value, _OWN))
+                own.learn(token == written)
+                self._rates[kind].learn(token == written)
+        state.tokens.extend(seen.tokens)
+        planted = state.planted
+        state.planted = {node: planted[node] for node in seen.tree.ids if node in planted}
+
+    def remember(self) -> Mapping[str, float]:
+        """What a profile keeps: how often copies came true, by kind."""
+        return {str(kind): rate.remember() for kind, rate in enumerate(self._rates)}
+
+    def recall(self, kept: Mapping[str, float]) -> None:
+        """Begins from a profile."""
+        for kind, rate in enumerate(self._rates):
+            if str(kind) in kept:
+                rate.recall(float(kept[str(kind)]))

@@ -1,0 +1,68 @@
+"""Copies the caller's own guess of the answer, and finds its place in it again where the answer differs.
+
+As in OpenAI's predicted outputs (2024, platform.openai.com/docs/guides/predicted-outputs); no training, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outpace.core.alignment import Alignment
+from outpace.core.errors import check_whole
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters._grafter import Grade, Grafter, GraftState
+
+_VOUCHED = 4  # equal tokens that the caller's word counts as, at the beginning of an answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Copy `ahead` tokens of the prediction, from `branches` places at most where the answer may stand in it."""
+
+    ahead: int = 32
+    branches: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole("ahead", self.ahead, 1, 1024)
+        check_whole("branches", self.branches, 1, 64)
+
+
+@dataclass
+class PredictionState(GraftState):
+    """Where the answer stands in its prediction; `is_new` until something is written."""
+
+    alignment: Alignment = field(default_factory=lambda: Alignment(()))
+    is_new: bool = True
+
+
+class Prediction(Grafter[PredictionState]):
+    """Grows the prediction's next tokens from the root, for each place where the answer may stand in it."""
+
+    name = "prediction"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+
+    def open(self, request: Request) -> PredictionState:
+        return PredictionState(request, list(request.prompt), alignment=Alignment(request.prediction))
+
+    def propose(self, state: PredictionState, tree: TokenTree) -> None:
+        """Branches from the root, the likelier place first."""
+        grade, vouched = Grade.SURE, _VOUCHED if state.is_new else 0
+        for offer in state.alignment.offers[: self._options.branches]:
+            tokens: Sequence[int] = state.alignment.tokens(offer, self._options.ahead)
+            self.branch(state, tree, tokens, offer.length + vouched, grade)
+            grade = Grade.OTHER
+
+    def observe(self, state: PredictionState, seen: Observation) -> None:
+        super().observe(state, seen)
+        state.alignment.follow(seen.tokens)
+        state.is_new = False
+
+
+def build(options: Options, **_: object) -> Prediction:
+    """The drafter; it needs no model."""
+    return Prediction(options)

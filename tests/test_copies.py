@@ -1,0 +1,209 @@
+"""What drafters that copy share: the index against a twin that looks everywhere, its bounds, and the fitted rates."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters import ngram
+from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
+from outpace.drafters._index import BREAK, Index, Match
+from outpace.rules.greedy import Greedy
+
+
+def request(*prompt: int) -> Request:
+    return Request(prompt, Greedy(), 50)
+
+
+def common(text: Sequence[int], whole: Sequence[int], place: int) -> int:
+    """How many tokens before a place are the last ones of another text."""
+    length = 0
+    while length < min(place, len(text)) and whole[place - length - 1] == text[-length - 1]:
+        length += 1
+    return length
+
+
+def matches_slowly(
+    whole: Sequence[int], text: Sequence[int], lengths: Sequence[int], memory: int, count: int
+) -> list[Match]:
+    """All places that are remembered, by the longest of the lengths that fits, then the latest first."""
+    found = []
+    for place in range(max(len(whole) - memory, min(lengths)), len(whole)):
+        known = [length for length in lengths if length <= common(text, whole, place)]
+        if known:
+            found.append((max(known), place))
+    return [Match(min(common(text, whole, place), 64), place) for _, place in sorted(found, reverse=True)[:count]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 4, 8, 16)])
+def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple[int, ...]) -> None:
+    chance = random.Random(seed)
+    index, whole, memory = Index(lengths, 200), [], 200
+    for turn in range(120):
+        if whole and turn % 3:
+            start = chance.randrange(max(len(whole) - 300, 0), len(whole))
+            piece = whole[start : start + chance.randrange(1, 40)]
+        else:
+            piece = [chance.randrange(4) for _ in range(chance.randrange(1, 20))]
+        whole += piece
+        index.extend(piece)
+        expected = matches_slowly(whole, whole, lengths, memory, 5)
+        found = index.matches(whole, 5, 64)
+        assert [match.place for match in found] == [match.place for match in expected]
+        held = [min(match.length, index_reach(index, whole, match.place)) for match in expected]
+        assert [match.length for match in found] == held
+        for match in found:
+            assert index.after(match.place, 7) == whole[match.place : match.place + 7]
+
+
+def index_reach(index: Index, whole: Sequence[int], place: int) -> int:
+    """Tokens before a place that are still held."""
+    return place - (len(whole) - len(index))
+
+
+def test_texts_that_end_are_not_copied_beyond_their_end() -> None:
+    index = Index((1, 2), 100)
+    index.extend([1, 2, 3, BREAK, 1, 2, 9, 9, BREAK])
+    assert [index.after(place, 5) for _, place in index.matches([1, 2], 3)] == [[9, 9], [3]]
+    assert index.matches([7, 3], 3) == [Match(1, 3)]
+    assert index.after(3, 5) == []
+
+
+class CountedDict(dict[int, int]):
+    """Counts what is asked of it."""
+
+    asked: Counter[str]
+
+    def get(self, *arguments: Any) -> Any:
+        self.asked["get"] += 1
+        return super().get(*arguments)
+
+    def __setitem__(self, key: int, value: int) -> None:
+        self.asked["set"] += 1
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("text", ["random", "periodic", "one token"])
+def test_memory_and_work_are_bounded_over_a_long_text(text: str) -> None:
+    chance, index, asked = random.Random(1), Index((2, 4, 8, 16), 4096), Counter()
+    for chains in index._chains:
+        chains.heads = CountedDict()
+        chains.heads.asked = asked
+    make = {"random": lambda n: chance.randrange(50), "periodic": lambda n: n % 977, "one token": lambda n: 7}[text]
+    most, work = 0, []
+    last: list[int] = []
+    for start in range(0, 100_000, 1000):
+        before = asked.total()
+        tokens = [make(place) for place in range(start, start + 1000)]
+        index.extend(tokens)
+        last = (last + tokens)[-64:]
+        index.matches(last, 16, 64)
+        work.append(asked.total() - before)
+        most = max(most, len(index))
+        assert index.entries <= 4 * 4096
+        assert all(len(chains.before) == len(index) for chains in index._chains)
+    assert most <= 4096 + 16 + 1024
+    assert max(work) <= 1000 * 4 * 3 + 4  # a look, an entry and an end by length
+
+
+class Fixed(Grafter[GraftState]):
+    """Plants stated branches."""
+
+    def __init__(self, *branches: tuple[Sequence[int], int, Grade]) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def open(self, request: Request) -> GraftState:
+        return GraftState(request, list(request.prompt))
+
+    def propose(self, state: GraftState, tree: TokenTree) -> None:
+        for branch in self.branches:
+            self.branch(state, tree, *branch)
+
+
+def judge(drafter: Fixed, state: GraftState, written: Sequence[int]) -> TokenTree:
+    """One round; the target writes these tokens, of which all but the last were accepted."""
+    tree = TokenTree(state.tokens[-1])
+    drafter.grow([state], [tree])
+    path = [0]
+    for token in written[:-1]:
+        child = tree.child(path[-1], token)
+        assert child is not None
+        path.append(child)
+    drafter.observe(state, Observation([tree.ids[node] for node in path], written, TokenTree(written[-1])))
+    return tree
+
+
+def test_a_copy_is_worth_what_copies_of_its_length_were_worth() -> None:
+    """Short copies came true, long ones did not: what is offered says so, here at once and elsewhere later."""
+    drafter = Fixed(([5, 6], 2, Grade.SURE), ([8], 20, Grade.OTHER))
+    state = drafter.open(request(1))
+    first = judge(drafter, state, [5, 9])
+    for _ in range(30):
+        last = judge(drafter, state, [5, 9])
+    assert math.exp(last.scores[1]) > 0.8 > math.exp(first.scores[1])
+    assert math.exp(last.scores[2]) < 0.25 * math.exp(last.scores[1]), "the second token never came true"
+    assert math.exp(last.scores[3]) < 0.1
+    other = drafter.open(request(1))
+    assert drafter.rate(other, kind_of(2)) > 0.8, "the next request begins with what this one taught"
+    assert drafter.rate(other, kind_of(3)) < 0.25
+    for _ in range(6):
+        judge(drafter, other, [4])
+    assert drafter.rate(other, kind_of(2)) < drafter.rate(state, kind_of(2)), "it soon follows its own"
+
+
+def test_what_another_drafter_planted_is_learnt_from_too() -> None:
+    drafter = Fixed(([5], 3, Grade.SURE))
+    state, tree = drafter.open(request(1)), TokenTree(1)
+    tree.add(0, 5, -0.1)
+    before = drafter.rate(state, kind_of(3))
+    assert drafter.grow([state], [tree]) == [0]
+    drafter.observe(state, Observation([0, 1], [5, 9], TokenTree(9, 10, 11)))
+    assert drafter.rate(state, kind_of(3)) > before
+    assert state.planted == {}
+
+
+def test_of_two_branches_that_begin_alike_only_the_fork_is_in_doubt() -> None:
+    drafter = Fixed(([5, 6, 7], 3, Grade.SURE), ([5, 8, 9], 3, Grade.OTHER))
+    state, tree = drafter.open(request(1)), TokenTree(1)
+    drafter.grow([state], [tree])
+    kinds = {token: kind for below in state.planted.values() for token, kind in below.items()}
+    assert kinds[5] == kind_of(3)
+    assert (kinds[6], kinds[7]) == (kind_of(4), kind_of(5))
+    assert (kinds[8], kinds[9]) == (kind_of(4, Grade.OTHER), kind_of(5))
+
+
+def test_rates_are_remembered_by_kind() -> None:
+    drafter, again = Fixed(([5], 3, Grade.SURE)), Fixed()
+    state = drafter.open(request(1))
+    for _ in range(40):
+        judge(drafter, state, [4])
+    again.recall(drafter.remember())
+    assert again.rate(again.open(request(1)), kind_of(3)) == pytest.approx(drafter._rates[kind_of(3)].value, abs=0.01)
+
+
+def test_the_longest_and_latest_ngram_stands_first() -> None:
+    drafter = ngram.Ngram(ngram.Options(longest=3, copies=2, branches=3))
+    state, tree = drafter.open(request(1, 2, 3, 4, 9, 2, 3, 5, 6, 1, 2, 3)), TokenTree(3)
+    assert drafter.grow([state], [tree]) == [4]
+    assert tree.tokens[1:] == [4, 9, 5, 6]
+    assert [tree.parents[node] for node in (1, 2, 3, 4)] == [0, 1, 0, 3]
+    assert drafter.grow([state], [tree]) == [0]
+
+
+def test_ngrams_hold_a_window_of_the_text() -> None:
+    drafter = ngram.Ngram(ngram.Options(window=16))
+    state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))
+    tree = TokenTree(2)
+    assert drafter.grow([state], [tree]) == [0], "what stood 16 tokens ago is forgotten"
+    with pytest.raises(UserError, match="window is 0"):
+        ngram.Options(window=0)

@@ -1,0 +1,257 @@
+"""Predicted outputs: where a text stands in its prediction, what is drafted from it, and exact counts of that."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from doubles import Outcome, QuickToy, decode, make_request, write
+from files import model_folder
+
+import outpace
+from outpace.cli.main import main
+from outpace.core.alignment import Alignment, Offer
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.decoders import autoregressive
+from outpace.drafters import prediction
+from outpace.engine.engine import Engine, EngineOptions
+
+TARGET = QuickToy(16, 3, 0)
+PROMPT = (3, 1, 4, 1, 5)
+WIDE = EngineOptions(nodes=64, rows=256)
+
+
+def drafter(ahead: int = 32) -> prediction.Prediction:
+    return prediction.Prediction(prediction.Options(ahead=ahead))
+
+
+def run(guess: Sequence[int], method: str = "speculative", count: int = 60, worker: str | None = None) -> Outcome:
+    request = make_request(PROMPT, max_tokens=count, prediction=tuple(guess))
+    outcome = decode([request], method, drafter(), worker=worker, target=TARGET, engine=WIDE)
+    assert outcome.texts == [write(TARGET, request)]
+    return outcome
+
+
+def answer(count: int) -> list[int]:
+    return write(TARGET, make_request(PROMPT, max_tokens=count))
+
+
+def following(text: Sequence[int], guess: Sequence[int]) -> Alignment:
+    alignment = Alignment(guess)
+    for token in text:
+        alignment.follow([token])
+    return alignment
+
+
+def found_slowly(text: Sequence[int], guess: Sequence[int], home: int) -> Offer | None:
+    """The longest of 8, 4, 2, 1 last tokens that stands in the guess with something behind it; the nearest from `home`
+    on, else the last before it."""
+    for length in (8, 4, 2, 1):
+        last = list(text[-length:])
+        places = [p for p in range(length, len(guess)) if len(last) == length and list(guess[p - length : p]) == last]
+        if places:
+            place = min((p for p in places if p >= home), default=places[-1])
+            while length < min(place, len(text), 64) and guess[place - length - 1] == text[-length - 1]:
+                length += 1
+            return Offer(place, length)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_alignment_is_its_slow_twin(seed: int) -> None:
+    chance = random.Random(seed)
+    guess = [chance.randrange(6) for _ in range(60)]
+    text = edited(guess, chance)
+    alignment, home = Alignment(guess), 0
+    offers = [Offer(0, 0)]
+    for count, token in enumerate(text, 1):
+        alignment.follow([token])
+        kept = next((offer for offer in offers if guess[offer.place : offer.place + 1] == [token]), None)
+        if kept:
+            home = kept.place + 1 if kept.length + 1 >= 3 else home
+            offers = [Offer(kept.place + 1, min(kept.length + 1, 64))]
+        else:
+            behind = offers[0].place + 1 if offers else len(guess)
+            found = found_slowly(text[max(count - 65, 0) : count], guess, home)
+            offers = [found] if found else []
+            if behind < len(guess) and (found is None or found.place != behind):
+                offers.append(Offer(behind, 0))
+        assert list(alignment.offers) == offers
+
+
+def edited(guess: Sequence[int], chance: random.Random) -> list[int]:
+    """The guess with tokens replaced, put in and left out."""
+    text: list[int] = []
+    for token in guess:
+        edit = chance.random()
+        if edit < 0.1:
+            text += [chance.randrange(6), token]
+        elif edit < 0.2:
+            text.append(chance.randrange(6))
+        elif edit < 0.9:
+            text.append(token)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("replaced", [*range(10), 99, *range(11, 16)]),
+        ("put in", [*range(10), 98, 99, 10, *range(11, 16)]),
+        ("left out", [*range(8), *range(12, 16)]),
+        ("put first", [99, 98, *range(16)]),
+    ],
+)
+def test_a_text_is_found_again_behind_a_change(change: str, text: list[int]) -> None:
+    guess = list(range(40))
+    alignment = following(text, guess)
+    assert alignment.tokens(alignment.offers[0], 4) == [16, 17, 18, 19]
+
+
+def test_a_replaced_token_is_passed_over_at_once() -> None:
+    alignment = following([0, 1, 2, 3, 99], range(40))
+    assert [alignment.tokens(offer, 2) for offer in alignment.offers] == [[5, 6]]
+
+
+def test_a_common_word_does_not_lead_back_to_the_beginning() -> None:
+    guess = [7, 1, 7, 2, 7, 3, 7, 4, 7, 5, 7, 6]
+    alignment = following([7, 1, 7, 2, 7, 99, 7], guess)
+    assert alignment.offers[0].place == 7, "the nearest place behind the last that was trusted"
+
+
+def test_a_perfect_prediction_is_written_in_few_passes() -> None:
+    outcome = run(answer(60))
+    assert len(outcome.steps[0]) <= 1 + 60 // 33
+    assert outcome.figures.predicted == outcome.figures.predicted_accepted == outcome.figures.accepted
+    assert outcome.figures.predicted_rejected == 0
+
+
+@pytest.mark.parametrize(("method", "worker"), [("speculative", None), ("auto", None), ("card", "inline")])
+def test_every_token_of_the_prediction_is_counted_where_it_was_judged(method: str, worker: str | None) -> None:
+    text = answer(60)
+    for wrong in (7, 20, 41):
+        text[wrong] = (text[wrong] + 1) % 16
+    figures = run(text, method, worker=worker).figures
+    assert 0 < figures.predicted_accepted <= figures.accepted
+    assert figures.predicted == figures.predicted_accepted + figures.predicted_rejected <= figures.drafted
+    assert figures.predicted_rejected > 0
+
+
+def test_the_counts_are_those_of_a_hand_made_case() -> None:
+    """One wrong token in the middle: all before it are accepted, the branch behind it is rejected, then all again."""
+    text = answer(12)
+    guess = [*text[:5], (text[5] + 1) % 16, *text[6:]]
+    request = make_request(PROMPT, max_tokens=12, prediction=tuple(guess))
+    outcome = decode([request], "speculative", drafter(), target=TARGET, engine=WIDE)
+    first, second = outcome.steps[0][:2]
+    assert (first.predicted, first.predicted_accepted, first.emitted) == (12, 5, 6)
+    assert (second.predicted, second.predicted_accepted) >= (6, 5)
+
+
+def test_a_prediction_of_something_else_is_given_up() -> None:
+    figures = run([15, 15, 15, 14], count=60).figures
+    assert figures.predicted_rejected == figures.predicted - figures.predicted_accepted
+    assert figures.predicted < 40
+
+
+def test_a_tree_is_counted_by_its_tokens_whoever_planted_them() -> None:
+    tree, alignment = TokenTree(1), Alignment([5, 6, 7])
+    node = tree.add(0, 5, -0.1)
+    assert node is not None
+    tree.add(0, 9, -0.2)
+    tree.add(node, 6, -0.3)
+    assert alignment.nodes(tree) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("guess", "said"),
+    [
+        ((1,) * 65, "the prediction has 65 tokens, the target's context holds 64"),
+        ((1, 16), "the prediction has token 16, allowed are 0 to 15"),
+    ],
+)
+def test_a_prediction_that_cannot_be_written_is_refused(guess: tuple[int, ...], said: str) -> None:
+    target = QuickToy(16, 3, 0)
+    target.max_positions = 64
+    request = make_request(PROMPT, max_tokens=8, prediction=guess)
+    with Engine(target) as engine, pytest.raises(UserError, match=said):
+        engine.submit(request, autoregressive, autoregressive.Options())
+
+
+def test_the_drafter_has_an_option_in_bounds() -> None:
+    with pytest.raises(UserError, match="ahead is 0"):
+        prediction.Options(ahead=0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"), "target", 0)
+
+
+def test_the_library_takes_a_prediction_as_text_or_as_tokens(tiny: Path) -> None:
+    with outpace.load(tiny, nodes=32) as llm:
+        plain = llm.generate("hello", max_tokens=40, ignore_eos=True, plain=True)[0]
+        guessed = llm.generate("hello", max_tokens=40, ignore_eos=True, prediction=plain.tokens)[0]
+        as_text = llm.generate("hello", max_tokens=40, ignore_eos=True, prediction=plain.text)[0]
+        without = llm.generate("hello", max_tokens=40, ignore_eos=True, prediction=plain.text, plain=True)[0]
+    assert guessed.tokens == as_text.tokens == without.tokens == plain.tokens
+    assert guessed.figures.predicted_accepted > 0
+    assert without.figures.predicted == 0
+
+
+def test_a_prediction_is_not_dropped_in_silence(tiny: Path) -> None:
+    with outpace.load(tiny, method="speculative", drafter="ngram") as llm, pytest.raises(UserError) as error:
+        llm.generate("hello", prediction="hello")
+    assert "name ngram+prediction" in str(error.value)
+    with outpace.load(tiny, method="speculative", drafter="ngram+prediction") as llm:
+        llm.generate("hello", max_tokens=4, prediction="hello")
+        with pytest.raises(UserError, match="prediction is 7"):
+            llm.generate("hello", prediction=7)
+
+
+def test_the_command_line_reads_a_prediction_and_tells_its_counts(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "generate",
+        "hello",
+        "--target",
+        str(tiny),
+        "--max-tokens",
+        "40",
+        "--ignore-eos",
+        "--json",
+        "--nodes",
+        "32",
+    ]
+    assert answered(words, capsys)[0] == 0
+    plain = json.loads(answered(words, capsys)[1])
+    assert "accepted_prediction_tokens" not in plain
+    file = tmp_path / "guess.txt"
+    file.write_text(plain["text"], encoding="utf-8")
+    found = json.loads(answered([*words, "--prediction", str(file)], capsys)[1])
+    assert found["tokens"] == plain["tokens"]
+    assert found["accepted_prediction_tokens"] > 0
+    assert found["rejected_prediction_tokens"] >= 0
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read"), (b"", "is empty"), (b"\xff", "not UTF-8")])
+def test_a_file_without_a_prediction_is_said(
+    content: bytes | None, said: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "guess.txt"
+    if content is not None:
+        file.write_bytes(content)
+    code, _, err = answered(["generate", "hello", "--target", str(tiny), "--prediction", str(file)], capsys)
+    assert (code, said in err) == (2, True)
+
+
+def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
