@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,3 +326,10 @@ def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -
         compare.read(tmp_path / "empty")
     with pytest.raises(UserError, match="cannot be read"):
         compare.read(tmp_path / "nowhere.json")
+
+
+def test_the_tasks_of_repetition_are_there() -> None:
+    asked = tasks.collect(["repetition"], 10)
+    assert Counter(one.task for one in asked) == {"edit": 10, "refactor": 10, "document": 10}
+    assert len({one.text for one in asked}) == 30
+    assert len(tasks.collect(["repetition"], 2)) == 6

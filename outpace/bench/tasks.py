@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from outpace.core.errors import UserError, unknown
 
 HUB = "hub:"
 BUILT_IN = "builtin"
+REPETITION = "repetition"
 FORM = 'a JSON object with "turns", a list of texts'
 TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
 KNOWN = {  # name: hub data set, configuration, split
@@ -33,7 +34,8 @@ class Asked(NamedTuple):
 def collect(sources: Sequence[str], count: int) -> list[Asked]:
     """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each.
 
-    A source is a .jsonl file, the name of a known data set, `hub:NAME` or `builtin`. UserError for one that is none.
+    A source is a .jsonl file, the name of a known data set, `hub:NAME`, `builtin` or `repetition`. UserError for one
+    that is none.
     """
     tasks: dict[str, dict[str, Asked]] = {}
     for source in sources:
@@ -49,10 +51,10 @@ def collect(sources: Sequence[str], count: int) -> list[Asked]:
 
 def _read(source: str, count: int) -> Iterable[Asked]:
     path = Path(source).expanduser()
-    if source == BUILT_IN:
-        from outpace.bench.builtin import PROMPTS
-
-        return [Asked(task, str(place), text) for task, texts in PROMPTS.items() for place, text in enumerate(texts)]
+    if source in (BUILT_IN, REPETITION):
+        return [
+            Asked(task, str(place), text) for task, texts in _own(source).items() for place, text in enumerate(texts)
+        ]
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
         return _from_hub(name, (name, None, None), count)
@@ -60,7 +62,14 @@ def _read(source: str, count: int) -> Iterable[Asked]:
         return read_file(path)
     if source in KNOWN:
         return _from_hub(source, KNOWN[source], count)
-    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", BUILT_IN, *KNOWN])
+    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", BUILT_IN, REPETITION, *KNOWN])
+
+
+def _own(source: str) -> Mapping[str, Sequence[str]]:
+    """The prompts that come with outpace, by task."""
+    from outpace.bench import builtin, repetition
+
+    return builtin.PROMPTS if source == BUILT_IN else repetition.TASKS
 
 
 def read_file(file: Path) -> list[Asked]:

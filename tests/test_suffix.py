@@ -1,0 +1,169 @@
+"""Suffix decoding: the tree of what followed, against a twin that looks everywhere; past answers; bounds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles import QuickToy, decode, make_request, write
+
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters._grafter import Grade, kind_of
+from outpace.drafters.suffix import Options, Suffix
+from outpace.rules.greedy import Greedy
+
+TARGET = QuickToy(16, 3, 0)
+LENGTHS = (16, 8, 4, 2, 1)
+
+
+def request(prompt: Sequence[int]) -> Request:
+    return Request(tuple(prompt), Greedy(), 50)
+
+
+def grown(drafter: Suffix, prompt: Sequence[int]) -> TokenTree:
+    tree = TokenTree(prompt[-1])
+    drafter.grow([drafter.open(request(prompt))], [tree])
+    return tree
+
+
+def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """Every node by the tokens down to it, with its path score."""
+    found: dict[tuple[int, ...], float] = {}
+    by_node: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tree)):
+        by_node[node] = (*by_node[tree.parents[node]], tree.tokens[node])
+        found[by_node[node]] = tree.scores[node]
+    return found
+
+
+def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]]:
+    """(length of the match, place) of the places that are looked at."""
+    ranked = []
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(place, options.depth) and text[place - length - 1] == text[len(text) - length - 1]:
+            length += 1
+        if length:
+            ranked.append((max(known for known in LENGTHS if known <= length), place, length))
+    return [(length, place) for _, place, length in sorted(ranked, reverse=True)[: options.places]]
+
+
+def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[tuple[int, ...], float]:
+    """All paths that may be offered, by counting at every path anew; without the limit on their number."""
+    state = drafter.open(request(text))
+    copies = [(length, text[place : place + options.copies]) for length, place in places_slowly(text, options)]
+    found: dict[tuple[int, ...], float] = {}
+
+    def below(path: tuple[int, ...], score: float) -> None:
+        here = [(length, c) for length, c in copies if len(c) > len(path) and tuple(c[: len(path)]) == path]
+        weights: dict[int, int] = {}
+        for length, copy in here:
+            weights[copy[len(path)]] = weights.get(copy[len(path)], 0) + length**2
+        for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: options.branches]):
+            sure = weights[token] >= 0.8 * sum(weights.values())
+            grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
+            longest = max(length for length, copy in here if copy[len(path)] == token)
+            chance = score + math.log(drafter.rate(state, kind_of(longest + len(path), grade)))
+            if chance >= math.log(options.least_chance):
+                found[(*path, token)] = chance
+                below((*path, token), chance)
+
+    below((), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
+    chance = random.Random(seed)
+    options = Options(copies=6, offered=4096, places=9, branches=3, least_chance=0.05)
+    drafter = Suffix(options)
+    drafter._rates = [type(rate)(chance.uniform(0.1, 0.95)) for rate in drafter._rates]
+    base = [chance.randrange(5) for _ in range(30)]
+    for _ in range(12):
+        start = chance.randrange(len(base) - 1)
+        base += [*base[start : start + chance.randrange(1, 25)], chance.randrange(5)]
+        mine, slow = paths(grown(drafter, base)), tree_slowly(drafter, base, options)
+        assert mine.keys() == slow.keys()
+        assert all(mine[path] == pytest.approx(slow[path]) for path in mine)
+
+
+def test_the_likeliest_are_offered_first() -> None:
+    text = [*range(20), 50, *range(20), 51, *range(20), 50, *range(15)]
+    every, few = paths(grown(Suffix(Options()), text)), paths(grown(Suffix(Options(offered=4)), text))
+    assert list(few) == [tuple(range(15, 16 + n)) for n in range(4)]
+    assert len(every) > 4
+    assert every.items() >= few.items()
+
+
+def test_the_longest_match_stands_first_however_often_a_shorter_one_stood() -> None:
+    text = [1, 2, 3, 7, *[3, 8] * 200, 1, 2, 3]
+    tree = grown(Suffix(Options(places=4)), text)
+    assert tree.tokens[1] == 7
+
+
+def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
+    drafter = Suffix(Options())
+    state = drafter.open(request([1, 2, 3]))
+    drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
+    drafter.close(state)
+    assert grown(drafter, [5, 10, 11]).tokens[1:] == [12, 13]
+    assert len(grown(drafter, [5, 1, 2])) == 1
+    assert len(grown(drafter, [9, 12, 13])) == 1, "an answer ends where it ended"
+
+
+def test_without_a_past_nothing_is_held_of_it() -> None:
+    drafter = Suffix(Options(past=0))
+    state = drafter.open(request([1, 2, 3]))
+    drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
+    drafter.close(state)
+    assert len(grown(drafter, [5, 10, 11])) == 1
+
+
+def test_memory_is_bounded_over_many_tokens() -> None:
+    chance, drafter = random.Random(0), Suffix(Options(window=2048, past=2048))
+    for _ in range(10):
+        state = drafter.open(request([chance.randrange(40) for _ in range(1000)]))
+        for turn in range(90):
+            written = [chance.randrange(40) for _ in range(100)]
+            tree = TokenTree(state.tokens[-1], 1000 * turn, 1000 * turn + 1)
+            drafter.grow([state], [tree])
+            assert len(tree) <= 1 + 48 + 4
+            root = TokenTree(written[-1], 1000 * turn + 1000, 1000 * turn + 1001)
+            drafter.observe(state, Observation([1000 * turn], written, root))
+            assert len(state.index) <= 2048 + 16 + 1024
+            assert state.index.entries <= 5 * 2048
+            assert len(state.rates) <= len(drafter._rates)
+            assert state.planted == {}
+        drafter.close(state)
+        assert drafter._past is not None
+        assert drafter._past.entries <= 5 * 2048
+
+
+def test_a_repeated_answer_is_written_in_fewer_passes() -> None:
+    drafter, asked = Suffix(Options()), make_request((3, 1, 4), "gumbel", 40, temperature=1.0)
+    first, again = (decode([asked], "speculative", drafter, target=TARGET) for _ in range(2))
+    assert first.texts == again.texts == [write(TARGET, asked)]
+    assert len(again.steps[0]) < 0.5 * len(first.steps[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"past": -1}, "past is -1"),
+        ({"places": 0}, "places is 0"),
+        ({"least_chance": 1.5}, "least_chance is 1.5"),
+        ({"branches": 0}, "branches is 0"),
+        ({"depth": 0}, "depth is 0"),
+        ({"offered": 0}, "offered is 0"),
+        ({"copies": 0}, "copies is 0"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Options(**options)
