@@ -28,7 +28,7 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
 from outpace.models.llama.torch_runtime import Llama
 
-CAPACITY, ROOM, VOCAB = 10, 8, 5
+CAPACITY, ROOM, BLOCK, VOCAB = 10, 90, 6, 5
 NUMBERS = st.integers(0, 1 << 16)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5)
 
@@ -76,8 +76,15 @@ class SessionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model, self.fresh = self.made
-        self.sessions: list[Any] = [self.model.open(CAPACITY, ROOM) for _ in range(2)]
+        self.sessions: list[Any] = [self.open() for _ in range(2)]
         self.twins = [Twin(), Twin()]
+
+    def open(self) -> Any:
+        """A session that grows by few slots."""
+        session = self.model.open(CAPACITY, ROOM)
+        assert session.slots == 0, "slots are made as they are needed"
+        session.block = BLOCK
+        return session
 
     def part(self, which: int, tokens: Sequence[int], numbers: Sequence[int], keep: Sequence[int] | None) -> Part:
         """Nodes with any parents, as many as there is room for; `keep` was carried out in the twin."""
@@ -141,10 +148,24 @@ class SessionMachine(RuleBasedStateMachine):
     def start_from_the_other(self, which: int, length: int) -> None:
         other = self.twins[1 - which]
         length %= len(other.text) + 1
-        self.sessions[which] = self.model.open(CAPACITY, ROOM)
+        self.sessions[which] = self.open()
         self.sessions[which].start_from(self.sessions[1 - which], length)
         self.twins[which] = Twin()
         self.twins[which].text = other.text[:length]
+
+    @rule(which=st.integers(0, 1), slots=st.integers(0, CAPACITY + ROOM), least=st.booleans())
+    def make_slots(self, which: int, slots: int, least: bool) -> None:
+        session = self.sessions[which]
+        before, after = session.slots, session.slots_after(slots, least)
+        session.reserve(slots, least)
+        assert session.slots == after >= max(slots, before)
+        assert not least or after == before or after < slots + BLOCK
+
+    @rule(which=st.integers(0, 1))
+    def give_slots_back(self, which: int) -> None:
+        session = self.sessions[which]
+        session.trim()
+        assert session.slots <= 1.25 * (session.length + session.pending + BLOCK)
 
     @rule(which=st.integers(0, 1))
     def too_many_nodes_are_refused(self, which: int) -> None:
@@ -176,6 +197,8 @@ class SessionMachine(RuleBasedStateMachine):
         for session, twin in zip(self.sessions, self.twins, strict=True):
             assert session.length == len(twin.text)
             assert session.pending == len(twin.nodes)
+            assert session.length + session.pending <= session.slots <= CAPACITY + ROOM
+            assert session.slots % BLOCK == 0 or session.slots == CAPACITY + ROOM
             assert session.pending_depths == [len(twin.branch(node)) - 1 for node in range(len(twin.nodes))]
 
     def teardown(self) -> None:

@@ -142,9 +142,20 @@ class Heads:
 class Store:
     """Keys and values [layers, 2, kv_heads, slots, depth]."""
 
-    def __init__(self, heads: Heads, layers: int, slots: int) -> None:
+    def __init__(self, heads: Heads, layers: int, capacity: int, slots: int = -1) -> None:
         self.is_half = heads.is_half
-        self.data = np.zeros((layers, 2, heads.keys, slots, heads.depth), F)
+        self.data = np.zeros((layers, 2, heads.keys, capacity if slots < 0 else slots, heads.depth), F)
+
+    @staticmethod
+    def bytes_of(heads: Heads, layers: int, slots: int) -> int:
+        """What so many slots take."""
+        return layers * 2 * heads.keys * slots * heads.depth * (2 if heads.is_half else 4)
+
+    def resize(self, slots: int) -> None:
+        """Makes or forgets slots at the end."""
+        kept = self.data[..., :slots, :]
+        more = np.zeros((*kept.shape[:3], slots - kept.shape[3], kept.shape[4]), F)
+        self.data = np.concatenate([kept, more], axis=3)
 
     def put(self, layer: int, slot: int, keys: np.ndarray, values: np.ndarray) -> None:
         """One slot of one layer: [kv_heads, depth] twice."""

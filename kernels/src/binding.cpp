@@ -117,6 +117,17 @@ void check_slots(const Store& store, const std::vector<int>& source, int start) 
         throw std::invalid_argument("a slot is out of range");
 }
 
+/// `capacity` slots at most, of which there are `slots`; below 0: all.
+void init_store(Store* place, const Heads& heads, int layers, int capacity, int slots) {
+    if (layers < 1 || capacity < 0 || slots > capacity) throw std::invalid_argument("capacity is out of range");
+    new (place) Store(heads, layers, capacity, slots < 0 ? capacity : slots);
+}
+
+void resize(Store& store, int slots) {
+    if (slots < 0 || slots > store.capacity()) throw std::invalid_argument("slots is out of range");
+    store.resize(slots);
+}
+
 void check_count(const Store& store, int count) {
     if (count < 0 || count > store.slots()) throw std::invalid_argument("count is out of range");
 }
@@ -210,7 +221,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
     nb::class_<Store>(m, "Store")
-        .def(nb::init<const Heads&, int, int>(), "heads"_a, "layers"_a, "slots"_a)
+        .def("__init__", &init_store, "heads"_a, "layers"_a, "capacity"_a, "slots"_a = -1)
+        .def_prop_ro("slots", &Store::slots)
+        .def_prop_ro("bytes", &Store::bytes)
+        .def_static("bytes_of", &Store::bytes_of, "heads"_a, "layers"_a, "slots"_a)
+        .def("resize", &resize, "slots"_a)
         .def("move", [](Store& store, const std::vector<int>& source, int start) {
             check_slots(store, source, start);
             store.move(source, start);

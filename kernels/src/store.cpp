@@ -1,5 +1,6 @@
 #include "store.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "half.h"
@@ -22,20 +23,55 @@ T* value_place(const Heads& heads, const KeyValues& store, int head, int slot) {
     return static_cast<T*>(store.values) + (static_cast<int64_t>(head) * store.slots + slot) * heads.width();
 }
 
+std::size_t entry_bytes(const Heads& heads) { return heads.is_half ? sizeof(Half) : sizeof(float); }
+
+std::size_t key_bytes(const Heads& heads) { return heads.depth * entry_bytes(heads); }
+std::size_t value_bytes(const Heads& heads) { return heads.width() * entry_bytes(heads); }
+
+/// What a slot takes in one layer.
+std::size_t slot_bytes(const Heads& heads) { return heads.keys * (key_bytes(heads) + value_bytes(heads)); }
+
+/// Slots are a multiple of 32: every layer and every head begins aligned.
+int whole(int slots) { return round_up(slots, 2 * kLanes); }
+
 }  // namespace
 
-Store::Store(const Heads& heads, int layers, int slots)
-    : heads_(heads), layers_(layers), slots_(round_up(slots, 2 * kLanes)) {
-    const std::size_t size = heads.is_half ? sizeof(Half) : sizeof(float);
-    const std::size_t entries = static_cast<std::size_t>(heads.keys) * slots_;
-    key_bytes_ = entries * heads.depth * size;  // slots are a multiple of 32: every layer begins aligned
-    value_bytes_ = entries * heads.width() * size;
-    data_ = Block<uint8_t>(layers * (key_bytes_ + value_bytes_));
+Store::Store(const Heads& heads, int layers, int capacity, int slots)
+    : heads_(heads), layers_(layers), capacity_(whole(capacity)), data_(bytes_of(heads, layers, capacity)) {
+    resize(slots);
+}
+
+std::size_t Store::bytes_of(const Heads& heads, int layers, int slots) {
+    return Reserved::whole_pages(slot_bytes(heads) * layers * whole(slots));
 }
 
 KeyValues Store::layer(int number) const {
-    uint8_t* keys = data_.data() + number * (key_bytes_ + value_bytes_);
-    return {keys, keys + key_bytes_, slots_};
+    uint8_t* keys = data_.data() + slot_bytes(heads_) * number * slots_;
+    return {keys, keys + key_bytes(heads_) * heads_.keys * slots_, slots_};
+}
+
+void Store::resize(int slots) {
+    slots = whole(slots);
+    if (slots > slots_) data_.resize(bytes_of(heads_, layers_, slots));
+    spread(slots);
+    if (slots < slots_) data_.resize(bytes_of(heads_, layers_, slots));
+    slots_ = slots;
+}
+
+void Store::spread(int slots) {
+    const std::size_t both = std::min(slots, slots_), parts = 2 * heads_.keys * static_cast<std::size_t>(layers_);
+    if (!both || slots == slots_) return;
+    const auto start = [&](std::size_t part) {  // of a head's keys or values, as a multiple of the slots
+        const std::size_t head = part % (2 * heads_.keys), keys = heads_.keys;
+        return slot_bytes(heads_) * (part / (2 * keys)) + std::min(head, keys) * key_bytes(heads_) +
+               (head > keys ? head - keys : 0) * value_bytes(heads_);
+    };
+    for (std::size_t n = 0; n < parts; ++n) {
+        const std::size_t part = slots > slots_ ? parts - 1 - n : n;  // none is overwritten before it is moved
+        const bool is_key = part % (2 * heads_.keys) < static_cast<std::size_t>(heads_.keys);
+        std::memmove(data_.data() + start(part) * slots, data_.data() + start(part) * slots_,
+                     both * (is_key ? key_bytes(heads_) : value_bytes(heads_)));
+    }
 }
 
 template <class T>

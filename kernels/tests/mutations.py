@@ -103,6 +103,12 @@ MUTATIONS = (
     Mutation("a copy of the first layer only", "store.cpp",
              "copy_in<Half>(number, other, count) : copy_in<float>(number, other, count)",
              "copy_in<Half>(0, other, count) : copy_in<float>(0, other, count)"),
+    Mutation("a store that grows leaves its slots where they are", "store.cpp", "    spread(slots);\n", ""),
+    Mutation("heads are spread from the first to the last", "store.cpp", "slots > slots_ ? parts - 1 - n : n", "n"),
+    Mutation("heads are drawn together from the last to the first", "store.cpp",
+             "slots > slots_ ? parts - 1 - n : n", "parts - 1 - n"),
+    Mutation("a store that shrinks keeps its memory", "store.cpp",
+             "if (slots < slots_) data_.resize(bytes_of(heads_, layers_, slots));", ""),
     # the best of a row
     Mutation("a bound on the noise that is too low", "ranking.h", "(31 + 127) * kLog2 + 1e-3f",
              "(31 + 127) * kLog2 - 1.0f"),

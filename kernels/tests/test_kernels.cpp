@@ -1,6 +1,7 @@
 // The forward without Python, for sanitizers: every instruction set and 1 to 3 threads must give the same bits, a tree
 // those of its branches, kept slots those of a fresh text; what does not fit must throw. The bits are those of kBits on
 // every machine. Exits 1 at the first failure.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -128,7 +129,7 @@ std::vector<int> text(int count, int vocabulary, int seed) {
 
 bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
 
-Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100); }
+Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
 
 /// The last row's scores of a text that is fed at once.
 std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {
@@ -203,6 +204,40 @@ void test_trees_and_keeping(const Sizes& sizes) {
     check(same(next.data(), fresh(*model, sizes, whole).data(), next.size()), "kept slots equal a fresh text");
 }
 
+std::vector<float> held(const Store& store, const Sizes& sizes, int count) {
+    const std::size_t size = static_cast<std::size_t>(2) * sizes.keys * count * sizes.depth;
+    std::vector<float> out(size * sizes.layers);
+    for (int layer = 0; layer < sizes.layers; ++layer) store.read(layer, count, out.data() + layer * size);
+    return out;
+}
+
+/// A store that grows and shrinks, by small pages and by large ones, holds what one of fixed size does.
+void test_growing(const Sizes& sizes) {
+    const auto model = make_model(sizes, find_kernels(""), 2);
+    const auto tokens = text(64, sizes.vocabulary, 6);
+    const int most = 1 << 16;
+    Store fixed = store_of(sizes), store(heads_of(sizes), sizes.layers, most, 0);
+    check(store.slots() == 0 && store.bytes() == 0, "a store without slots takes nothing");
+    const auto expected = score(*model, {{&fixed, 0, chain(64), 0, tokens}});
+    int read = 0;
+    std::vector<float> got;
+    for (int slots : {7, 32, 33, 64}) {
+        store.resize(slots);
+        const auto here = score(*model, {{&store, read, chain(slots - read), 0, {tokens.begin() + read,
+                                                                                  tokens.begin() + slots}}});
+        got.insert(got.end(), here.begin(), here.end());
+        read = slots;
+    }
+    check(same(got.data(), expected.data(), got.size()), "a growing store scores as a fixed one");
+    for (int slots : {96, most, 64, 200, 40}) {
+        store.resize(slots);
+        check(store.slots() >= slots && store.slots() < slots + 32, "a store has the slots that it was asked for");
+        check(store.bytes() == Store::bytes_of(heads_of(sizes), sizes.layers, slots), "a store takes what it says");
+        const int count = std::min(slots, 64);
+        check(held(store, sizes, count) == held(fixed, sizes, count), "a store of another size holds the same");
+    }
+}
+
 template <class F>
 void check_throws(F f, const char* what) {
     try {
@@ -248,6 +283,7 @@ void test_all() {
     for (const Sizes& sizes : all) {
         bits ^= test_sets_and_threads(sizes);
         test_trees_and_keeping(sizes);
+        test_growing(sizes);
         test_what_does_not_fit(sizes);
         test_models_beside_each_other(sizes);
     }

@@ -54,7 +54,7 @@ class Memory:
         """Gives a request its session; False: there is no room yet."""
         needed = self._capacity(run.request)
         kept, session, length = self._best_start(run, running)
-        if kept is not None and kept.session.slots - self._room >= needed:
+        if kept is not None and kept.session.capacity >= needed:
             self._kept.remove(kept)
             kept.session.truncate(length)
             run.session = kept.session
@@ -126,7 +126,8 @@ class Memory:
         return min(len(request.prompt) + request.max_tokens, self._target.max_positions)
 
     def _used(self) -> int:
-        return sum(self._bytes(session.slots) for session in [*self._open, *(kept.session for kept in self._kept)])
+        sessions = [*self._open, *(kept.session for kept in self._kept)]
+        return sum(self._bytes(session.capacity + session.room) for session in sessions)
 
     def _bytes(self, slots: int) -> int:
         return slots * self._target.token_bytes

@@ -22,12 +22,17 @@ class Session:
     """One request's storage in a model: committed tokens, and behind them the pending nodes scored since.
 
     Pending nodes are numbered from 0 in the order in which they were scored; `keep` renumbers them. A node's position
-    in the text is `length` + its depth. Subclasses move what a slot holds.
+    in the text is `length` + its depth. Slots are made as they are needed, in blocks. Subclasses move what a
+    slot holds.
     """
+
+    block = 64  # a session has whole blocks of slots
+    growth = 1.25  # times as many at least when it grows: what is held is copied then
 
     def __init__(self, capacity: int, room: int) -> None:
         self.capacity = capacity  # committed tokens at most
-        self.slots = capacity + room
+        self.room = room  # pending nodes at most beside so many
+        self.slots = 0
         self.length = 0
         self.pending_depths: list[int] = []
         self._parents: list[int] = []  # by pending node
@@ -39,18 +44,39 @@ class Session:
 
     @property
     def free(self) -> int:
-        """Slots left for nodes."""
-        return self.slots - self.length - self.pending
+        """Nodes that may still come."""
+        return self.capacity + self.room - self.length - self.pending
 
     def extend(self, parents: Sequence[int]) -> np.ndarray:
         """Reserves slots for new nodes; which pending nodes each sees, bool [new, pending with the new ones]."""
         if len(parents) > self.free:
-            raise UserError(f"{len(parents)} more tokens do not fit: {self.free} of {self.slots} slots are free")
+            most = self.capacity + self.room
+            raise UserError(f"{len(parents)} more tokens do not fit: {self.free} of {most} slots are free")
         before = self.pending
+        self.reserve(self.length + before + len(parents))
         self._hang(parents)
         total = self.pending
         rows = bytearray().join([row.ljust(total, b"\0") for row in self._sees[before:]])
         return np.ndarray((len(parents), total), bool, rows)
+
+    def slots_after(self, slots: int, least: bool = False) -> int:
+        """The slots that there are once `slots` are reserved."""
+        if slots <= self.slots:
+            return self.slots
+        return self._whole(slots if least else max(slots, int(self.slots * self.growth)))
+
+    def reserve(self, slots: int, least: bool = False) -> None:
+        """Makes slots until there are so many, and no more than that where `least`; what is held stays."""
+        if slots > self.slots:
+            self._resize(after := self.slots_after(slots, least))
+            self.slots = after
+
+    def trim(self) -> None:
+        """Gives back the slots behind what is held, where they are more than growing leaves."""
+        held = self._whole(self.length + self.pending)
+        if held * self.growth < self.slots:
+            self._resize(held)
+            self.slots = held
 
     def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
         """Commits the pending nodes of `path` (a branch, root first); of the rest only `live` stays, renumbered from 0.
@@ -81,6 +107,7 @@ class Session:
         """An empty session begins with a copy of the first `length` tokens that `other` of the same model committed."""
         if self.length or self.pending or not 0 <= length <= min(other.length, self.capacity):
             raise ValueError(f"cannot start with {length} of {other.length} tokens: {self.length} stand here already")
+        self.reserve(length)
         self._copy(other, length)
         self.length = length
 
@@ -93,8 +120,15 @@ class Session:
             sees.append(above.ljust(len(sees), b"\0") + b"\1")
             depths.append(depth)
 
+    def _whole(self, slots: int) -> int:
+        return min(-(-slots // self.block) * self.block, self.capacity + self.room)
+
     def _drop_pending(self) -> None:
         self.pending_depths, self._parents, self._sees = [], [], []
+
+    def _resize(self, slots: int) -> None:
+        """Makes so many slots of `self.slots`; what is held stays."""
+        raise NotImplementedError
 
     def _move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ... (they may overlap)."""
@@ -147,6 +181,10 @@ class Model:
     def token_bytes(self) -> int:
         """Bytes of keys and values that one slot of a session takes."""
         raise NotImplementedError
+
+    def session_bytes(self, slots: int) -> int:
+        """Bytes that a session of so many slots takes."""
+        return slots * self.token_bytes
 
     @property
     def weight_bytes(self) -> int | None:

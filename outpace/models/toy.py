@@ -14,9 +14,15 @@ from outpace.models.base import Model, Part, Session
 class ToySession(Session):
     """Keeps a token where a real model keeps keys and values: a wrong `keep` or mask shows in the scores."""
 
+    block = 8
+
     def __init__(self, capacity: int, room: int) -> None:
         super().__init__(capacity, room)
-        self.tokens = np.full(self.slots, -1, dtype=np.int64)
+        self.tokens = np.empty(0, dtype=np.int64)
+
+    def _resize(self, slots: int) -> None:
+        kept = self.tokens[:slots]
+        self.tokens = np.concatenate([kept, np.full(slots - len(kept), -1, dtype=np.int64)])
 
     def _move(self, source: np.ndarray, start: int) -> None:
         self.tokens[start : start + len(source)] = self.tokens[source]

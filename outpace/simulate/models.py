@@ -26,8 +26,12 @@ class ReplaySession(Session):
 
     def __init__(self, capacity: int, room: int) -> None:
         super().__init__(capacity, room)
-        self.marks = np.zeros(self.slots, dtype=np.int64)
+        self.marks = np.zeros(0, dtype=np.int64)
         self.script: Script | None = None
+
+    def _resize(self, slots: int) -> None:
+        kept = self.marks[:slots]
+        self.marks = np.concatenate([kept, np.zeros(slots - len(kept), dtype=np.int64)])
 
     def _move(self, source: np.ndarray, start: int) -> None:
         self.marks[start : start + len(source)] = self.marks[source]

@@ -42,11 +42,11 @@ class ShownSlots(NamedTuple):
 
 
 class SlotLayer(DynamicLayer):
-    """One layer's keys and values of one sequence, allocated at the first pass: twice [1, heads, slots, dim]."""
+    """One layer's keys and values of one sequence, there from the first pass on: twice [1, heads, slots, dim]."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._slots = slots
+        self._slots = 0
         self.stored: tuple[Tensor, ...] = ()
         self.show(ShownSlots(0, np.arange(0), None))
 
@@ -56,7 +56,7 @@ class SlotLayer(DynamicLayer):
         self.keys = self.values = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates all slots at once; no pass is shown one that was not written."""
+        """Allocates the slots; no pass is shown one that was not written."""
         super().lazy_initialization(key_states, value_states)
         pair = (key_states, value_states)
         self.stored = tuple(part.new_empty(*part.shape[:-2], self._slots, part.shape[-1]) for part in pair)
@@ -81,6 +81,15 @@ class SlotLayer(DynamicLayer):
         """Tokens that this pass has seen so far."""
         return self._seen
 
+    def resize(self, slots: int, held: int) -> None:
+        """Makes room for so many slots; the first `held` keep what they hold."""
+        self._slots = slots
+        self.keys = self.values = None  # what was shown, of the old slots
+        grown = tuple(part.new_empty(*part.shape[:-2], slots, part.shape[-1]) for part in self.stored)
+        for new, old in zip(grown, self.stored, strict=True):
+            new[..., :held, :] = old[..., :held, :]
+        self.stored = grown
+
     def move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ..."""
         for stored in self.stored:
@@ -95,10 +104,10 @@ class SlotLayer(DynamicLayer):
             stored[..., :length, :] = found[..., :length, :]
 
 
-def build_cache(config: Any, slots: int) -> tuple[Any, list[SlotLayer]]:
+def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
     """A Cache for the model of this config, and those of its layers that store something."""
     cache = DynamicCache(config=config)
-    cache.layers = [layer if isinstance(layer, DummyLayer) else SlotLayer(slots) for layer in cache.layers]
+    cache.layers = [layer if isinstance(layer, DummyLayer) else SlotLayer() for layer in cache.layers]
     return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
 
 

@@ -21,16 +21,21 @@ from outpace.models.hf.limits import max_positions, num_embeddings
 
 
 class TransformersSession(Session):
-    """Keys and values of every layer that stores some, in slots."""
+    """Keys and values of every layer that stores some, in slots. A session that grows is copied, layer after layer."""
 
     def __init__(self, capacity: int, room: int, config: Any) -> None:
         super().__init__(capacity, room)
-        self.cache, self.layers = build_cache(config, self.slots)
+        self.cache, self.layers = build_cache(config)
 
     def show(self, shown: ShownSlots) -> None:
         """Sets what the next forward sees of this session."""
         for layer in self.layers:
             layer.show(shown)
+
+    @torch.inference_mode()
+    def _resize(self, slots: int) -> None:
+        for layer in self.layers:
+            layer.resize(slots, min(slots, self.length + self.pending))
 
     @torch.inference_mode()
     def _move(self, source: np.ndarray, start: int) -> None:

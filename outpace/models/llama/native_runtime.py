@@ -75,12 +75,13 @@ def check_supported(config: LlamaConfig) -> None:
 
 
 class NativeSession(Session):
-    """Keys and values of every layer, allocated once."""
+    """Keys and values of every layer in the kernels' store, which has addresses for a text as long as the context and
+    grows in place."""
 
     def __init__(self, capacity: int, room: int, model: NativeLlama) -> None:
         super().__init__(capacity, room)
         self.config = model.config
-        self.store = model.kernels.Store(model.heads, model.config.num_layers, self.slots)
+        self.store = model.kernels.Store(model.heads, model.config.num_layers, model.max_positions + room, 0)
 
     def read(self, length: int) -> np.ndarray:
         """What the first `length` slots hold, float32 [layers, keys then values, kv_heads, slots, head_dim]."""
@@ -88,6 +89,9 @@ class NativeSession(Session):
         for layer, place in enumerate(out):
             self.store.read(layer, length, place)
         return out
+
+    def _resize(self, slots: int) -> None:
+        self.store.resize(slots)
 
     def _move(self, source: np.ndarray, start: int) -> None:
         self.store.move(source.tolist(), start)
@@ -137,6 +141,11 @@ class NativeLlama(Model):
         """Bytes of keys and values a token, all layers together."""
         config = self.config
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_DTYPES[self.options.kv_dtype]
+
+    def session_bytes(self, slots: int) -> int:
+        """Bytes that a session of so many slots takes: whole pages."""
+        total: int = self.kernels.Store.bytes_of(self.heads, self.config.num_layers, slots)
+        return total
 
     @property
     def weight_bytes(self) -> int:

@@ -29,20 +29,40 @@ from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, 
 
 
 class LlamaSession(Session):
-    """Keys and values of every layer, allocated once: [layers, keys then values of the kv_heads, slots, head_dim]."""
+    """Keys and values, a tensor a layer: [keys then values of the kv_heads, slots, head_dim].
+
+    Attention wants them in one piece, so a session that grows is copied, layer after layer: beside the new slots only
+    one layer's old ones are there at any time.
+    """
 
     def __init__(self, capacity: int, room: int, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(capacity, room)
         self.last_position = config.max_positions - 1
-        shape = (config.num_layers, 2 * config.num_kv_heads, self.slots, config.head_dim)
-        self.kv = torch.empty(shape, dtype=dtype, device=device)
+        shape = (2 * config.num_kv_heads, 0, config.head_dim)
+        self.kv = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
+    def read(self, length: int) -> Tensor:
+        """What the first `length` slots hold. [layers, keys then values of the kv_heads, length, head_dim]"""
+        return torch.stack([layer[:, :length] for layer in self.kv])
+
+    @torch.inference_mode()
+    def _resize(self, slots: int) -> None:
+        held = min(slots, self.length + self.pending)
+        for number, layer in enumerate(self.kv):
+            grown = layer.new_empty(layer.shape[0], slots, layer.shape[2])
+            grown[:, :held] = layer[:, :held]
+            self.kv[number] = grown
+
+    @torch.inference_mode()
     def _move(self, source: np.ndarray, start: int) -> None:
-        index = torch.from_numpy(source).to(self.kv.device)
-        self.kv[:, :, start : start + len(source)] = self.kv[:, :, index]
+        index = torch.from_numpy(source).to(self.kv[0].device)
+        for layer in self.kv:
+            layer[:, start : start + len(source)] = layer[:, index]
 
+    @torch.inference_mode()
     def _copy(self, other: LlamaSession, length: int) -> None:
-        self.kv[:, :, :length] = other.kv[:, :, :length]
+        for mine, others in zip(self.kv, other.kv, strict=True):
+            mine[:, :length] = others[:, :length]
 
 
 class Llama(Model):
