@@ -14,11 +14,12 @@ namespace outpace {
 namespace {
 
 constexpr int kSteps = kGroup / 4;
+constexpr int kFetchingRows = 3;  // in a tile alone: without fetching ahead 3 to 5 rows took 1.25 to 1.45 times as long
 
 /// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
 /// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
-/// one is done: two tiles take turns, of more the last does it. One alone does it if it is full; a smaller one waits
-/// for memory anyway, and the machine's own prefetching serves it better.
+/// one is done: two tiles take turns, of more the last does it. One or two rows wait for memory anyway, and the
+/// machine's own prefetching serves them as well.
 struct Tile {
     int first;
     int rows;
@@ -104,7 +105,7 @@ inline void for_tiles(int rows, int64_t ahead, F f) {
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < kTileRows ? 0 : 0xffff;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < kFetchingRows ? 0 : 0xffff;
         const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
         f(Tile{first, rows * (number + 1) / tiles - first, ahead, steps});
     }
