@@ -123,18 +123,17 @@ def draw_key_of_a_place(number: Original) -> Original:
 
 
 def one_too_far(best_start: Original) -> Original:
-    def mutated(self: Any, run: Any, others: Any) -> Any:
-        kept, session, length = best_start(self, run, others)
-        more = session is not None and length < min(session.length, len(run.request.prompt) - 1)
-        return kept, session, length + more
+    def mutated(self: Any, run: Any) -> Any:
+        holder, length = best_start(self, run)
+        more = holder is not None and length < min(holder.session.length, len(run.committed) - 1)
+        return holder, length + more
 
     return mutated
 
 
 def not_cut_off(close: Original) -> Original:
     def mutated(self: Any, run: Any) -> None:
-        run.keep, kept = (), run.keep
-        run.session.keep(kept)
+        run.settle()
         close(self, run)
 
     return mutated

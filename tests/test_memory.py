@@ -66,8 +66,9 @@ def check(engine: Engine) -> None:
         assert not kept.session.pending
     sessions = [run.session for run in engine.running] + [kept.session for kept in memory._kept]
     assert len({id(session) for session in sessions}) == len(sessions), "one session has two owners"
-    assert {id(session) for session in memory._open} == {id(run.session) for run in engine.running}
-    assert sum(session.slots for session in sessions) * engine.target.token_bytes <= memory._budget
+    assert set(memory._open) == set(engine.running)
+    assert not any(hasattr(run, "session") for run in engine.waiting)
+    assert sum(session.slots for session in sessions) * engine.target.token_bytes == memory.used <= memory.budget
 
 
 @pytest.mark.parametrize("length", [75, 200, 300, 400])
@@ -250,9 +251,9 @@ def test_requests_that_are_over_hold_no_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_a_request_that_can_never_fit_is_refused() -> None:
     target = Counting()
     with Engine(target, options=EngineOptions(chunk=8, nodes=1, kv_memory=slots(50, target))) as engine:
-        fits = make_request(SYSTEM[:20], max_tokens=22)
-        with pytest.raises(UserError, match=r"prompt and answer of 43 tokens need .* the budget is .* allow fewer"):
-            submit(engine, make_request(SYSTEM[:20], max_tokens=23))
+        fits = make_request(SYSTEM[:20], max_tokens=29)
+        with pytest.raises(UserError, match=r"prompt and answer of 50 tokens need .* the budget is .* allow fewer"):
+            submit(engine, make_request(SYSTEM[:20], max_tokens=30))
         assert not engine.waiting
         assert finish(engine, submit(engine, fits)) == [write(target, fits)]
 

@@ -84,7 +84,7 @@ def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
 def test_the_library_says_what_does_not_fit_and_goes_on(tiny: Loaded) -> None:
     with closing(LLM(tiny, method="autoregressive", kv_memory=slots(300, tiny.model))) as llm:
         with pytest.raises(outpace.UserError, match="allow fewer tokens or a larger budget"):
-            llm.stream("hello", max_tokens=100)
+            llm.stream("hello", max_tokens=400)
         results = llm.generate(["hello " * count for count in range(1, 12)], max_tokens=10)
         assert all(len(result.tokens) == 10 or result.finish_reason == "stop" for result in results)
     with pytest.raises(outpace.UserError, match="kv_memory is -1"):

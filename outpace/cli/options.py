@@ -110,6 +110,12 @@ class Loading:
             rich_help_panel=METHOD,
         ),
     ] = None
+    kv_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB for the target's keys and values; the default is half of the free memory.", rich_help_panel=METHOD
+        ),
+    ] = None
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Loads the models; `extra` are the method's and the drafter's own options. Names are checked first."""

@@ -110,6 +110,7 @@ class Request:
     logprobs: LogprobsOptions | None = None
     constraint: Constraint | None = None  # of this request alone
     prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
+    reuse_key: str | None = None  # keys and values are reused among requests of one key only
 
 
 class Row(NamedTuple):

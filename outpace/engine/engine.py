@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -21,6 +20,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
 from outpace.decoders._costs import Costs
+from outpace.engine.admission import Admission
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
@@ -61,16 +61,25 @@ class Engine(AbstractContextManager["Engine"]):
         self.costs = Costs()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = Drafting(named, worker, self.costs, clock)
-        room = max(self.options.chunk, self.options.nodes)
-        self.memory = Memory(target, room, self.options.kv_memory, self.options.batch if self.options.reuse else 0)
-        self.waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        most_kept = self.options.batch if self.options.reuse else 0
+        self.memory = Memory(target, self.options.nodes, self.options.kv_memory, most_kept)
+        self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())
         self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def waiting(self) -> Sequence[Running]:
+        """Requests that wait for their turn or for memory, in the order in which they came."""
+        return self._admission.waiting
+
+    @property
+    def running(self) -> Sequence[Running]:
+        """Requests that take part in a step, in the order in which they came."""
+        return self._admission.running
 
     @property
     def worker(self) -> Worker | None:
@@ -102,7 +111,7 @@ class Engine(AbstractContextManager["Engine"]):
         run = Running(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
         self.drafting.choose(run, drafter)
-        self.waiting.append(run)
+        self._admission.waiting.append(run)
         return run
 
     def abort(self, run: Running, reason: str = "abort") -> None:
@@ -111,32 +120,22 @@ class Engine(AbstractContextManager["Engine"]):
             run.finish_reason = reason
 
     def sweep(self) -> list[Running]:
-        """Lets the requests go that are over; gives those that were running."""
-        self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
-        ended = [run for run in self.running if run.finish_reason is not None]
-        self.running = [run for run in self.running if run.finish_reason is None]
-        for run in ended:
-            if run.coroutine:
-                run.coroutine.close()
-            run.coroutine = run.ask = None  # with the last tree, and the q rows in it
-            self.drafting.close(run)
-            self.memory.close(run)
-        return ended
+        """Lets the requests go that are over; gives those that had begun."""
+        return self._admission.sweep()
 
     def step(self) -> list[Running]:
         """One round of all running requests; gives those that wrote tokens or ended."""
         start = self._clock()
         self.sweep()
-        joined = self._admit()
+        joined = self._admission.join()
         self._draft()
         drafted = self._clock()
-        chunks = self._chunks()
-        trees = [(run, run.ask.tree) for run in self.running if isinstance(run.ask, Verify)]
+        chunks, trees = self._parts()
         try:
             self._round(chunks, trees, start)
             note_round(self.costs, chunks, trees, drafted - start, self._clock() - start)
         except BaseException as error:
-            self._fail([run for run, _ in [*chunks, *trees]], error)
+            self._admission.fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
         return list(dict.fromkeys([*(run for run, _ in trees), *failed, *self.sweep()]))
 
@@ -149,38 +148,7 @@ class Engine(AbstractContextManager["Engine"]):
                 run.begin_round()
             self.drafting.serve(self.running)
         except BaseException as error:  # a coroutine that was interrupted is over
-            self._fail(self.running, error)
-
-    def _admit(self) -> list[Running]:
-        """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
-        tried: list[Running] = []
-        for run in list(self.waiting):
-            if len(self.running) >= self.options.batch:
-                break
-            if self.memory.should_wait(run, self.running):
-                continue
-            try:
-                if not self.memory.open(run, self.running):
-                    break
-            except BaseException as error:
-                self.waiting.remove(run)
-                tried.append(run)
-                self._fail([run], error)
-                continue
-            self.waiting.remove(run)
-            tried.append(run)
-            self._begin(run)
-        return tried
-
-    def _begin(self, run: Running) -> None:
-        self.running.append(run)
-        run.history.began, run.history.reused = self._clock(), run.prefilled
-        try:
-            self.drafting.open(run)
-            run.coroutine = run.decoder.decode(run.place, run.options)
-            run.is_due = not run.is_prefilling
-        except BaseException as error:
-            self._fail([run], error)
+            self._admission.fail(self.running, error)
 
     def _round(
         self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
@@ -200,7 +168,7 @@ class Engine(AbstractContextManager["Engine"]):
         for run, part in chunks:
             run.read(logits[first : first + len(part.wanted)], part.tokens)
             first += len(part.wanted)
-            run.is_due = not run.is_prefilling
+            run.is_due = run.ask is None and not run.is_prefilling
         before = first
         for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
             end = first + len(part.wanted)
@@ -258,25 +226,24 @@ class Engine(AbstractContextManager["Engine"]):
         place.rows_of_others = sum(other.rows for other in self.running) - run.rows
         place.left = run.left
 
+    def _parts(self) -> tuple[list[tuple[Running, Part]], list[tuple[Running, TokenTree]]]:
+        """Pieces of texts, and trees, that go through the pass, with slots for all of them."""
+        while True:
+            chunks = self._chunks()
+            writing = [run for run in self.running if not run.is_prefilling and run.finish_reason is None]
+            trees = [(run, run.ask.tree) for run in writing if isinstance(run.ask, Verify)]
+            rows = [(run, len(part.tokens)) for run, part in chunks] + [(run, len(tree)) for run, tree in trees]
+            if self._admission.fit(rows):
+                return chunks, trees
+
     def _chunks(self) -> list[tuple[Running, Part]]:
-        """The next piece of each prompt that is not in yet, within the pass's room for prompts."""
-        reading = [run for run in self.running if run.is_prefilling]
+        """The next piece of each text that is not in yet, within the pass's room for prompts."""
+        reading = [run for run in self.running if run.is_prefilling and run.finish_reason is None]
         shares = share_prompt_room([run.unread for run in reading], self.options.chunk)
         chunks = []
         for run, share in zip(reading, shares, strict=True):
             if share:
-                tokens = run.request.prompt[run.prefilled : run.prefilled + share]
-                wanted = range(len(tokens)) if run.request.logprobs and run.request.logprobs.prompt else ()
+                tokens = run.committed[run.prefilled : run.prefilled + share]
+                wanted = range(len(tokens)) if run.reports_prompt else ()
                 chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
         return chunks
-
-    def _fail(self, runs: Sequence[Running], error: BaseException) -> None:
-        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
-        for run in runs:
-            run.is_broken = True
-            if run.finish_reason is None:
-                run.error = error if isinstance(error, Exception) else None
-                run.finish_reason = "error" if run.error else "abort"
-        if not isinstance(error, Exception):  # an interrupt is the caller's
-            self.sweep()
-            raise error

@@ -1,4 +1,7 @@
-"""The budget for keys and values: who gets a session now, and which finished texts are kept for others to start from.
+"""The budget for keys and values: who gets a session, whose grows, and which finished texts are kept to start from.
+
+Sessions grow by blocks as texts do, and what is there counts: an answer that may become long takes no more than it has
+written. Where the budget ends kept texts go first, then the engine pauses the request that came last.
 
 A request that begins like a text that is there (a turn before it in the same chat, a common system prompt, another
 answer to its own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the
@@ -8,129 +11,219 @@ copy is what reading would give, bit for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from outpace.core.errors import UserError
 from outpace.core.types import Request
+from outpace.engine.prefixes import Holders, Text
 from outpace.engine.request import Running
 from outpace.models.base import Model, Session
 
-_LEAST = 8  # tokens in common that are worth a copy
+_AHEAD = 64  # slots that each running request should still find when another one joins
 _WORTH_WAITING = 64  # tokens that another request is just reading: wait for them
 _GIB = 1 << 30
 
 
-class _Kept(NamedTuple):
-    """The session of a finished request and the tokens whose keys and values it holds."""
+@dataclass(eq=False)
+class _Kept:
+    """The session of a finished request, and the text whose keys and values it holds."""
 
-    tokens: Sequence[int]
+    text: Text
     session: Session
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.text.tokens
+
+
+class _Followed(NamedTuple):
+    """A request that is reading `shared` tokens with which another begins, who found `start` of them elsewhere."""
+
+    run: Running
+    shared: int
+    start: int
 
 
 class Memory:
-    """Opens sessions within the budget. Of kept texts the longest unused goes first."""
+    """Opens sessions and lets them grow within the budget. Of kept texts the longest unused goes first."""
 
     def __init__(self, target: Model, room: int, budget: float | None, most_kept: int) -> None:
         """`room`: pending nodes a session; `budget` in GiB, None for half of what is free."""
         self._target, self._room, self._most_kept = target, room, most_kept
-        self._budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
+        self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_Kept] = []
-        self._open: list[Session] = []
+        self._open: list[Running] = []
+        self._stored: Holders[Running | _Kept] = Holders()  # running ones as far as the last search saw them
+        self._reading: Holders[Running] = Holders()  # whole texts that are being read
+        self._followed: WeakKeyDictionary[Running, _Followed] = WeakKeyDictionary()
+
+    @property
+    def used(self) -> int:
+        """Bytes that running requests and kept texts take."""
+        sessions = [*(run.session for run in self._open), *(kept.session for kept in self._kept)]
+        return sum(map(self._bytes, sessions))
 
     def check(self, request: Request) -> None:
         """UserError where a request could not run even alone."""
-        needed = self._bytes(self._capacity(request) + self._room)
-        if needed > self._budget:
+        needed = self._target.session_bytes(self._capacity(request) + self._room)
+        if needed > self.budget:
             raise UserError(
                 f"prompt and answer of {self._capacity(request)} tokens need {needed / _GIB:.2f} GiB of keys and "
-                f"values, the budget is {self._budget / _GIB:.2f}: allow fewer tokens or a larger budget"
+                f"values, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
-    def open(self, run: Running, running: Iterable[Running]) -> bool:
-        """Gives a request its session; False: there is no room yet."""
-        needed = self._capacity(run.request)
-        kept, session, length = self._best_start(run, running)
-        if kept is not None and kept.session.capacity >= needed:
-            self._kept.remove(kept)
-            kept.session.truncate(length)
-            run.session = kept.session
-        else:
-            if not self._make_room(needed + self._room, kept):
-                return False
-            run.session = self._target.open(needed, self._room)
-            if session is not None and (kept is None or kept in self._kept):
-                run.session.start_from(session, length)
-            if kept is not None and length == len(kept.tokens) and kept in self._kept:
-                self._kept.remove(kept)
-        self._open.append(run.session)
-        run.prefilled = run.session.length
-        return True
+    def has_room(self, run: Running) -> bool:
+        """Whether a waiting request's text fits beside the others, and all of them may write on for a while."""
+        if not self._open:
+            return True
+        slots = min(len(run.committed) + _AHEAD, self._capacity(run.request) + self._room)
+        ahead = sum(self._bytes(other.session, _AHEAD) for other in self._open)
+        return ahead + self._target.session_bytes(slots) <= self.budget
 
-    def should_wait(self, run: Running, running: Iterable[Running]) -> bool:
+    def should_wait(self, run: Running) -> bool:
         """Whether another request is just reading much of what this one would have to read."""
         if not self._may_reuse(run):
             return False
-        here = self._best_start(run, running)[2]
-        prompt = run.request.prompt
-        return any(
-            _common(prompt[:-1], other.request.prompt) - here >= _WORTH_WAITING
-            for other in running
-            if other.is_prefilling
-        )
+        followed = self._followed.get(run)
+        if followed is None or not self._is_reading(followed.run):
+            followed = self._follow(run)
+        if followed is None:
+            return False
+        there = max(followed.start, min(followed.shared, followed.run.prefilled))
+        return followed.shared - there >= _WORTH_WAITING
+
+    def open(self, run: Running) -> None:
+        """Gives a request for which there is room its session, with what is known of its text."""
+        self._followed.pop(run, None)
+        holder, length = self._best_start(run)
+        session = self._target.open(self._capacity(run.request), self._room)
+        if isinstance(holder, _Kept) and self._is_replaced(holder, length, session, len(run.committed)):
+            self._drop(holder)
+            holder.session.truncate(length)
+            holder.session.trim()
+            holder.session.capacity = session.capacity
+            session, holder = holder.session, None
+        self._reserve(session, len(run.committed), holder)
+        if holder is not None:
+            self._copy(holder, session, length)
+        run.session = session
+        self._open.append(run)
+        if run.is_prefilling:
+            self._reading.hold(run, len(run.committed))
+
+    def fit(self, run: Running, rows: int) -> bool:
+        """Makes slots for a request's rows of the next pass; False: another one has to go first."""
+        slots = run.prefilled + rows
+        return slots <= run.session.slots or self._reserve(run.session, slots)
+
+    def release(self, run: Running) -> None:
+        """Takes a running request's keys and values away: they are read again when it is opened the next time."""
+        self._open.remove(run)
+        self._stored.drop(run)
+        self._reading.drop(run)
+        del run.session  # a request that is over may be held for long, its keys and values may not
+        run.keep = ()
 
     def close(self, run: Running) -> None:
-        """Takes a request's session back, to be kept if what it holds is known."""
-        session = run.session
-        del run.session  # a request that is over may be held for long, its keys and values may not
-        self._open.remove(session)
+        """Takes a finished request's session back, to be kept if what it holds is known."""
+        if run not in self._open:
+            return
+        session, keep = run.session, run.keep
+        self.release(run)
         if not self._most_kept or run.is_broken:
             return
-        session.keep(run.keep[: len(run.committed) - session.length])  # not what a stop or the limit cut off
-        self._kept = [*self._kept, _Kept(run.committed[: session.length], session)][-self._most_kept :]
+        session.keep(keep[: len(run.committed) - session.length])  # not what a stop or the limit cut off
+        session.trim()
+        kept = _Kept(run.text.upto(session.length), session)
+        self._kept.append(kept)
+        self._stored.hold(kept, session.length)
+        for oldest in self._kept[: -self._most_kept]:
+            self._drop(oldest)
 
-    def _best_start(self, run: Running, running: Iterable[Running]) -> tuple[_Kept | None, Session | None, int]:
-        """The text with the longest common beginning: kept or running, its session, the number of tokens in common."""
-        best: tuple[_Kept | None, Session | None, int] = (None, None, _LEAST - 1)
+    def _follow(self, run: Running) -> _Followed | None:
+        """Finds who reads most of what this request begins with."""
+        self._followed.pop(run, None)
+        for other in self._open:
+            self._is_reading(other)
+        most = len(run.committed) - 1
+        found = [(run.text.common(other.text, most), other) for other in self._reading.nearest(run.text, most)]
+        if not found:
+            return None
+        shared, other = max(found, key=lambda each: each[0])
+        self._followed[run] = followed = _Followed(other, shared, self._best_start(run)[1])
+        return followed
+
+    def _is_reading(self, run: Running) -> bool:
+        if run in self._reading and not run.is_prefilling:
+            self._reading.drop(run)
+        return run in self._reading
+
+    def _best_start(self, run: Running) -> tuple[Running | _Kept | None, int]:
+        """Who holds the longest beginning of a request's text, and how many tokens of it."""
+        best: tuple[Running | _Kept | None, int] = (None, 0)
         if self._may_reuse(run):
-            prompt = run.request.prompt[:-1]
-            for kept in self._kept:
-                length = _common(prompt, kept.tokens)
-                if length > best[2]:
-                    best = (kept, kept.session, length)
-            for other in running:
-                if other.keep:  # accepted in the last round, and as good as committed: it can be copied
-                    other.session.keep(other.keep)
-                    other.keep = ()
-                length = min(_common(prompt, other.committed), other.session.length)
-                if length > best[2]:
-                    best = (None, other.session, length)
-        return best if best[1] is not None else (None, None, 0)
+            for other in self._open:
+                self._stored.hold(other, other.prefilled)
+            most = len(run.committed) - 1
+            for holder in self._stored.nearest(run.text, most):
+                held = holder.session.length if isinstance(holder, _Kept) else holder.prefilled
+                length = run.text.common(holder.text, min(most, held))
+                if (length, isinstance(holder, _Kept)) > (best[1], isinstance(best[0], _Kept)):
+                    best = (holder, length)
+        return best
+
+    def _is_replaced(self, kept: _Kept, length: int, session: Session, slots: int) -> bool:
+        """Whether a request takes over the kept session that it begins like, in place of a new one: nothing of that is
+        lost, or its slots are as many as the text can ever need, or both together are too much."""
+        beside = sum(map(self._bytes, [*(run.session for run in self._open), kept.session]))
+        is_too_much = beside + self._bytes(session, slots) > self.budget
+        return length == len(kept.text.tokens) or kept.session.slots >= session.capacity or is_too_much
+
+    def _copy(self, holder: Running | _Kept, session: Session, length: int) -> None:
+        if isinstance(holder, _Kept):
+            self._kept.remove(holder)  # the last used stands last
+            self._kept.append(holder)
+        else:
+            holder.settle()
+        session.start_from(holder.session, length)
 
     def _may_reuse(self, run: Running) -> bool:
-        """A request that reports on its prompt has to read it."""
-        return self._most_kept > 0 and not (run.request.logprobs is not None and run.request.logprobs.prompt)
+        """A request that still reports on its prompt has to read it."""
+        return self._most_kept > 0 and not run.reports_prompt
 
-    def _make_room(self, slots: int, last: _Kept | None) -> bool:
-        """Lets kept texts go until so many slots fit; `last` goes last."""
-        while self._used() + self._bytes(slots) > self._budget:
-            if not self._kept:
-                return False
-            self._kept.remove(next((kept for kept in self._kept if kept is not last), self._kept[0]))
+    def _reserve(self, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
+        """Makes slots, and lets kept texts go for them but the one that is spared; False: they are too many."""
+        others = sum(self._bytes(run.session) for run in self._open if run.session is not session)
+        for least in (False, True):
+            used = others + self._target.session_bytes(session.slots_after(slots, least))
+            if used <= self.budget:
+                break
+        else:
+            return False
+        used += sum(self._bytes(kept.session) for kept in self._kept)
+        for kept in [kept for kept in self._kept if kept is not spared]:
+            if used > self.budget:
+                used -= self._bytes(kept.session)
+                self._drop(kept)
+        session.reserve(slots, least)
         return True
+
+    def _drop(self, kept: _Kept) -> None:
+        self._kept.remove(kept)
+        self._stored.drop(kept)
 
     def _capacity(self, request: Request) -> int:
         return min(len(request.prompt) + request.max_tokens, self._target.max_positions)
 
-    def _used(self) -> int:
-        sessions = [*self._open, *(kept.session for kept in self._kept)]
-        return sum(self._bytes(session.capacity + session.room) for session in sessions)
-
-    def _bytes(self, slots: int) -> int:
-        return slots * self._target.token_bytes
+    def _bytes(self, session: Session, more: int = 0) -> int:
+        """Bytes of a session, once it has so many slots more."""
+        return self._target.session_bytes(session.slots_after(session.slots + more, least=True))
 
 
 def free_bytes(device: torch.device | str) -> int:
@@ -153,13 +246,3 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text(encoding="ascii").splitlines()
     except OSError:
         return []
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    length = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        length += 1
-    return length

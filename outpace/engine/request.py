@@ -26,6 +26,7 @@ from outpace.core.types import (
 )
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
+from outpace.engine.prefixes import Text
 from outpace.models.base import Model, Session
 
 Watch = Callable[[Sequence[int], int], int | None]
@@ -41,6 +42,7 @@ class History:
     reused: int = 0  # tokens of the prompt whose keys and values were there
     first_token: float = 0.0  # when the first round ended, 0 before
     ended: float = 0.0  # when the last one did
+    pauses: int = 0  # how often its keys and values were taken away for want of memory
     steps: list[Step] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
@@ -74,9 +76,9 @@ class Running:
     place: Place = field(init=False, repr=False)
     history: History = field(default_factory=History, repr=False)
     draft: Drafted = field(default_factory=Drafted, repr=False)
-    session: Session = field(init=False, repr=False)
-    prefilled: int = 0
-    keep: Sequence[int] = ()
+    text: Text = field(init=False, repr=False)  # what is committed, as it is compared with others
+    session: Session = field(init=False, repr=False)  # only while it runs
+    keep: Sequence[int] = ()  # pending nodes of the session that were accepted
     is_broken: bool = False  # a round broke off: what the session holds is unknown
     ask: Ask | None = None
     coroutine: Coroutine | None = None
@@ -88,6 +90,8 @@ class Running:
         self.alignment = Alignment(self.request.prediction)
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
+        self.text = Text(self.committed, self.request.reuse_key)
+        self.text.hashes(len(self.committed))
 
     @property
     def tokens(self) -> list[int]:
@@ -101,13 +105,25 @@ class Running:
         return steps[-1].verified_rows if steps else 1
 
     @property
+    def prefilled(self) -> int:
+        """Tokens whose keys and values the session holds, those of accepted nodes included."""
+        return self.session.length + len(self.keep)
+
+    @property
     def unread(self) -> int:
-        """Tokens of the prompt that are not read yet; its last one is the first tree's root."""
-        return len(self.request.prompt) - 1 - self.prefilled
+        """Tokens that are not read yet: of the prompt, or, after a pause, of all that is written. The last one is the
+        next tree's root."""
+        return len(self.committed) - 1 - self.prefilled
 
     @property
     def is_prefilling(self) -> bool:
         return self.unread > 0
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come."""
+        asked = self.request.logprobs is not None and self.request.logprobs.prompt
+        return asked and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
 
     @property
     def left(self) -> int:
@@ -136,15 +152,20 @@ class Running:
             self.error, self.finish_reason = error, "error"
 
     def read(self, rows: Tensor, tokens: Sequence[int]) -> None:
-        """A chunk of the prompt is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
-        start = self.prefilled
-        self.prefilled += len(tokens)
+        """A chunk of the text is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
+        start = self.session.length
         self.keep = range(len(tokens))
         if len(rows) and self.request.logprobs is not None:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
             )
+
+    def settle(self) -> None:
+        """Commits the accepted nodes to the session now, where the next pass would do it."""
+        if self.keep:
+            self.session.keep(self.keep)
+            self.keep = ()
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""

@@ -1,0 +1,108 @@
+"""Who waits and who runs: requests join in the order in which they came, pause where memory ends, and go when over."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from outpace.engine.drafting import Drafting
+from outpace.engine.memory import Memory
+from outpace.engine.request import Running
+
+
+class Admission:
+    """`waiting` and `running` are in the order in which the requests came; those that are paused wait, too.
+
+    The oldest request is never paused while another one runs, so it comes to its end, and then the next is the oldest.
+    """
+
+    def __init__(self, memory: Memory, drafting: Drafting, batch: int, clock: Callable[[], float]) -> None:
+        """`batch` requests run at once."""
+        self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+
+    def join(self) -> list[Running]:
+        """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
+        tried: list[Running] = []
+        for run in list(self.waiting):
+            if len(self.running) >= self._batch or not self._memory.has_room(run):
+                break
+            if self._memory.should_wait(run):
+                continue
+            self.waiting.remove(run)
+            tried.append(run)
+            try:
+                self._memory.open(run)
+                self._begin(run)
+            except BaseException as error:
+                if run not in self.running:
+                    self._end(run)
+                self.fail([run], error)
+        return tried
+
+    def fit(self, rows: Iterable[tuple[Running, int]]) -> bool:
+        """Makes slots for so many rows of each request, the oldest first. False: memory ended, the youngest request was
+        paused, and what is left is to be asked again."""
+        for run, count in sorted(rows, key=lambda each: each[0].key):
+            try:
+                if not self._memory.fit(run, count):
+                    self._pause(self.running[-1])
+                    return False
+            except BaseException as error:
+                self.fail([run], error)
+                return False
+        return True
+
+    def sweep(self) -> list[Running]:
+        """Lets the requests go that are over; gives those that had begun."""
+        over = [run for run in [*self.running, *self.waiting] if run.finish_reason is not None]
+        begun = [run for run in over if run in self.running or run.coroutine]
+        self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
+        self.running = [run for run in self.running if run.finish_reason is None]
+        for run in begun:
+            self._end(run)
+        return begun
+
+    def fail(self, runs: Sequence[Running], error: BaseException) -> None:
+        """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
+        for run in runs:
+            run.is_broken = True
+            if run.finish_reason is None:
+                run.error = error if isinstance(error, Exception) else None
+                run.finish_reason = "error" if run.error else "abort"
+        if not isinstance(error, Exception):  # an interrupt is the caller's
+            self.sweep()
+            raise error
+
+    def _begin(self, run: Running) -> None:
+        """A request that has a session runs, or goes on after a pause."""
+        insort(self.running, run, key=_age)
+        if run.coroutine is None:
+            run.history.began, run.history.reused = self._clock(), run.prefilled
+            self._drafting.open(run)
+            run.coroutine = run.decoder.decode(run.place, run.options)
+        run.is_due = run.ask is None and not run.is_prefilling
+
+    def _end(self, run: Running) -> None:
+        if run.coroutine:
+            run.coroutine.close()
+        run.coroutine = run.ask = None  # with the last tree, and the q rows in it
+        self._drafting.close(run)
+        self._memory.close(run)
+
+    def _pause(self, run: Running) -> None:
+        """Takes a request's keys and values away until there is room for them. All else stays as it is: what it has is
+        read again as a prompt is, then it asks for what it asks for now."""
+        self.running.remove(run)
+        self._memory.release(run)
+        if run.reports_prompt:
+            run.history.prompt_logprobs.clear()
+        run.history.pauses += 1
+        insort(self.waiting, run, key=_age)
+
+
+def _age(run: Running) -> int:
+    """Requests in the order in which they came."""
+    return run.key
