@@ -204,6 +204,16 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG_CACHE_HOME=/dev/null, for one."""
+    monkeypatch.setattr("outpace.engine.profile.cache_folder", lambda: Path("/dev/null/outpace"))
+    code, _, err = run("generate", PROMPT, "--target", str(tiny), "--draft", str(tiny), "--max-tokens", "4")
+    assert code == 0
+    (line,) = (line for line in err.splitlines() if "profile" in line)
+    assert line.startswith("warning: the profile /dev/null/outpace/profiles/")
+    assert "UserWarning" not in err
+
+
 def test_methods_lists_every_part(run: Run) -> None:
     found = json.loads(run("methods", "--json")[1])
     assert {"card", "speculative", "autoregressive"} <= {method["name"] for method in found["decoders"]}

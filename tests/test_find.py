@@ -102,3 +102,29 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find.cache_folder() == tmp_path / ".cache" / "outpace"
+
+
+def test_a_relative_xdg_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the specification of XDG_CACHE_HOME wants it."""
+    monkeypatch.delenv("OUTPACE_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for odd in ("relative", "~no_such_user/x", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", odd)
+        assert find.cache_folder() == tmp_path / ".cache" / "outpace"
+
+
+def test_a_home_folder_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/x")
+    with pytest.raises(UserError, match=r"OUTPACE_CACHE is .~no_such_user/x., whose home folder is not known: name"):
+        find.cache_folder()
+
+
+def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("OUTPACE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(UserError, match=r"the user.s home, but this home folder is not known: name a folder by"):
+        find.cache_folder()

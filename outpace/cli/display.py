@@ -38,6 +38,11 @@ def say(text: str, style: str = GREY) -> None:
     stderr().print(text, style=style, soft_wrap=True)
 
 
+def show_warnings_plainly() -> None:
+    """Warnings become a line each, without the place in the code that raised them."""
+    warnings.showwarning = lambda message, *place: say(f"warning: {message}", "yellow")
+
+
 def print_json(value: Mapping[str, Any]) -> None:
     """The one line of JSON."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -7,13 +7,13 @@ import os
 import platform
 import shutil
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import display, signals
+from outpace.cli import cached, display, signals
 from outpace.cli.options import Json
 from outpace.core.errors import UserError
 
@@ -29,11 +29,24 @@ EXTRAS = {
 }
 
 
-def doctor(as_json: Json = False) -> None:
+Clean = Annotated[
+    bool,
+    typer.Option(
+        "--clean",
+        help="Empty the cache folder: converted models, drafts made whole and what the planner learnt. They are made"
+        " again when they are needed. What outpace has not made stays.",
+    ),
+]
+
+
+def doctor(as_json: Json = False, clean: Clean = False) -> None:
     """Show what this machine has, what is missing, and the limit that its memory sets for plain decoding."""
-    found = collect(quiet=as_json)
+    found = cached.clean() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
+    elif clean:
+        for line in cached.report(found):
+            display.stdout().print(line, soft_wrap=True)
     else:
         display.stdout().print(_table(found))
 
@@ -60,7 +73,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
         "packed_product": torch.backends.mkldnn.is_available(),
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
-        "cache": _cache(),
+        "cache": cached.collect(),
         "extras": {name: _is_there(name) for name in EXTRAS},
     }
 
@@ -110,20 +123,6 @@ def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
         "floor_seconds": round(size / bandwidth, 5),
         "pass_seconds": round(figures.target_seconds / figures.passes, 5),
     }
-
-
-def _cache() -> dict[str, Any]:
-    from outpace.models.files.find import cache_folder
-
-    folder = cache_folder()
-    return {"folder": str(folder), "bytes": sum(_size(file) for file in folder.rglob("*"))}
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size if file.is_file() else 0
-    except OSError:  # it went while we looked
-        return 0
 
 
 def _is_there(name: str) -> bool:
@@ -187,7 +186,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _around(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("model cache", f"{found['cache']['folder']}, {found['cache']['bytes'] / 1e6:.0f} MB")]
+    rows = cached.rows(found["cache"])
     for name, (install, gives) in EXTRAS.items():
         there = "installed" if found["extras"][name] else f"not installed; pip install '{install}'"
         rows.append((name, f"{there} ({gives})"))

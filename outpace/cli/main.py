@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str]) -> int:
     try:
         standard_streams.prepare()
+        display.show_warnings_plainly()
         code = app(arguments, prog_name="outpace", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0

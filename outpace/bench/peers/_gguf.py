@@ -21,6 +21,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import cache_folder, resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.lock import only_one
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 FORMAT_VERSION = 1  # part of the file's name: a change of what is written must raise it
@@ -40,7 +41,9 @@ def gguf_file(spec: str | Path | None, kind: str, cache: Path | None = None) -> 
     folder = resolve(None if spec is None else str(spec))
     file = (cache or cache_folder()) / "gguf" / f"{folder.name[:LONGEST_NAME]}-{_identity(folder)}-{kind}.gguf"
     if not file.is_file():
-        _write_whole(folder, kind, file)
+        with only_one(file):
+            if not file.is_file():
+                _write_whole(folder, kind, file)
     return file
 
 

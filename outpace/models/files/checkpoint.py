@@ -64,6 +64,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The names of all tensors, sorted."""
         return sorted(self._shards)
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor; UserError if there is none of that name."""
+        self._file(name)
+        return self.path / self._shards[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, from the header alone."""
         return tuple(self._slice(name).get_shape())

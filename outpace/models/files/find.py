@@ -81,8 +81,18 @@ def shipped_model() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace."""
-    if own := os.environ.get("OUTPACE_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "outpace"
+    """Where converted models are kept: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace.
+
+    UserError where a home folder is meant that the system does not know.
+    """
+    own, shared = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if own:
+            return Path(own).expanduser()
+        is_valid = os.path.isabs(shared)  # by its specification a relative one is to be ignored
+        return (Path(shared) if is_valid else Path.home() / ".cache") / "outpace"
+    except RuntimeError as error:
+        said = (
+            f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is to be in the user's home, but this"
+        )
+        raise UserError(f"{said} home folder is not known: name a folder by OUTPACE_CACHE") from error

@@ -10,13 +10,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outpace.core.errors import UserError
+from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.checkpoint import EMBEDDING, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, new_folder
+from outpace.models.files.digests import Digests
 from outpace.models.files.find import cache_folder
 from outpace.models.files.reading import read_json
 from outpace.models.llama.config import from_dict, tensor_shapes
@@ -34,7 +37,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
 )
 USED = (".safetensors", ".json")  # files that say what a model is
-FORMAT_VERSION = 1  # part of an unpacked draft's name in the cache
+FORMAT_VERSION = 2  # part of an unpacked draft's name in the cache
 
 
 def is_packed(spec: Path | str) -> bool:
@@ -107,10 +110,11 @@ def _unpack(draft: Path, target: Path, out: Path) -> None:
 
 def whole(draft: Path, target: Path, cache: Path | None = None) -> Path:
     """The folder of this packed draft with the embeddings of `target`, made once under `cache`."""
-    folder = (cache or cache_folder()) / f"{draft.resolve().name}-{_identity(draft, target)}-v{FORMAT_VERSION}"
-    if not _is_whole(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        _unpack(draft, target, folder)  # if another process was faster, its folder stays
+    cache = cache or cache_folder()
+    folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
+    mark_used(folder)
+    if made_once(folder, _is_whole, lambda: _unpack(draft, target, folder)):
+        remove_unused(cache)
     return folder
 
 
@@ -163,15 +167,27 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _identity(draft: Path, target: Path) -> str:
-    """A short name for what the draft's files hold, and for the target's by their names, sizes and times."""
+def _content(draft: Path, target: Path, memory: Path) -> str:
+    """A short name for all that the whole draft is made of: what the files hold, wherever they lie."""
+    config = read_json(draft / "config.json")
     digest = hashlib.sha256()
-    for file in sorted(draft.iterdir()):
-        if file.suffix in USED:
-            digest.update(f"{file.name}\n".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
-    for file in sorted(target.iterdir()):
-        if file.suffix in USED:
-            status = file.stat()
-            digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
+    with Checkpoint.open(target) as large, Digests(memory, memory.parent.parent) as digests:
+        _check_fit(draft, config, target, large.config)
+        for file in sorted(draft.iterdir()):
+            if file.suffix in USED:
+                digest.update(f"draft {file.name} {digests.of_file(file)}\n".encode())
+        for name in TOKENIZER_FILES:
+            if (target / name).is_file():
+                digest.update(f"target {name} {digests.of_file(target / name)}\n".encode())
+        for name in _shared(tensor_shapes(from_dict(config))):
+            held = digests.of_part(large.file_of(name), name, partial(_hash, large, name))
+            digest.update(f"target {name} {held}\n".encode())
     return digest.hexdigest()[:16]
+
+
+def _hash(checkpoint: Checkpoint, name: str) -> str:
+    """Of a tensor's type, shape and values."""
+    value = checkpoint.tensor(name).contiguous()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}\n".encode())
+    digest.update(value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

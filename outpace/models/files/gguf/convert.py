@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.files.checkpoint import SINGLE, Checkpoint, new_folder, temporary_prefix
+from outpace.models.files.cache import made_once
+from outpace.models.files.checkpoint import SINGLE, Checkpoint, new_folder
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import GgufHeader, open_gguf
@@ -33,14 +32,13 @@ def convert(path: Path, cache: Path, progress: Progress = lambda stage, fraction
     at once wait for the first. UserError: not a GGUF file, torn, not a model that runs here, or the disk refuses.
     """
     folder = cache / f"{path.stem[:LONGEST_NAME]}-{_identity(path)}-v{FORMAT_VERSION}"
-    if _is_whole(folder):
-        return folder
-    with _only_one(folder, progress):
-        if _is_whole(folder):
-            return folder
+
+    def make() -> None:
         with open_gguf(path) as header:
             _write_folder(header, folder, progress)
-    progress("done", 1.0)
+        progress("done", 1.0)
+
+    made_once(folder, _is_whole, make, lambda: progress("waiting for another conversion", 0.0))
     return folder
 
 
@@ -66,39 +64,6 @@ def _is_whole(folder: Path) -> bool:
         with Checkpoint.open(folder) as checkpoint:
             checkpoint.check_shapes(llama.tensor_shapes(llama.from_dict(checkpoint.config)))
     except UserError:
-        return False
-    return True
-
-
-@contextmanager
-def _only_one(folder: Path, progress: Progress) -> Iterator[None]:
-    """Holds the lock for `folder`; its holder clears away what killed conversions left. The system frees the lock."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        stream = (folder.parent / f".{folder.name}.lock").open("wb")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror})") from error
-    with stream:
-        if _locked(stream, progress):
-            for left in folder.parent.glob(glob.escape(temporary_prefix(folder)) + "*"):
-                shutil.rmtree(left, ignore_errors=True)
-            if folder.is_dir() and not _is_whole(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-        yield
-
-
-def _locked(stream: Any, progress: Progress) -> bool:
-    """Waits for the lock; False where the system or the file system has none (then the rename decides)."""
-    try:
-        import fcntl
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        progress("waiting for another conversion", 0.0)
-        fcntl.flock(stream, fcntl.LOCK_EX)
-    except OSError:
         return False
     return True
 

@@ -1,0 +1,214 @@
+"""The cache folder: what of it is ours, what is removed, and what never is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lock import HOLD, python
+
+from outpace.cli.main import main
+from outpace.models.files import cache
+from outpace.models.files.cache import DRAFT, LEFT, LLAMA_CPP, MODEL, PROFILE, UNUSED_SECONDS, entries, others
+from outpace.models.files.lock import lock_file, only_one
+
+HASH = "0123456789abcdef"
+OURS = {
+    f"Model.Q4_1-{HASH}-v2/model.safetensors": MODEL,
+    f"drafts/{HASH}-v2/model.safetensors": DRAFT,
+    f"gguf/model-{HASH}-Q4_1.gguf": LLAMA_CPP,
+    f"profiles/{HASH}{HASH[:8]}.json": PROFILE,
+    "drafts/digests.json": LEFT,
+    f".Model.Q4_1-{HASH}-v2.lock": LEFT,
+    f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFT,
+    f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFT,
+    f"gguf/.model-{HASH}-Q4_1.gguf.part-abcdefgh": LEFT,
+    "profiles/tmpabcdefgh.part": LEFT,
+}
+NOT_OURS = (
+    "notes.txt",
+    "thesis/chapter.md",
+    f"model-{HASH}-v2",  # a file
+    f"backup-{HASH}-v2/photos/one.png",  # holds folders
+    f"model-{HASH[:-1]}-v2/config.json",
+    f"{HASH}-v2/model.safetensors",  # in its own folder only
+    "drafts/mine/model.safetensors",
+    f"gguf/{HASH}.gguf",
+    "profiles/mine.json",
+    ".hidden.lock",
+    ".hidden.part-abcdefgh/file",
+)
+
+
+def filled(folder: Path, *names: str, size: int = 1000) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(size))
+    return folder
+
+
+def files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def first(name: str) -> str:
+    """The entry that a file belongs to."""
+    parts = Path(name).parts
+    return "/".join(parts[: 2 if parts[0] in ("drafts", "gguf", "profiles") else 1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    return filled(tmp_path / "cache", *OURS, *NOT_OURS)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def call(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["doctor", *arguments])
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_what_is_ours(folder: Path) -> None:
+    found = {str(entry.path.relative_to(folder)): entry.kind for entry in entries(folder)}
+    assert found == {first(name): kind for name, kind in OURS.items()}
+    assert {entry.bytes for entry in entries(folder)} == {1000}
+    named = {str(path.relative_to(folder)) for path in others(folder)}
+    assert named == {first(name) for name in NOT_OURS}
+
+
+def test_links_are_not_ours(folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder)
+    elsewhere = filled(tmp_path / "elsewhere", "model.safetensors")
+    (folder / "drafts").mkdir(parents=True)
+    for place in (folder / f"Model-{HASH}-v2", folder / "drafts" / f"{HASH}-v2"):
+        place.symlink_to(elsewhere)
+    assert entries(folder) == []
+    assert len(others(folder)) == 2
+
+
+@pytest.mark.parametrize("place", ["none", "file"])
+def test_a_cache_that_is_no_folder(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    assert entries(tmp_path / place) == []
+    assert others(tmp_path / place) == []
+
+
+def test_clean_removes_what_is_ours_and_says_so(folder: Path, run: Callable[..., str]) -> None:
+    shown = run("--clean")
+    assert files(folder) == set(NOT_OURS)
+    for name in map(first, OURS):
+        assert name in shown
+    assert f"removed 0.0 MB: Model.Q4_1-{HASH}-v2 (model)" in shown
+    assert f"{folder}: {len(OURS)} entries removed, 0.0 MB" in shown
+    assert "left alone, not made by outpace: .hidden.lock, .hidden.part-abcdefgh" in shown
+    assert f"and {len(NOT_OURS) - 5} more" in shown
+    assert "there was nothing to remove" in run("--clean")
+
+
+def test_clean_empties_our_folders_and_leaves_the_cache_itself(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    filled(tmp_path, *OURS)
+    found = json.loads(run("--clean", "--json"))
+    assert list(tmp_path.iterdir()) == []
+    assert {each["name"] for each in found["removed"]} == set(map(first, OURS))
+    assert (found["bytes"], found["kept"], found["others"]) == (1000 * len(OURS), [], [])
+
+
+def test_clean_leaves_what_another_process_is_making(folder: Path, run: Callable[..., str]) -> None:
+    name = f"Model.Q4_1-{HASH}-v2"
+    other = python(HOLD, folder / name)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    found = json.loads(run("--clean", "--json"))
+    other.communicate(timeout=60)
+    kept = {each["name"]: each["reason"] for each in found["kept"]}
+    assert kept == dict.fromkeys((name, f".{name}.lock", f".{name}.part-x_8abcde"), "another process is making it"), (
+        "its lock and what it has written so far, too"
+    )
+    assert (folder / name / "model.safetensors").exists()
+
+
+def test_clean_says_why_something_stays(folder: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    shown = run("--clean")
+    assert f"kept drafts/{HASH}-v2 (draft): Read-only file system" in shown
+    assert (folder / "drafts" / f"{HASH}-v2" / "model.safetensors").exists()
+
+
+def test_doctor_shows_the_cache(folder: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
+    filled(folder, f"Large-{HASH}-v2/model.safetensors", size=10**7)
+    found = json.loads(run("--json"))["cache"]
+    assert (found["folder"], found["bytes"]) == (str(folder), 10**7 + 1000 * len(OURS))
+    assert found["entries"][0]["name"] == f"Large-{HASH}-v2"
+    assert (found["entries"][0]["kind"], found["entries"][0]["bytes"]) == (MODEL, 10**7)
+    shown = run()
+    assert "10.0 MB  Large-" in shown
+    assert "--clean" in shown
+    assert files(folder) >= {*OURS, *NOT_OURS}, "looking changes nothing"
+
+
+def test_doctor_goes_on_without_a_cache_folder(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
+    monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/cache")
+    found = json.loads(run("--json"))["cache"]
+    assert (found["folder"], found["entries"]) == (None, [])
+    assert "home folder is not known" in found["missing"]
+
+
+def test_unused_drafts_go_and_used_ones_stay(folder: Path) -> None:
+    old, new, former = (folder / name for name in (f"drafts/{HASH}-v2", "drafts/fedcba9876543210-v2", f"d-{HASH}-v1"))
+    model = folder / f"Model.Q4_1-{HASH}-v2"
+    filled(folder, f"drafts/{new.name}/config.json", f"{former.name}/config.json")
+    for path in (old, model):
+        os.utime(path, (time.time() - UNUSED_SECONDS - 60,) * 2)
+    os.utime(new, (time.time() - UNUSED_SECONDS + 60,) * 2)
+    removed = {entry.path for entry in cache.remove_unused(folder)}
+    assert removed == {old, former}, "drafts alone, and those of the version before at once"
+    assert new.exists()
+    assert model.exists()
+    assert files(folder) >= set(NOT_OURS)
+
+
+def test_an_entry_that_came_into_use_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = folder / "drafts" / f"{HASH}-v2"
+    os.utime(draft, (0, 0))
+    (entry,) = (entry for entry in entries(folder) if entry.path == draft)
+    cache.mark_used(draft)
+    assert cache.remove(entry) == "another process has just used it"
+    assert draft.exists()
+
+
+def test_what_killed_makers_left_is_cleared_away(tmp_path: Path) -> None:
+    made = tmp_path / f"Model[x]-{HASH}-v2"
+    filled(tmp_path, f".{made.name}.part-abcdefgh/config.json", f".other-{HASH}-v2.part-abcdefgh/config.json")
+    filled(made, "torn")
+    assert cache.made_once(made, lambda folder: (folder / "whole").exists(), lambda: filled(made, "whole") and None)
+    assert files(tmp_path) == {f"{made.name}/whole", f".other-{HASH}-v2.part-abcdefgh/config.json"}
+    assert not cache.made_once(made, lambda folder: (folder / "whole").exists(), lambda: pytest.fail("made again"))
+
+
+def test_it_is_looked_at_again_when_the_lock_is_there(tmp_path: Path) -> None:
+    looks = iter([False, True])
+    assert not cache.made_once(tmp_path / "made", lambda folder: next(looks), lambda: pytest.fail("made again"))
+    assert not lock_file(tmp_path / "made").exists()
+    with only_one(tmp_path / "made") as is_held:
+        assert is_held

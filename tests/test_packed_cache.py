@@ -1,0 +1,151 @@
+"""The whole copy of a packed draft in the cache: one for each content, wherever its files lie."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distill_files import target_folder
+from safetensors.torch import load_file, save_file
+from test_packed import EMBEDDING, draft_of, files_of
+
+from outpace.core.errors import UserError
+from outpace.models.files import digests, packed
+from outpace.models.files.cache import UNUSED_SECONDS
+from outpace.models.files.packed import pack, whole
+
+ROOT = Path(__file__).parents[1]
+WHOLE = """
+import sys
+from pathlib import Path
+from outpace.models.files import packed
+from outpace.models.files.packed import whole
+made, unpacked = [], packed._unpack
+packed._unpack = lambda *arguments: made.append(unpacked(*arguments))
+print(whole(*map(Path, sys.argv[1:])), len(made))
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return target_folder(tmp_path / "target")
+
+
+@pytest.fixture
+def draft(target: Path, tmp_path: Path) -> Path:
+    pack(draft_of(target, tmp_path / "draft"), target, tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """The same files at another place, written now."""
+    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    return to
+
+
+def settled(*folders: Path) -> None:
+    """Long enough after their files were written."""
+    for folder in folders:
+        for file in folder.iterdir():
+            os.utime(file, ns=(0, file.stat().st_mtime_ns - 60 * 10**9))
+
+
+def copies(cache: Path) -> list[str]:
+    return sorted(folder.name for folder in (cache / "drafts").iterdir() if folder.is_dir())
+
+
+def test_moved_and_reconverted_files_have_one_copy(target: Path, draft: Path, cache: Path, tmp_path: Path) -> None:
+    made = whole(draft, target, cache)
+    assert whole(copied(draft, tmp_path / "moved draft"), target, cache) == made
+    assert whole(draft, copied(target, tmp_path / "moved target"), cache) == made
+    for file in target.iterdir():
+        os.utime(file, (0, 0))
+    assert whole(draft, target, cache) == made
+    assert copies(cache) == [made.name]
+
+
+def test_other_content_has_another_copy(target: Path, draft: Path, cache: Path) -> None:
+    found = {whole(draft, target, cache)}
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1.0
+    save_file(tensors, target / "model.safetensors")
+    assert {whole(draft, target, cache)} == found, "the draft has a norm of its own"
+    tensors[EMBEDDING][-1, -1] += 1.0
+    save_file(tensors, target / "model.safetensors")
+    found.add(made := whole(draft, target, cache))
+    assert load_file(made / "model.safetensors")[EMBEDDING][-1, -1] == tensors[EMBEDDING][-1, -1].to(torch.bfloat16)
+    (target / "tokenizer_config.json").write_text("{}")
+    found.add(made := whole(draft, target, cache))
+    assert (made / "tokenizer_config.json").read_text() == "{}"
+    own = load_file(draft / "model.safetensors")
+    own["model.norm.weight"] = own["model.norm.weight"] + 1
+    save_file(own, draft / "model.safetensors")
+    found.add(whole(draft, target, cache))
+    assert len(found) == 4
+    assert copies(cache) == sorted(made.name for made in found)
+
+
+def test_a_filled_cache_is_enough_at_another_place_and_read_only(
+    target: Path, draft: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = files_of(whole(draft, target, cache))
+    moved = copied(cache, tmp_path / "moved")
+    shutil.rmtree(cache)
+
+    def read_only(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("tempfile.mkstemp", "tempfile.mkdtemp", "os.utime", "shutil.rmtree", "os.unlink"):
+        monkeypatch.setattr(name, read_only)
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    found = whole(draft, target, moved)
+    assert found.parent == moved / "drafts"
+    assert files_of(found) == made
+    with pytest.raises(UserError, match=r"cannot be written \(Read-only file system\)"):
+        whole(draft, target, tmp_path / "another")
+
+
+def test_a_second_start_reads_no_large_file(
+    target: Path, draft: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(draft, target)
+    made = whole(draft, target, cache)
+    for part in (digests, packed):
+        monkeypatch.setattr(part, "_hash", lambda *arguments: pytest.fail("read again"))
+    assert whole(draft, target, cache) == made
+
+
+def test_copies_that_nobody_used_for_long_go_when_another_is_made(target: Path, draft: Path, cache: Path) -> None:
+    made = whole(draft, target, cache)
+    long_ago = time.time() - UNUSED_SECONDS - 60
+    os.utime(made, (long_ago, long_ago))
+    assert whole(draft, target, cache).stat().st_mtime > long_ago, "now it is in use"
+    os.utime(made, (long_ago, long_ago))
+    former = cache / "packed-0123456789abcdef-v1"
+    former.mkdir()
+    (target / "tokenizer_config.json").write_text("{}")
+    other = whole(draft, target, cache)
+    assert copies(cache) == [other.name]
+    assert not former.exists(), "nor do those of the version before stay"
+
+
+def test_processes_that_want_it_at_once_make_it_once(target: Path, draft: Path, cache: Path) -> None:
+    command = [sys.executable, "-c", WHOLE, str(draft), str(target), str(cache)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
+    said = [process.communicate(timeout=120)[0].split() for process in both]
+    assert sorted(count for _, count in said) == ["0", "0", "1"]
+    assert {place for place, _ in said} == {str(cache / "drafts" / copies(cache)[0])}
+    assert [file.name for file in (cache / "drafts").iterdir() if file.name.startswith(".")] == []
