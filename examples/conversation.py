@@ -5,7 +5,7 @@ import sys
 import outpace
 
 messages = [{"role": "system", "content": "Answer in one short sentence."}]
-with outpace.load(*sys.argv[1:2]) as llm:
+with outpace.LLM(*sys.argv[1:2]) as llm:
     for question in ("What is the largest planet?", "How many moons does it have?"):
         messages.append({"role": "user", "content": question})
         answer = llm.chat(messages, max_tokens=40, repetition_penalty=1.1)

@@ -11,5 +11,5 @@ import outpace
 
 name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-with outpace.load(model, tokenizer=tokenizer, drafter="ngram") as llm:
+with outpace.LLM(model, tokenizer=tokenizer, drafter="ngram") as llm:
     print(llm.stream("1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", max_tokens=24).finish().text)

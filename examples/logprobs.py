@@ -5,7 +5,7 @@ import sys
 
 import outpace
 
-with outpace.load(*sys.argv[1:2]) as llm:
+with outpace.LLM(*sys.argv[1:2]) as llm:
     result = llm.stream("The capital of France is", max_tokens=5, logprobs=3).finish()
     for token, logprob, top in result.logprobs:
         others = ", ".join(f"{llm.tokenizer.decode([other])!r} {math.exp(value):.0%}" for other, value in top)

@@ -7,7 +7,7 @@ import outpace
 PROMPT = "Once upon a time"
 texts = {}
 for method in ("autoregressive", "speculative", "card"):
-    with outpace.load(*sys.argv[1:2], method=method) as llm:
+    with outpace.LLM(*sys.argv[1:2], method=method) as llm:
         result = llm.stream(PROMPT, max_tokens=40, temperature=0.8, top_p=0.95, seed=7).finish()
         texts[method] = result.text
         print(f"{method:15} {result.figures.mean_accepted_length:.2f} tokens a pass")

@@ -4,7 +4,7 @@ import sys
 
 import outpace
 
-with outpace.load(*sys.argv[1:3]) as llm:
+with outpace.LLM(*sys.argv[1:3]) as llm:
     stream = llm.stream([{"role": "user", "content": "Name three primary colours, one a line."}], max_tokens=60)
     for piece in stream:
         print(piece.text, end="", flush=True)

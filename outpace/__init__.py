@@ -1,7 +1,7 @@
 """outpace: language models that write faster without changing what they write.
 
 import outpace
-with outpace.load() as llm:
+with outpace.LLM() as llm:
     for piece in llm.stream("The three primary colours are", max_tokens=40):
         print(piece.text, end="", flush=True)
 """

@@ -43,8 +43,8 @@ def counting_the_prompt(adjust_rows: Original) -> Original:
     return mutated
 
 
-def committed_only(ends_with: Original) -> Original:
-    return lambda row, tokens: ends_with(row._replace(path=()), tokens)
+def committed_only(backwards: Original) -> Original:
+    return lambda row: backwards(row._replace(path=()))
 
 
 def of_the_next_row(token_logprobs: Original) -> Original:
@@ -189,7 +189,7 @@ OPTION_MUTATIONS = [
     mutation("options: bias of the neighbour's row", ADJUSTING, "adjusted", by_the_neighbour),
     mutation("options: nothing is adjusted", ADJUSTING, "adjusted", never),
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
-    mutation("options: a bad word is not seen in the path", adjust, "_ends_with", committed_only),
+    mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
     mutation(
         "options: draft rows without the path", engine, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import QuickToy, make_drafter, make_request
-from twins import LETTERS, WIDE, Wish, Written, answer_all, nearly, write_slowly
+from twins import LETTERS, TEXTS, WIDE, Wish, Written, answer_all, nearly, write_slowly
 
 from outpace.core.adjust import adjusted
 from outpace.core.tree import TokenTree
@@ -49,6 +49,14 @@ def adjust(**settings: Any) -> dict[str, Any]:
     return {"adjustments": Adjustments(**settings)}
 
 
+def spelt(tokens: Sequence[int]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def ban(*words: Sequence[int]) -> dict[str, Any]:
+    return adjust(banned=TEXTS.ban(tuple(map(spelt, words))))
+
+
 OPTIONS: dict[str, Option] = {
     "repetition up": lambda t, s: adjust(repetition_penalty=1.4),
     "repetition down": lambda t, s: adjust(repetition_penalty=0.6),
@@ -59,9 +67,10 @@ OPTIONS: dict[str, Option] = {
     "all penalties": lambda t, s: adjust(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3),
     "bias": lambda t, s: adjust(logit_bias=((t[2], -3.0), ((t[2] + 5) % 16, 2.5))),
     "bias that bans and one that rules": lambda t, s: adjust(logit_bias=((t[1], -100.0), ((t[1] + 3) % 16, 4.0))),
-    "bad word of one token": lambda t, s: adjust(bad_words=((t[3],),)),
-    "bad word of two": lambda t, s: adjust(bad_words=(tuple(t[3:5]),)),
-    "bad words that overlap": lambda t, s: adjust(bad_words=(tuple(t[2:4]), tuple(t[3:6]), tuple(t[:3]), (t[9],))),
+    "bad word of one token": lambda t, s: ban((t[3],)),
+    "bad word of two": lambda t, s: ban(t[3:5]),
+    "bad words that overlap": lambda t, s: ban(t[2:4], t[3:6], t[:3], (t[9],)),
+    "bad word that begins and ends in a token": lambda t, s: adjust(banned=TEXTS.ban((s[4:7], s[9:12]))),
     "min tokens": lambda t, s: {**adjust(min_tokens=9), "stop_ids": frozenset({t[2], t[5]})},
     "stop token": lambda t, s: {"stop_ids": frozenset({t[6], (t[6] + 1) % 16})},
     "stop string": lambda t, s: {"stops": (s[5:9],)},
@@ -75,7 +84,7 @@ OPTIONS: dict[str, Option] = {
         "logprobs": LogprobsOptions(0, processed=True),
     },
     "more logprobs than tokens, processed": lambda t, s: {
-        **adjust(bad_words=(tuple(t[1:3]),)),
+        **ban(t[1:3]),
         "logprobs": LogprobsOptions(40, processed=True),
     },
     "logprobs cut by a stop string": lambda t, s: {"stops": (s[7:9],), "logprobs": LogprobsOptions(2)},
@@ -88,7 +97,7 @@ OPTIONS: dict[str, Option] = {
             presence_penalty=0.3,
             frequency_penalty=0.2,
             logit_bias=tuple({t[0]: -1.0, t[4]: 1.5}.items()),
-            bad_words=(tuple(t[2:4]), (t[7],)),
+            banned=TEXTS.ban((spelt(t[2:4]), spelt([t[7]]))),
             min_tokens=6,
         ),
         "stop_ids": frozenset({t[3], t[8]}),
@@ -215,7 +224,7 @@ def test_what_completes_inside_an_accepted_path(method: str, rule: str) -> None:
     new = next(place for place in range(3, 7) if text[place] not in text[:place])
     border = "".join(letters)[place : place + 1 + len(letters[4])]  # ends token 3 and is token 4
     asked = {
-        "bad word": adjust(bad_words=(tuple(text[2:5]),)),
+        "bad word": ban(text[2:5]),
         "penalty on what the path holds": adjust(presence_penalty=2.0, frequency_penalty=2.0),
         "stop token too early": {**adjust(min_tokens=new + 2), "stop_ids": frozenset({text[new]})},
         "stop token": {"stop_ids": frozenset({text[new]}), "logprobs": LogprobsOptions(1)},
@@ -267,7 +276,8 @@ def test_sixty_four_requests_of_mixed_length_and_options_at_once() -> None:
         prompt = tuple((start + 3 * place * place) % 16 for place in range(1 + (7 * number) % 40))
         text = write_slowly(TARGET, make_wish(prompt, rule, sampling, {})).tokens
         asked = OPTIONS[names[number % len(names)]](text, "".join(LETTERS[token] for token in text))
-        wishes.append(make_wish(prompt, rule, sampling, {"max_tokens": 3 + (11 * number) % 50, **asked}))
+        least = make_wish(prompt, rule, sampling, asked).min_tokens
+        wishes.append(make_wish(prompt, rule, sampling, {"max_tokens": max(3 + (11 * number) % 50, least), **asked}))
     alone = [answer_all([wish], target=TARGET)[0] for wish in wishes]
     assert len({len(written.tokens) for written in alone}) > 10
     narrow = EngineOptions(nodes=6, rows=40, chunk=9, batch=16)

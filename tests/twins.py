@@ -18,11 +18,14 @@ from outpace.api.text import StopStrings, TextAssembler
 from outpace.candidates.inline import InlineWorker
 from outpace.candidates.thread import ThreadWorker
 from outpace.core import registry
+from outpace.core.banned_text import TokenTexts
 from outpace.core.noise import exponential, row_key, uniform
 from outpace.core.types import Request, Step
 from outpace.engine.engine import Engine, EngineOptions
 
 LETTERS = ("a", "b", "c", "d", "ab", "bc", "ca", "aa", " ", "abc", "e ", "é", "cab", "f", ".", "ba")
+LETTER_BYTES = [letter.encode() for letter in LETTERS]
+TEXTS = TokenTexts(LETTER_BYTES)
 WIDE = EngineOptions(nodes=8, rows=1 << 12, chunk=6, batch=256)
 Record = tuple[int, float, tuple[tuple[int, float], ...]]
 
@@ -104,8 +107,11 @@ def answer_all(
         return within(120.0, run) if worker == "thread" else run()
 
 
-def adjusted_slowly(logits: Sequence[float], request: Request, before: Sequence[int]) -> list[float]:
-    """One row's logits as the request adjusts them; `before` is the text before the token that it decides."""
+def adjusted_slowly(
+    logits: Sequence[float], request: Request, before: Sequence[int], texts: Sequence[bytes] = LETTER_BYTES
+) -> list[float]:
+    """One row's logits as the request adjusts them; `before` is the text before the token that it decides, `texts` what
+    each token adds to it."""
     settings, row = request.adjustments, list(logits)
     answer = list(before[len(request.prompt) :])
     if settings is None:
@@ -120,10 +126,21 @@ def adjusted_slowly(logits: Sequence[float], request: Request, before: Sequence[
             row[token] -= settings.presence_penalty + settings.frequency_penalty * answer.count(token)
         if token in request.stop_ids and len(answer) < settings.min_tokens:
             row[token] = -math.inf
-        for word in settings.bad_words:
-            if [*answer, token][-len(word) :] == list(word):
-                row[token] = -math.inf
+        if settings.banned and completes(settings.banned.strings, [texts[other] for other in answer], texts[token]):
+            row[token] = -math.inf
     return row
+
+
+def completes(strings: Sequence[str], before: Sequence[bytes], text: bytes) -> bool:
+    """Whether the text ends one of the strings, somewhere in it."""
+    old, new = b"".join(before), b"".join([*before, text])
+    places = [place for string in strings for place in occurrences(new, string.encode())]
+    return any(end > len(old) for end in places)
+
+
+def occurrences(text: bytes, string: bytes) -> list[int]:
+    """Where it ends."""
+    return [place + len(string) for place in range(len(text)) if text.startswith(string, place)]
 
 
 def log_softmax_slowly(row: Sequence[float]) -> list[float]:
@@ -133,9 +150,12 @@ def log_softmax_slowly(row: Sequence[float]) -> list[float]:
     return [value - total for value in row]
 
 
-def processed_slowly(logits: Sequence[float], request: Request, before: Sequence[int]) -> list[float]:
+def processed_slowly(
+    logits: Sequence[float], request: Request, before: Sequence[int], texts: Sequence[bytes] = LETTER_BYTES
+) -> list[float]:
     """p after adjustments, temperature and filters."""
-    return probabilities(torch.tensor(adjusted_slowly(logits, request, before), dtype=torch.float64), request.sampling)
+    row = adjusted_slowly(logits, request, before, texts)
+    return probabilities(torch.tensor(row, dtype=torch.float64), request.sampling)
 
 
 def records_slowly(logits: Sequence[float], request: Request, before: Sequence[int]) -> list[float]:

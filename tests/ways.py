@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from doubles import QuickToy, make_request
-from twins import processed_slowly
+from twins import TEXTS, processed_slowly
 
 from outpace.core import noise
 from outpace.core.chance import Chance, Key
@@ -33,7 +33,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "min-p": {"sampling": Sampling(0.9, top_k=3, top_p=0.95, min_p=0.3)},
     "penalties": {
         "sampling": Sampling(1.1),
-        "adjustments": Adjustments(1.3, 0.4, 0.7, ((0, 0.5), (2, -0.3)), ((0, 1), (1, 1, 2))),
+        "adjustments": Adjustments(1.3, 0.4, 0.7, ((0, 0.5), (2, -0.3)), TEXTS.ban(("ab", "bbc"))),
     },
 }
 Numbers = dict[tuple[int, int], tuple[float, float]]  # (node id, purpose) -> the interval of its uniform number

@@ -1,4 +1,4 @@
-"""Names of release 0.1 that still work, with a DeprecationWarning, until the release after the next."""
+"""Names of release 0.1 that still work, with a DeprecationWarning; they go with 0.3."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from outpace.core.banned_text import BannedText
 from outpace.core.errors import UserError, check_whole
 from outpace.core.numbers import plain
 from outpace.core.sampling import Sampling
@@ -44,8 +45,8 @@ class SamplingParams:
         presence_penalty: -2 to 2, taken off the logit of tokens that the answer has.
         frequency_penalty: -2 to 2, taken off for each time that the answer has them.
         logit_bias: token id to what is added to its logit, -100 to 100.
-        bad_words: strings whose tokens, as they are and after a space, are not written. Other tokens may still spell
-            them: "colours" may be written where the tokens of "colour" are banned.
+        bad_words: strings that the answer's text never contains, however it is cut into tokens, not even inside a
+            longer word: "art" bans "party". Upper and lower case differ. The prompt may contain them.
 
     What is known beforehand:
         prediction: what the answer is expected to be, a text or token ids: the drafter `prediction` copies it where it
@@ -91,7 +92,7 @@ class SamplingParams:
         self._check_logprobs()
         self._check_choices()
         _ = self.sampling
-        self._adjustments(())
+        self._adjustments(None)
 
     @property
     def sampling(self) -> Sampling:
@@ -111,20 +112,17 @@ class SamplingParams:
         return tuple(tokenizer.continuation(given) if isinstance(given, str) else given)
 
     def adjustments(self, tokenizer: Any) -> Adjustments | None:
-        """Penalties, bias and forbidden words in tokens; None where nothing is asked."""
-        words: list[tuple[int, ...]] = []
-        for word in self.bad_words:
-            words += {tuple(tokenizer.continuation(text)) for text in (word, f" {word.lstrip()}")} - {()}
-        made = self._adjustments(tuple(sorted(set(words))))
+        """Penalties, bias and bans in tokens; None where nothing is asked."""
+        made = self._adjustments(tokenizer.texts.ban(self.bad_words) if self.bad_words else None)
         return None if made == Adjustments() else made
 
-    def _adjustments(self, words: tuple[tuple[int, ...], ...]) -> Adjustments:
+    def _adjustments(self, banned: BannedText | None) -> Adjustments:
         return Adjustments(
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple(sorted(self.logit_bias.items())),
-            bad_words=words,
+            banned=banned,
             min_tokens=self.min_tokens,
         )
 
@@ -177,6 +175,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         raise UserError(f"{name} is {value!r}, it must be a list of strings")
     if not all(value):
         raise UserError(f"{name} has an empty string, each needs at least one character")
+    if any("\ud800" <= sign <= "\udfff" for text in value for sign in text):
+        raise UserError(f"{name} is {value!r}, it has half a character (a lone surrogate)")
     return tuple(value)
 
 

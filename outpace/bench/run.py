@@ -44,7 +44,7 @@ class BenchOptions:
     batch: tuple[int, ...] = (1,)
     inflate: int = 1
     target: str | None = None
-    asking: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
+    sampling_params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1)
@@ -52,7 +52,7 @@ class BenchOptions:
         check_whole("inflate", self.inflate, 1, 64)
         for count in self.batch:
             check_whole("batch", count, 1, 1024)
-        if self.peers and not self.asking.sampling.is_greedy:
+        if self.peers and not self.sampling_params.sampling.is_greedy:
             raise UserError("peers are measured greedily only, leave out --temperature or --peers")
         if self.peers and self.inflate > 1:
             raise UserError("an inflated target is ours alone, leave out --peers or --inflate")
@@ -63,7 +63,7 @@ class BenchOptions:
 
     def settings(self, llm: LLM) -> dict[str, Any]:
         """What must be the same for a bench to go on in a folder."""
-        drawn = {name: asdict(self.asking)[name] for name in ("max_tokens", "temperature", "seed")}
+        drawn = {name: asdict(self.sampling_params)[name] for name in ("max_tokens", "temperature", "seed")}
         draft = llm.draft.name if llm.draft else None
         kind = {"precision": llm.target.precision, "inflate": self.inflate, "threads": torch.get_num_threads()}
         return {"target": llm.target.name, "draft": draft, **kind, **drawn}
@@ -84,7 +84,7 @@ class Bench:
         most = max(options.batch, default=1)
         with ExitStack() as parts:  # a wrong option of a later method must not leave an earlier one's worker behind
             for contender in options.methods:
-                opened = parts.enter_context(closing(own.Own(contender, models, options.asking, most)))
+                opened = parts.enter_context(closing(own.Own(contender, models, options.sampling_params, most)))
                 self._running[contender.label] = opened
             self._parts = parts.pop_all()
 
@@ -149,7 +149,7 @@ class Bench:
             return replace(known, failed=f"{type(error).__name__}: {error}"[:300])
 
     def _measured(self, known: Record, engine: Peer, asked: Sequence[Asked]) -> Record:
-        most = self.options.asking.max_tokens
+        most = self.options.sampling_params.max_tokens
         prompts = [self.prompts[one] for one in asked]
         if known.batch > 1 and isinstance(engine, own.Own):
             texts, seconds = engine.together(prompts, most)
@@ -181,7 +181,7 @@ class Bench:
             draft=files or (draft.name if draft is not None else None),
             stop_ids=frozenset(self.models.tokenizer.stop_ids),
             threads=torch.get_num_threads(),
-            max_context=longest + self.options.asking.max_tokens + 1,
+            max_context=longest + self.options.sampling_params.max_tokens + 1,
         )
 
     def _warm_up(self, labels: Sequence[str]) -> None:

@@ -109,7 +109,7 @@ def bench(
         return
     _check_files(keeping)
     options = _options(loading, measuring)
-    if keeping.trace is not None and not options.asking.sampling.is_greedy:
+    if keeping.trace is not None and not options.sampling_params.sampling.is_greedy:
         raise UserError("a trace is recorded greedily, leave out --temperature")
     with as_interrupt(), _open(loading, options) as llm:
         if keeping.trace is not None:
@@ -146,7 +146,9 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
         batch=_counts(measuring.batch),
         inflate=measuring.inflate,
         target=loading.target,
-        asking=SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed),
+        sampling_params=SamplingParams(
+            max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed
+        ),
     )
     check_batches(options, collect(options.tasks, options.prompts))
     if options.inflate > 1:
@@ -272,7 +274,7 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
-        settings = RecordOptions(max_tokens=options.asking.max_tokens)
+        settings = RecordOptions(max_tokens=options.sampling_params.max_tokens)
         trace = record(
             llm.target,
             llm.draft,

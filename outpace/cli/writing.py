@@ -52,7 +52,7 @@ class Writing:
     ] = None
     bad_words: Annotated[
         list[str] | None,
-        _flag("Ban the tokens of this string, as it is and after a space; other tokens may still spell it."),
+        _flag("A string that the answer never contains, not even inside a longer word; may be repeated."),
     ] = None
     min_tokens: Annotated[int, _flag("The shortest answer, in tokens.")] = 0
 

@@ -1,10 +1,10 @@
-"""Single tokens' logits moved before temperature: bias, penalties, bad words, min tokens, each node on its own prefix.
+"""Single tokens' logits moved before temperature: bias, penalties, bans, min tokens, each node on its own prefix.
 
 A drafted token counts as written for the nodes below it, so a tree is judged as plain decoding would judge each path.
 The order is that of transformers and vLLM: bias, penalties, then what is forbidden.
 - repetition (Keskar et al., arXiv:1909.05858): a token of prompt or answer: l / r where l > 0, else l * r;
 - presence and frequency (OpenAI's API): l - presence - frequency * count, for tokens of the answer;
-- bad words: the last token of one is forbidden where the answer ends with what stands before it;
+- banned strings: a token is forbidden where it would complete one in the answer's text (`core.banned_text`);
 - min tokens: stop tokens are forbidden before so many tokens are written;
 - a constraint: what it refuses is forbidden.
 """
@@ -82,6 +82,9 @@ def _adjust(logits: Tensor, rows: Sequence[Row], settings: Adjustments) -> None:
         forbidden = [token for token in _forbidden(request, row, settings) if token < vocab]
         if forbidden:
             logit[forbidden] = _FORBIDDEN
+    if settings.banned is not None:
+        always = settings.banned.always.to(logits.device)
+        logits[:, always[always < vocab]] = _FORBIDDEN
 
 
 def _penalise_repetition(logit: Tensor, seen: set[int], penalty: float) -> None:
@@ -91,17 +94,14 @@ def _penalise_repetition(logit: Tensor, seen: set[int], penalty: float) -> None:
 
 
 def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[int]:
-    written = row.position - len(request.prompt)
-    if written < settings.min_tokens:
+    if row.position - len(request.prompt) < settings.min_tokens:
         yield from request.stop_ids
-    for *before, last in settings.bad_words:
-        if len(before) <= written and _ends_with(row, before):
-            yield last
+    if settings.banned is not None:
+        yield from settings.banned.after(_answer_backwards(row))
 
 
-def _ends_with(row: Row, tokens: Sequence[int]) -> bool:
-    """Whether the text before the row's token ends with `tokens`."""
-    if not tokens:
-        return True
-    tail = [*row.committed[-len(tokens) :], *row.path]
-    return tail[-len(tokens) :] == list(tokens)
+def _answer_backwards(row: Row) -> Iterator[int]:
+    """The answer's tokens before the row's, the last one first."""
+    yield from reversed(row.path)
+    for place in range(len(row.committed) - 1, len(row.request.prompt) - 1, -1):
+        yield row.committed[place]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from outpace.core.banned_text import BannedText
 from outpace.core.chance import Chance
 from outpace.core.constraint import Constraint
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
@@ -60,7 +61,7 @@ class Adjustments:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be written
+    banned: BannedText | None = None  # strings that the answer must not contain
     min_tokens: int = 0  # no stop token before so many tokens
 
     def __post_init__(self) -> None:
@@ -70,8 +71,6 @@ class Adjustments:
         check_whole("min_tokens", self.min_tokens, 0)
         for token, bias in self.logit_bias:
             check_range(f"logit_bias of token {token}", bias, -100.0, 100.0)
-        if not all(self.bad_words):
-            raise UserError("bad_words has an empty one, each needs at least one token")
 
 
 @dataclass(frozen=True)

@@ -260,5 +260,3 @@ def check_request(request: Request, target: Model) -> None:
         check_whole("min_tokens", request.adjustments.min_tokens, 0, request.max_tokens)
         for token, _ in request.adjustments.logit_bias:
             check_range("a token of logit_bias", token, 0, last)
-        for token in (token for word in request.adjustments.bad_words for token in word):
-            check_range("a token of bad_words", token, 0, last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +50,20 @@ class OtherTokenizer(Tokenizer):
         self._add_bos = None
         self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
         self._stream = lambda skip_special: WindowText(partial(self.decode, skip_special=skip_special))
+        self._bytes_of = self._added_bytes
         self.size = max(self._words, default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.continuation("a")[-1:]
+
+    def _added_bytes(self, index: int) -> bytes:
+        """By what it adds to another token's text: decoders join tokens by rules of their own. Half a character is
+        U+FFFD here, so a ban does not see characters that such a tokenizer cuts in two."""
+        alone, both = self.decode(self._anchor), self.decode([*self._anchor, index])
+        return (both[len(alone) :] if both.startswith(alone) else self.decode([index])).encode()
 
 
 def wrap(tokenizer: Any, stop_ids: Sequence[int]) -> Tokenizer:

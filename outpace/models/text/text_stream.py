@@ -42,8 +42,15 @@ class TokenText(TextStream):
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self._push_token(token) for token in self._tokens(ids))
 
+    def bytes_of(self, index: int) -> bytes:
+        """What an id adds to a text, in UTF-8; of the first id of a text a space may be stripped."""
+        return b"".join(self._bytes(token) for token in self._tokens([index]))
+
     @abstractmethod
     def _push_token(self, token: str) -> str: ...
+
+    @abstractmethod
+    def _bytes(self, token: str) -> bytes: ...
 
 
 class ByteText(TokenText):
@@ -58,8 +65,11 @@ class ByteText(TokenText):
         return self._utf8.decode(b"", True)
 
     def _push_token(self, token: str) -> str:
+        return self._utf8.decode(self._bytes(token))
+
+    def _bytes(self, token: str) -> bytes:
         found = [self._byte_of.get(character, -1) for character in token]
-        return self._utf8.decode(token.encode() if -1 in found else bytes(found))
+        return token.encode() if -1 in found else bytes(found)
 
 
 class PieceText(TokenText):
@@ -83,13 +93,22 @@ class PieceText(TokenText):
         return self._without_start(self._ended_run())
 
     def _push_token(self, token: str) -> str:
-        for old, new in self._replacements:
-            token = token.replace(old, new)
-        byte = BYTE_TOKEN.fullmatch(token)
+        text = self._replaced(token)
+        byte = BYTE_TOKEN.fullmatch(text)
         if byte:
             self._run.append(int(byte[1], 16))
             return ""
-        return self._without_start(self._ended_run() + token)
+        return self._without_start(self._ended_run() + text)
+
+    def _bytes(self, token: str) -> bytes:
+        text = self._replaced(token)
+        byte = BYTE_TOKEN.fullmatch(text)
+        return bytes([int(byte[1], 16)]) if byte else text.encode()
+
+    def _replaced(self, token: str) -> str:
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        return token
 
     def _ended_run(self) -> str:
         run = bytes(self._run)
@@ -109,7 +128,7 @@ class PieceText(TokenText):
         return text
 
 
-def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TextStream]:
+def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenText]:
     """A function `skip_special -> TextStream` for this tokenizer; UserError if its decoder is of another kind."""
     steps = _decoder_steps(tokenizer)
     kinds = [step.get("type") for step in steps]

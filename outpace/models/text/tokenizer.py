@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.core.banned_text import TokenTexts
 from outpace.core.errors import UserError
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
@@ -42,7 +44,9 @@ class Tokenizer:
         self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
         self._add_bos = settings.get("add_bos_token")
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
-        self._stream = stream_maker(tokenizer)
+        streams = stream_maker(tokenizer)
+        self._stream: Callable[[bool], TextStream] = streams
+        self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
         self.size = max(self._words, default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
@@ -128,6 +132,11 @@ class Tokenizer:
     def stream(self, skip_special: bool = True) -> TextStream:
         """A new text to be decoded bit by bit; its pieces put together equal `decode`."""
         return self._stream(skip_special)
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What each id adds to an answer's text; special tokens, and those that end an answer, add nothing."""
+        return TokenTexts([b"" if index in self.stop_ids else self._bytes_of(index) for index in range(self.size)])
 
     def tokens_differ(self, other: Tokenizer) -> str | None:
         """None if both name the same strings for all ids that both have, else a phrase with the first that differs.

@@ -1,0 +1,81 @@
+"""`bad_words`: no answer contains one, however it is cut into tokens, by every method, in library and command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import write_gguf
+from test_library_options import METHODS, Bench
+from test_library_options import tiny as tiny
+
+from outpace.api.llm import LLM, Result
+from outpace.cli.main import main
+
+
+def held_plainly(llm: LLM, asked: Mapping[str, Any], words: Sequence[str]) -> list[Result]:
+    """The answers without speculation."""
+    return [llm.stream("hello", **asked, seed=seed, bad_words=words, plain=True).finish() for seed in range(4)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bad_words_are_not_written_in_any_place(tiny: Bench, name: str) -> None:
+    with closing(LLM(tiny.target, tiny.draft, **METHODS[name])) as llm:
+        asked = {**tiny.base, "max_tokens": 40, "temperature": 1.5}
+        free = "".join(llm.stream("hello", **asked, seed=seed).finish().text for seed in range(4))
+        cuts = [free[start : start + length] for start, length in ((5, 2), (11, 3), (20, 4), (31, 2), (40, 6))]
+        words = ["hello", "é", *(word for word in cuts if "\ufffd" not in word)]
+        streams = [llm.stream("hello", **asked, seed=seed, bad_words=words) for seed in range(4)]
+        texts = ["".join(piece.text for piece in stream) for stream in streams]
+        assert texts == [result.text for result in held_plainly(llm, asked, words)]
+    assert len(words) > 4
+    assert all(word in free for word in words)
+    for text in texts:
+        assert not any(word in text for word in words), text
+
+
+def test_a_bad_word_is_not_spelt_by_other_tokens_either(tiny: Bench) -> None:
+    letters = {token for word in ("h", "e", "l", "o", " ", "hello", "hell", "ello") for token in continued(tiny, word)}
+    asked = {"max_tokens": 60, "temperature": 2.0, "ignore_eos": True, "logit_bias": dict.fromkeys(letters, 50.0)}
+    for word in ("el", "hello", "lo h"):
+        seeds = range(6) if word == "el" else range(2)
+        with closing(LLM(tiny.target, tiny.draft, method="speculative", drafter="model+ngram")) as llm:
+            free = [llm.stream("hello", seed=seed, **asked).finish().text for seed in seeds]
+            held = [llm.stream("hello", seed=seed, bad_words=[word], **asked).finish() for seed in seeds]
+            plain = [llm.stream("hello", seed=s, bad_words=[word], plain=True, **asked).finish() for s in seeds]
+        assert word != "el" or any(word in text for text in free)
+        assert not any(word in result.text for result in held)
+        assert [result.tokens for result in held] == [result.tokens for result in plain]
+
+
+def continued(bench: Bench, text: str) -> list[int]:
+    tokens: list[int] = bench.target.tokenizer.continuation(text)
+    return tokens
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative", "card", "auto"])
+def test_the_command_holds_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    target = str(write_gguf(tmp_path / "tiny.gguf"))
+
+    def text(*flags: str) -> str:
+        asked = ["generate", "hello", "--target", target, "--method", method, "--max-tokens", "40", "--ignore-eos"]
+        with pytest.raises(SystemExit) as end:
+            main([*asked, "--temperature", "1.5", "--json", *flags])
+        shown = capsys.readouterr()
+        assert not end.value.code, shown.err
+        found: str = json.loads(shown.out.splitlines()[-1])["text"]
+        return found
+
+    free = text()
+    words = [word for word in (free[3:5], free[11:14], free[20]) if "\ufffd" not in word]
+    assert words
+    held = text(*(flag for word in words for flag in ("--bad-words", word)))
+    assert held
+    assert not any(word in held for word in words)
