@@ -16,7 +16,7 @@ from test_lock import HOLD, python
 
 from outpace.cli.main import main
 from outpace.models.files import cache
-from outpace.models.files.cache import DRAFT, LEFT, LLAMA_CPP, MODEL, PROFILE, UNUSED_SECONDS, entries, others
+from outpace.models.files.cache import DRAFT, HASHES, LEFT, LLAMA_CPP, MODEL, PROFILE, UNUSED_SECONDS, entries, others
 from outpace.models.files.lock import lock_file, only_one
 
 HASH = "0123456789abcdef"
@@ -25,7 +25,7 @@ OURS = {
     f"drafts/{HASH}-v2/model.safetensors": DRAFT,
     f"gguf/model-{HASH}-Q4_1.gguf": LLAMA_CPP,
     f"profiles/{HASH}{HASH[:8]}.json": PROFILE,
-    "drafts/digests.json": LEFT,
+    "drafts/digests.json": HASHES,
     f".Model.Q4_1-{HASH}-v2.lock": LEFT,
     f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFT,
     f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFT,

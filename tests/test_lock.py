@@ -106,8 +106,8 @@ def test_a_file_system_without_locks(
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(UserError, match=r"file/made cannot be written \(Not a directory\)"),
-        only_one(tmp_path / "file" / "made"),
+        pytest.raises(UserError, match=r"file/below/made cannot be written \(Not a directory\)"),
+        only_one(tmp_path / "file" / "below" / "made"),
     ):
         pytest.fail("there is no such folder")
 

@@ -25,14 +25,16 @@ from outpace.models.files.checkpoint import temporary_prefix
 from outpace.models.files.lock import only_one
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
-MODEL, DRAFT, LLAMA_CPP, PROFILE, LEFT = "model", "draft", "model for llama.cpp", "profile", "remains"
+MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
+HASHES, LEFT = "hashes of files", "left by an earlier program"
 HEX = "[0-9a-f]"
 PLACES = {  # folder, and what the names of our entries there are like, by kind
     "": {MODEL: rf".+-{HEX}{{16}}-v\d+"},
-    DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+", LEFT: re.escape(DIGESTS)},
+    DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+", HASHES: re.escape(DIGESTS)},
     "gguf": {LLAMA_CPP: rf".+-{HEX}{{16}}-\w+\.gguf"},
     "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFT: r"tmp\w+\.part"},
 }
+FOLDERS = (MODEL, DRAFT)  # the other kinds are files
 OLD_DRAFT = rf".+-{HEX}{{16}}-v1"  # a draft made whole by outpace 0.1; models are converted as v2 today
 UNUSED_SECONDS = 30 * 24 * 3600.0
 
@@ -135,7 +137,7 @@ def _ours(cache: Path) -> Iterator[tuple[Path, str]]:
     for place, kinds in PLACES.items():
         for path in _listed(cache / place):
             for kind, pattern in kinds.items():
-                if re.fullmatch(pattern, path.name) and _is_flat(path):
+                if re.fullmatch(pattern, path.name) and path.is_dir() == (kind in FOLDERS) and _is_flat(path):
                     yield path, kind
                 elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
                     yield path, LEFT
