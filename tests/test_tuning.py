@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_library import folder
 from typer.testing import CliRunner
 
 from outpace.api.llm import LLM
-from outpace.bench.tune import TuneOptions, tune
+from outpace.bench.tune import TuneOptions, _race, tune
 from outpace.cli.main import app
 from outpace.core.errors import UserError
 from outpace.engine import profile as profiles
-from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.load import Loaded, load_draft, load_model, silent
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 
@@ -45,6 +46,46 @@ def test_what_is_tuned_is_what_a_planner_begins_with(
         assert llm.engine.costs.target(1) == 0.0
 
 
+PLAIN_IS_FASTEST = {"auto": 50.0, "card": 25.0, "autoregressive": 60.0}
+CARD_IS_AHEAD = {"auto": 50.0, "card": 51.0, "autoregressive": 40.0}
+CARD_IS_BETTER = {"auto": 50.0, "card": 52.0, "autoregressive": 40.0}
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"), [(PLAIN_IS_FASTEST, "auto"), (CARD_IS_AHEAD, "auto"), (CARD_IS_BETTER, "card")]
+)
+def test_a_drafter_beside_the_target_is_chosen_where_it_is_clearly_faster(
+    pair: tuple[Loaded, Loaded],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: dict[str, float],
+    chosen: str,
+) -> None:
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "FEWEST", 1)
+    monkeypatch.setattr("outpace.bench.tune._race", lambda *given: rates)
+    found = tune(*pair, FEW, silent)
+    assert (found.chosen, found.rates) == (chosen, rates)
+    with LLM(*pair) as llm:
+        assert llm.method == chosen
+
+
+def test_a_rate_is_all_tokens_over_all_time() -> None:
+    class Canned:
+        def __init__(self, *rates: float) -> None:
+            self._rates = iter(rates)
+
+        def generate(self, prompts: list[str], max_tokens: int) -> list[SimpleNamespace]:
+            return [SimpleNamespace(tokens=range(max_tokens), tokens_per_second=next(self._rates)) for _ in prompts]
+
+    llms = {"auto": Canned(10.0, 30.0, 30.0, 30.0), "card": Canned(20.0, 0.0, 20.0, 20.0)}
+    told: list[float] = []
+    options = TuneOptions(prompts=("a", "b"), max_tokens=12, rounds=2)
+    rates = _race(llms, ["a", "b"], options, lambda stage, fraction: told.append(fraction))  # type: ignore[arg-type]
+    assert rates == {"auto": pytest.approx(48 / (1.2 + 3 * 0.4)), "card": pytest.approx(20.0)}
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+
 def test_an_engine_that_wrote_enough_is_remembered(
     pair: tuple[Loaded, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,11 +109,14 @@ def test_a_wrong_option_is_named(values: dict, says: str) -> None:
         TuneOptions(**values)
 
 
-def test_the_command_prints_one_line_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rates", "chosen"), [(CARD_IS_AHEAD, "auto"), (CARD_IS_BETTER, "card")])
+def test_the_command_prints_one_line_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], chosen: str
+) -> None:
     monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("outpace.bench.tune._race", lambda *given: rates)
     path = folder(tmp_path, "target")
     asked = ["tune", "--target", str(path), "--draft", "layers:0", "--runtime", "llama", "--max-tokens", "8"]
     done = CliRunner().invoke(app, [*asked, "--rounds", "1", "--json"], catch_exceptions=False)
     record = json.loads(done.stdout)
-    assert record["chosen"] in ("auto", "card")
-    assert record["rates"]["autoregressive"] > 0
+    assert (record["chosen"], record["rates"]) == (chosen, rates)
