@@ -51,7 +51,12 @@ class Measuring:
             rich_help_panel=MEASURED,
         ),
     ] = "auto,card,speculative"
-    peers: Annotated[str, typer.Option(help="Other engines, joined by commas, or all.", rich_help_panel=MEASURED)] = ""
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Other engines, joined by commas, as in llama_cpp,transformers; or all.", rich_help_panel=MEASURED
+        ),
+    ] = ""
     prompts: Annotated[
         int, typer.Option(help="How many prompts of each task to use, from its first on.", rich_help_panel=MEASURED)
     ] = 10

@@ -45,8 +45,9 @@ def chat(
 ) -> None:
     """Talk to the model.
 
-    Ctrl-C stops an answer. /help lists the commands, /reset forgets the conversation, /quit or Ctrl-D ends it. From a
-    pipe, each line is a question.
+    Ctrl-C stops an answer. /help lists the commands, /reset forgets the conversation, /quit or Ctrl-D ends it.
+
+    From a pipe, each line is a question.
     """
     writing.check()
     is_typed, read = open_lines()

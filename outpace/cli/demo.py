@@ -91,7 +91,9 @@ class Comparison:
 def demo(
     ctx: typer.Context,
     showing: Showing,
-    prompt: Annotated[str, typer.Option(help="The prompt that every method answers.", show_default=False)] = PROMPT,
+    prompt: Annotated[
+        str, typer.Option(help="A prompt of your own instead of the first of the two.", show_default=False)
+    ] = PROMPT,
     rounds: Annotated[int, typer.Option(help="Runs of each method; the table shows their medians.")] = 3,
     as_json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ from outpace.cli.termination import as_interrupt
 from outpace.cli.writing import Seed
 from outpace.core.errors import UserError, check_whole
 
-AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "Draft", "Training", "Judging", "Storing"
+AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "Draft", "Training", "Evaluation", "Packing"
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

@@ -1,4 +1,4 @@
-"""llama.cpp with 4-bit weights (Q4_1): greedy, by llama-cpp-python; of the shipped model the very file.
+"""llama.cpp with 4-bit weights (Q4_1): greedy, by llama-cpp-python; for the shipped model, the same file.
 
 llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q4_1 has a scale and a least value for 32 weights.
 """
