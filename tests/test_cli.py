@@ -149,6 +149,10 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
     [
         (["generate"], "missing argument"),
         (["genrate", "x"], "did you mean 'generate'?"),
+        (
+            ["foo"],
+            "no such command 'foo', there are bench, chat, demo, distill, doctor, generate, methods, simulate, tune",
+        ),
         (["doctor", "--colour"], "no such option: --colour"),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
         (["demo", "--rounds", "0"], "rounds is 0"),

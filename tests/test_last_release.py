@@ -155,7 +155,8 @@ def test_the_training_of_a_distillation_goes_on(place: Path) -> None:
 
 
 @pytest.mark.parametrize("is_about_this", [False, True])
-def test_a_profile_is_read_or_ignored(place: Path, is_about_this: bool) -> None:
+def test_a_profile_is_read_or_ignored(place: Path, is_about_this: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "cache_folder", lambda: place / "cache")
     model = load_model(write_gguf(place / "tiny.gguf"), runtime="llama", dtype="float32")
     about = profile.subject(model, model)
     old = json.loads((RECORDED / "profile.json").read_text())

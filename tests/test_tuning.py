@@ -63,7 +63,12 @@ def test_a_drafter_beside_the_target_is_chosen_where_it_is_clearly_faster(
 ) -> None:
     monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(profiles, "FEWEST", 1)
-    monkeypatch.setattr("outpace.bench.tune._race", lambda *given: rates)
+
+    def race(llms: dict[str, LLM], *given: object) -> dict[str, float]:
+        llms["auto"].generate(["one two three"], max_tokens=8)  # a profile is kept only of an engine that wrote
+        return rates
+
+    monkeypatch.setattr("outpace.bench.tune._race", race)
     found = tune(*pair, FEW, silent)
     assert (found.chosen, found.rates) == (chosen, rates)
     with LLM(*pair) as llm:

@@ -88,6 +88,9 @@ def _unforeseen(error: Exception) -> int:
         traceback.print_exception(error)
         return 1
     text = message().rstrip(".").replace(". Did", "; did")
+    if text.startswith("No such command") and "did you mean" not in text:
+        names = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
+        text += f", there are {', '.join(names)}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
 

@@ -51,7 +51,7 @@ class DistillOptions:
         if self.seconds is not None:
             check_range("budget", self.seconds, 1.0)
         if self.tokens is None and self.seconds is None and self.stage in ("text", "all"):
-            raise UserError("say how much to distil: a budget such as 2h, or a number of tokens")
+            raise UserError("say how much to distil: a time (--budget 2h) or a number of tokens (--tokens 100000)")
         check_temperatures(self.temperatures)
         check_range("epochs", self.epochs, 0.001, 10000.0)
 
