@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outpace.api import text
 from outpace.core import adjust, chance, logprobs, noise
+from outpace.core.banned_text import BannedText
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verdict
 from outpace.drafters import model as draft_model
@@ -190,6 +191,7 @@ OPTION_MUTATIONS = [
     mutation("options: nothing is adjusted", ADJUSTING, "adjusted", never),
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
+    mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
     mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
     mutation(
         "options: draft rows without the path", engine, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from constraints import Failing, Table, rings
 from doubles import DRAFTERS, SMALL, QuickToy, decode, make_drafter, make_request, make_rule, write
+from twins import LETTERS, TEXTS
 
 from outpace.core.adjust import adjusted
 from outpace.core.errors import UserError
@@ -117,7 +118,7 @@ def test_logprobs_follow_the_picks_and_processed_ones_are_masked() -> None:
 
 
 def test_nothing_left_to_write_ends_this_request_alone() -> None:
-    banned = Adjustments(bad_words=tuple((token,) for token in range(16)))
+    banned = Adjustments(banned=TEXTS.ban(LETTERS))
     request = request_of("greedy", adjustments=banned)
     other = make_request(PROMPT)
     runs = submitted([request, other])

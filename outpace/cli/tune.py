@@ -46,8 +46,8 @@ def _record(found: Tuned) -> dict[str, Any]:
 
 
 def _table(found: Tuned) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), title="what was measured", title_justify="left")
-    table.add_column("what", style="cyan")
+    table = Table(box=None, padding=(0, 2, 0, 0), title="measured on this machine", title_justify="left")
+    table.add_column("", style="cyan")
     table.add_column("", justify="right")
     for rows, seconds in found.rounds.items():
         table.add_row(f"a round of {rows} row{'s' if rows > 1 else ''}", f"{seconds * 1e3:.2f} ms")
