@@ -98,14 +98,14 @@ def _speeds(found: Sequence[TableRow]) -> Table:
         if is_new:
             most = row.prompts
             table.add_section()
-            table.add_row(Text(f"{row.task}, {row.prompts} prompts", style=GREY))
+            table.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
         spread = f"{row.quartiles[0]:.0f}-{row.quartiles[2]:.0f}" if row.quartiles else "-"
         table.add_row(
             _name(row, most),
             _number(row.tokens_per_second, 1),
             spread,
-            _number(row.speedup, 2),
-            _number(row.worst_speedup, 2),
+            _times(row.speedup),
+            _times(row.worst_speedup),
             _number(row.mean_accepted_length, 2),
             "-" if row.hit_rate is None else f"{row.hit_rate:.0%}",
             *(_milliseconds(time) for time in (row.time_to_first_token, row.inter_token_p50, row.inter_token_p99)),
@@ -120,13 +120,13 @@ def _batched(found: Sequence[TableRow]) -> Table:
     for name in ("tokens/s\nin all", "speedup", "same\ntext"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found:
-        table.add_row(_name(row), _number(row.tokens_per_second, 1), _number(row.speedup, 2), _same(row))
+        table.add_row(_name(row), _number(row.tokens_per_second, 1), _times(row.speedup), _same(row))
     return table
 
 
 def _positions(found: Sequence[TableRow]) -> Table:
     table = _table()
-    table.title, table.title_justify = "accepted by position, once those before it were", "left"
+    table.title, table.title_justify = "accepted by position, where all before it were accepted", "left"
     for place in range(1, 1 + min(POSITIONS, max(len(row.acceptance_by_position) for row in found))):
         table.add_column(str(place), justify="right", no_wrap=True)
     for row in found:
@@ -198,6 +198,10 @@ def _footer(facts: Mapping[str, Any]) -> Text:
             f"floor of a pass: {1e3 * floor:.1f} ms, {bytes_read}: plain decoding writes {1 / floor:.0f} tokens/s"
         )
     return Text("\n".join([*lines, facts["command"]]), style=GREY)
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _number(value: float | None, digits: int) -> str:
