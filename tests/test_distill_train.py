@@ -169,7 +169,7 @@ def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
     ids = read_ids(made / "draft" / VOCAB_FILE)
     with Checkpoint.open(made / "draft") as draft:
         config = from_dict(draft.config)
-        assert draft.config["outpace"] == {"target_layers": [0, 1], "draft_vocab_size": 120}
+        assert draft.config["outpace"] == {"target_layers": [0, 1], "draft_window": 128, "draft_vocab_size": 120}
         tokens = [5, 80, 9, 200, 33]
         expected = reference.logits(config, draft.tensor, tokens)[:, ids]
         student = new_student(target, Shape("0,1", vocab=120), ids, 0)

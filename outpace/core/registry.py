@@ -13,8 +13,8 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib.metadata import entry_points
-from types import ModuleType
-from typing import Any, get_type_hints
+from types import ModuleType, NoneType
+from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
 
@@ -86,6 +86,7 @@ def _default(field: Field[Any]) -> Any:
 def _read(name: str, kind: Any, value: Any) -> Any:
     if not isinstance(value, str) or kind is str:
         return value
+    kind = next((one for one in get_args(kind) if one is not NoneType), kind)  # of an option that may be None
     if kind is bool:
         if value.lower() not in ("true", "false"):
             raise UserError(f"{name} is {value!r}, it must be true or false")

@@ -236,6 +236,10 @@ class Drafter:
         """Bytes of weights that a step of a source reads; None where it does not tell."""
         return None
 
+    def reads_at_most(self, source: Source) -> int | None:
+        """Tokens of a text that a source reads before its first step; None: all."""
+        return None
+
     def open(self, request: Request) -> Any:
         """A DraftState for this request, with the prompt as committed tokens."""
         raise NotImplementedError

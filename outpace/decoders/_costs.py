@@ -57,6 +57,7 @@ class Costs:
         self._more: dict[int, list[float]] = {}  # see `more`
         self._draft: dict[str, deque[float]] = {}  # by source
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
+        self._most_read: dict[str, int] = {}  # by source: tokens of a text that it reads at most
         self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
         self._elapsed = 0.0  # seconds of rounds, drafting not counted
         self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
@@ -121,9 +122,12 @@ class Costs:
         """The latest growth was one step of this source, in which a model read nothing but what it had proposed."""
         self._draft.setdefault(source.name, deque(maxlen=_KEPT)).append(self.latest_draft)
 
-    def expect(self, source: Source, share: float) -> None:
-        """A step of this source is held to cost such a share of a pass, until it was timed."""
+    def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
+        """A step of this source is held to cost such a share of a pass, until it was timed; of a text it reads
+        `most_read` tokens at most."""
         self._shares[source.name] = share
+        if most_read is not None:
+            self._most_read[source.name] = most_read
 
     def draft(self, source: Source) -> float:
         """Seconds of one growth, a request's share of it; 0 until anything is known."""
@@ -136,7 +140,8 @@ class Costs:
 
     def reading(self, source: Source, tokens: int) -> float:
         """Seconds that a source's model is held to take for reading so many tokens."""
-        return self._shares.get(source.name, 0.0) * self._reading.value * tokens
+        read = min(tokens, self._most_read.get(source.name, tokens))
+        return self._shares.get(source.name, 0.0) * self._reading.value * read
 
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows, its drafting not counted; 0 until anything is known."""

@@ -16,6 +16,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 INITS = ("layers", "fresh")
+WINDOW = 128  # tokens of a text that its draft reads: a few layers see little further, see docs/log.md
 PLAIN = {"output_bias": False, "head_norm": False, "rope_scaling": None, "windows": (), "rotary_layers": ()}
 
 
@@ -72,7 +73,7 @@ def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None
         if shape.hidden > sizes.hidden_size:
             raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
         made["hidden_size"] = shape.hidden
-    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None}
+    made["outpace"] = {"target_layers": layers if shape.init == "layers" else None, "draft_window": WINDOW}
     if ids is not None:
         made["outpace"]["draft_vocab_size"] = len(ids)
     return made

@@ -32,6 +32,10 @@ class Combined(Drafter):
         """Of the part that has this source."""
         return next((part.weight_bytes(source) for part in self.parts if source in part.sources), None)
 
+    def reads_at_most(self, source: Source) -> int | None:
+        """That of the part that has this source."""
+        return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
+
     def open(self, request: Request) -> CombinedState:
         return CombinedState(request, parts=[part.open(request) for part in self.parts])
 

@@ -18,12 +18,13 @@ from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.models.base import Model, Part, chain
 
 _CHUNK = 256  # prompt tokens a forward
+_FULL = 3
 
 
 @dataclass
 class GrowState(DraftState):
     """`slots`: which pending node of the session holds a tree node (by id); `open`: the nodes to be expanded among the
-    first `seen` of the tree, a heap of (-W, node).
+    first `seen` of the tree, a heap of (-W, node); `start`: where in the text the session's tokens begin.
 
     Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
     the root, which is a node) and the pending nodes are exactly those of `slots`.
@@ -33,6 +34,12 @@ class GrowState(DraftState):
     slots: dict[int, int] = field(default_factory=dict)
     open: list[tuple[float, int]] = field(default_factory=list)
     seen: int = 0
+    start: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens before the root that the session lacks."""
+        return len(self.tokens) - 1 - self.start - self.session.length
 
 
 class Job(NamedTuple):
@@ -44,12 +51,15 @@ class Job(NamedTuple):
 
 
 class Grower:
-    """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`."""
+    """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`.
 
-    def __init__(self, model: Model, width: int, tree_nodes: int, floor: float = 0.0) -> None:
-        """`floor`: the chance below which the target is not expected to reach a node."""
+    With a `window` a session begins with the text's last `window` tokens, and anew when it holds `_FULL` times that.
+    """
+
+    def __init__(self, model: Model, width: int, tree_nodes: int, floor: float = 0.0, window: int = 0) -> None:
+        """`floor`: the chance below which the target is not expected to reach a node; `window` 0: the whole text."""
         self.model = model
-        self._width, self._tree_nodes = width, tree_nodes
+        self._width, self._tree_nodes, self._window = width, tree_nodes, window
         self._floor = math.log(floor) if floor else -math.inf
 
     def open(self, request: Request) -> Any:
@@ -84,7 +94,10 @@ class Grower:
                 break
             path.append(slots[node])
         live = [node for node in seen.tree.ids if node in slots]
-        state.session.keep(path, [slots[node] for node in live])
+        if self._window and not live and state.session.length > _FULL * self._window:
+            state.session.truncate(0)
+        else:
+            state.session.keep(path, [slots[node] for node in live])
         state.slots = {node: slot for slot, node in enumerate(live)}
         state.tokens += seen.tokens
         state.open, state.seen = [], 0
@@ -95,7 +108,7 @@ class Grower:
         count = len(tree)
         if count >= self._tree_nodes:
             return []
-        room = state.session.capacity - len(state.tokens)  # a model with a shorter context stops there
+        room = state.session.capacity - len(state.tokens) + state.start  # a model with a shorter context stops there
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
             is_worthy = scores[node] >= self._floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
@@ -106,11 +119,13 @@ class Grower:
 
     def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
+        for state in states:
+            self._begin(state)
         while True:
-            behind = [state for state in states if len(state.tokens) - 1 - state.session.length > _CHUNK]
+            behind = [state for state in states if state.missing > _CHUNK]
             if not behind:
                 return
-            starts = [state.session.length for state in behind]
+            starts = [state.start + state.session.length for state in behind]
             self.model.score(
                 [
                     chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
@@ -120,10 +135,15 @@ class Grower:
             for state in behind:
                 state.session.keep(range(_CHUNK))
 
+    def _begin(self, state: GrowState) -> None:
+        """A session that holds nothing begins with the text's window."""
+        if self._window and not state.session.length and not state.session.pending:
+            state.start = max(0, len(state.tokens) - 1 - self._window)
+
     def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
         session, slots = state.session, state.slots
-        tokens = state.tokens[session.length : -1]
+        tokens = state.tokens[state.start + session.length : -1]
         missing = len(tokens)
         parents = list(range(PREFIX, missing - 1))
         for slot, node in enumerate(frontier, session.pending):  # as `_settle` will number them
@@ -141,7 +161,7 @@ class Grower:
 
 def _settle(state: GrowState) -> None:
     """Commits the tokens that were missing; the frontier's nodes stay pending."""
-    missing = len(state.tokens) - 1 - state.session.length
+    missing = state.missing
     if missing:
         state.session.keep(range(missing), range(missing, state.session.pending))
 

@@ -31,16 +31,20 @@ _SCORE = itemgetter(0)
 @dataclass(frozen=True)
 class Options:
     """`width` nodes of a request a forward, as many children each; no more are grown where `tree_nodes` nodes stand;
-    nodes that the target is expected to reach less often than `floor` are not expanded."""
+    nodes that the target is expected to reach less often than `floor` are not expanded. Of the text
+    the last `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all)."""
 
     width: int = 4
     tree_nodes: int = 256
     floor: float = 0.005
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("width", self.width, 1, 512)
         check_whole("tree_nodes", self.tree_nodes, 2, 16384)
         check_range("floor", self.floor, 0.0, 1.0)
+        if self.draft_window is not None:
+            check_whole("draft_window", self.draft_window, 0)
 
 
 @dataclass
@@ -57,12 +61,17 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Model, options: Options) -> None:
         self._options = options
-        self._grower = Grower(model, options.width, options.tree_nodes, options.floor)
+        self._window = model.draft_window if options.draft_window is None else options.draft_window
+        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, self._window)
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
         return self._grower.model.weight_bytes
+
+    def reads_at_most(self, source: Source) -> int | None:
+        """Its window."""
+        return self._window or None
 
     def open(self, request: Request) -> ModelState:
         return ModelState(request, list(request.prompt), session=self._grower.open(request))

@@ -21,7 +21,7 @@ def expect_steps(costs: Costs, target: Model, drafters: Iterable[Drafter]) -> No
         for source in drafter.sources:
             own = drafter.weight_bytes(source)
             if own:
-                costs.expect(source, own / whole)
+                costs.expect(source, own / whole, drafter.reads_at_most(source))
 
 
 def note_round(

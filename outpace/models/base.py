@@ -170,6 +170,7 @@ class Model:
     trees: bool = True  # a token tree is one forward; else every branch is one
     notice: str | None = None  # what its users are to know of it, in a sentence
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
+    draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
 
     @property

@@ -105,6 +105,7 @@ class LlamaConfig:
     rope_scaling: Scaling | None = None
     windows: tuple[int | None, ...] = ()  # tokens that a layer sees, itself included; None and (): all
     rotary_layers: tuple[bool, ...] = ()  # whether a layer's queries and keys turn; (): all do
+    draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
 
     def window(self, layer: int) -> int | None:
         """How many tokens layer `layer` sees, the node itself included; None: all."""
@@ -153,6 +154,7 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         head_norm=family.head_norm,
         windows=read_windows(model_type, fields, num_layers, max_positions, rotary_layers),
         rotary_layers=rotary_layers,
+        draft_window=_draft_window(fields),
     )
 
 
@@ -235,6 +237,12 @@ def _max_positions(fields: Mapping[str, Any], scaling: Scaling | None) -> int:
     """How long a text may be; YaRN is often written beside the unscaled length, which it is there to exceed."""
     declared = size(fields, "max_position_embeddings", 2048)
     return max(declared, int(scaling.original * scaling.factor)) if isinstance(scaling, YarnScaling) else declared
+
+
+def _draft_window(fields: Mapping[str, Any]) -> int:
+    """Of a draft that `outpace distill` made."""
+    ours = fields.get("outpace")
+    return size(ours, "draft_window", 0) if isinstance(ours, Mapping) else 0
 
 
 def _bias(fields: Mapping[str, Any], name: str, model_type: str, fixed: bool | None, is_ignored: bool = False) -> bool:

@@ -115,6 +115,7 @@ class NativeLlama(Model):
             raise unknown("instruction_set", options.instruction_set, sets)
         self.config, self.options = config, options
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
         self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)

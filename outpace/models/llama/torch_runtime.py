@@ -81,6 +81,7 @@ class Llama(Model):
         of the output layer's rows, where it holds some only; all others score -inf."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
+        self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self.device, self.dtype = embedding.device, embedding.dtype
         self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
