@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from torch import Tensor
@@ -14,14 +13,13 @@ from torch import Tensor
 from outpace.api import text
 from outpace.core import adjust, chance, logprobs, noise
 from outpace.core.banned_text import BannedText
-from outpace.core.tree import TokenTree
-from outpace.core.types import Request, Row, Verdict
-from outpace.drafters import model as draft_model
+from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.core.types import Row, Verdict
 from outpace.engine import engine, memory
 from outpace.engine import request as running
-from outpace.rules import greedy, gumbel, match, rejection
+from outpace.rules import _ratio, greedy, gumbel, match
 
-ADJUSTING = (greedy, gumbel, match, rejection, logprobs)
+ADJUSTING = (greedy, gumbel, match, _ratio, logprobs)
 
 
 def without_path(adjusted: Original) -> Original:
@@ -66,22 +64,18 @@ def not_cut(commit: Original) -> Original:
     return mutated
 
 
-def draw_the_likeliest(draw_child: Original) -> Original:
-    def mutated(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> int:
-        tree.q[node] = torch.exp(log_q.double())
-        tree.add(node, int(log_q.argmax()), tree.scores[node] - 0.1, siblings=request.rule.siblings)
-        return 1
+def draw_the_likeliest(draw: Original) -> Original:
+    def mutated(self: Any, key: Any, p: Tensor) -> int:
+        return int(p.argmax()) if key.purpose % noise.PURPOSES == noise.DRAW else int(draw(self, key, p))
 
     return mutated
 
 
-def unfiltered_q(draw_child: Original) -> Original:
-    """The child is drawn from q as filtered, and judged by a q that gives something to every token."""
+def unfiltered_q(draw: Original) -> Original:
+    """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
 
-    def mutated(tree: TokenTree, node: int, log_q: Tensor, request: Request) -> int:
-        added = draw_child(tree, node, log_q, request)
-        tree.q[node] = (tree.q[node] + 0.1) / (tree.q[node] + 0.1).sum()
-        return int(added)
+    def mutated(self: Any, parent: int, drawn: Drawn, siblings: Siblings) -> int:
+        return int(draw(self, parent, drawn._replace(q=(drawn.q + 0.1) / (drawn.q + 0.1).sum()), siblings))
 
     return mutated
 
@@ -99,7 +93,7 @@ def own_token_of_the_root(walk: Original) -> Original:
     def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         verdict = walk(self, tree, picks)
         p, last = picks[0].p, picks[verdict.path[-1]].row
-        key = rejection.key_of(last, last.node_id, noise.RESIDUAL)
+        key = _ratio.key_of(last, last.node_id, noise.RESIDUAL)
         return verdict._replace(next_token=self.chance.draw(key, p))
 
     return mutated
@@ -204,13 +198,13 @@ OPTION_MUTATIONS = [
     mutation("stops: what was held is lost at the end", text.StopStrings, "finish", drop_what_is_held),
     mutation("stops: one ends the text before min_tokens", text.StopStrings, "push", ending_at_once),
     mutation("stops: the text goes on behind one", text.TextAssembler, "watch", read_on),
-    mutation("rejection: drop the residual", rejection, "residual", lambda f: lambda p, q: p),
-    mutation("rejection: take q off twice", rejection, "residual", lambda f: lambda p, q: f(f(p, q), q)),
-    mutation("rejection: drop the bonus token", rejection.Rejection, "walk", no_bonus),
-    mutation("rejection: own token from the root's row", rejection.Rejection, "walk", own_token_of_the_root),
-    mutation("rejection: q filtered for drawing, unfiltered for judging", draft_model, "draw_child", unfiltered_q),
-    mutation("rejection: the likeliest token judged as if drawn", draft_model, "draw_child", draw_the_likeliest),
-    mutation("rejection: a picked token has the chance p of another", rejection, "certain", lambda f: lambda t, p: p),
+    mutation("rejection: drop the residual", _ratio, "residual", lambda f: lambda p, q: p),
+    mutation("rejection: take q off twice", _ratio, "residual", lambda f: lambda p, q: f(f(p, q), q)),
+    mutation("rejection: drop the bonus token", _ratio.TopDown, "walk", no_bonus),
+    mutation("rejection: own token from the root's row", _ratio.TopDown, "walk", own_token_of_the_root),
+    mutation("rejection: q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
+    mutation("rejection: the likeliest token judged as if drawn", chance.Chance, "draw", draw_the_likeliest),
+    mutation("rejection: a picked token has the chance p of another", _ratio, "certain", lambda f: lambda t, p: p),
     mutation("rejection: keys return in a later round", chance.Chance, "number", key_of_a_place),
     mutation("rejection: one key for two purposes", chance.Chance, "number", one_purpose),
     mutation("rejection: reuse noise across choices", chance, "uniform", key_without(1)),

@@ -22,7 +22,7 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.core import noise
 from outpace.core.chance import Chance, Key
-from outpace.core.tree import Siblings, TokenTree
+from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
@@ -208,9 +208,7 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
     picks = Rejection().reduce(torch.zeros(1, 3, dtype=torch.float64), [Row(request, PROMPT)])
     for kind, count in ((Siblings.DRAWN, 2), (Siblings.WITHOUT_REPLACEMENT, 1)):
         tree = TokenTree(0)
-        tree.q[0] = torch.full((3,), 1 / 3, dtype=torch.float64)
-        for token in range(count):
-            tree.add(0, token, -1.0, siblings=kind)
+        tree.draw(0, Drawn(torch.full((3,), 1 / 3, dtype=torch.float64), tuple(range(count))), kind)
         with pytest.raises(ValueError, match="rejection is not exact for"):
             Rejection().walk(tree, picks)
 

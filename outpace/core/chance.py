@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.noise import uniform
+from outpace.core.noise import PURPOSES, uniform
 
 
 class Key(NamedTuple):
@@ -18,6 +18,10 @@ class Key(NamedTuple):
     choice: int
     node_id: int
     purpose: int
+
+    def again(self, number: int) -> Key:
+        """The key of the same decision where it is made a number of times more: of the next draws below one node."""
+        return self._replace(purpose=self.purpose + PURPOSES * number)
 
 
 class Chance:

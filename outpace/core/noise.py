@@ -20,6 +20,7 @@ from torch import Tensor
 # Purposes of a key. 0 is the noise that target and drafters share, keyed by position; the rules that judge by the ratio
 # p / q key by node ids instead, which never return: a key that returns in a later round would bias them.
 DRAW, ACCEPT, RESIDUAL = 1, 2, 3
+PURPOSES = 4
 
 _MASK64 = (1 << 64) - 1
 _SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)

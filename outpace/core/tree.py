@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,16 @@ class Siblings(Enum):
     """How the children of one node were made; a rule refuses what it is not exact for."""
 
     PICKED = "picked"  # deterministically: no two alike
-    DRAWN = "drawn"  # independently from q: duplicates stay
+    DRAWN = "drawn"  # independently from q: duplicates count
     WITHOUT_REPLACEMENT = "without_replacement"
+
+
+class Drawn(NamedTuple):
+    """What the children of one node were drawn from, and what came out. The children themselves are distinct."""
+
+    q: Tensor  # normalised, float64 [vocab]
+    tokens: tuple[int, ...] = ()  # in the order drawn, repeats included; none below a leaf
+    raw: Tensor | None = None  # the same row at temperature 1 and without filters, [vocab], for rules that compare it
 
 
 class TokenTree:
@@ -45,7 +54,7 @@ class TokenTree:
         self.roles = [Role.PRIMARY]
         self.ids = [root_id]
         self.siblings: dict[int, Siblings] = {}
-        self.q: dict[int, Tensor] = {}  # by node: the distribution that its children were drawn from, [vocab]
+        self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
         self._children: list[list[int]] = [[]]
 
@@ -85,6 +94,16 @@ class TokenTree:
         beside.append(node)
         return node
 
+    def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
+        """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
+        if self._children[parent] or parent in self.drawn:
+            raise ValueError(f"node {parent} has children already, a group is drawn at once")
+        self.drawn[parent] = drawn
+        distinct = dict.fromkeys(drawn.tokens)
+        for token in distinct:
+            self.add(parent, token, self.scores[parent] + math.log(float(drawn.q[token])), siblings=siblings)
+        return len(distinct)
+
     def children(self, node: int) -> Sequence[int]:
         """The children of a node, in the order in which they were added."""
         return self._children[node]
@@ -119,7 +138,10 @@ class TokenTree:
             added = tree.add(index[parent], self.tokens[node], score, self.roles[node], kind, self.ids[node])
             assert added is not None
             index[node] = added
-        tree.q = {index[node]: row for node, row in self.q.items() if node in index}
+        for node, drawn in self.drawn.items():
+            if node in index:
+                is_leaf = not tree._children[index[node]]
+                tree.drawn[index[node]] = drawn._replace(tokens=()) if is_leaf else drawn
         tree.next_id = self.next_id
         return tree
 
@@ -159,12 +181,15 @@ def tree_mask(parents: Sequence[int]) -> Tensor:
     return mask
 
 
-def best_nodes(tree: TokenTree, count: int) -> list[int]:
+def best_nodes(tree: TokenTree, count: int, leaf_q: bool = False) -> list[int]:
     """The `count` nodes with the best W, parents first: closed under ancestors because no child outscores its parent.
 
-    Pruning siblings by what they are makes any rule inexact for drawn ones, so of trees only picked ones are taken. A
-    chain may be cut: that asks for its length alone.
+    Drawn nodes are never chosen by what they are, which would bias any rule: of them whole groups of siblings are taken
+    in the order in which they were drawn, counted in draws. A chain may be cut: that asks for its length alone.
+    `leaf_q`: every drawn node that is taken has a q of its own.
     """
+    if tree.drawn:
+        return _first_groups(tree, count, leaf_q)
     if count >= len(tree):
         return list(range(len(tree)))
     if all(parent == node - 1 for node, parent in enumerate(tree.parents)):
@@ -172,3 +197,15 @@ def best_nodes(tree: TokenTree, count: int) -> list[int]:
     if any(kind is not Siblings.PICKED for kind in tree.siblings.values()):
         raise ValueError("only trees of picked siblings may be pruned by score")
     return sorted(sorted(range(len(tree)), key=tree.scores.__getitem__, reverse=True)[:count])
+
+
+def _first_groups(tree: TokenTree, count: int, leaf_q: bool) -> list[int]:
+    """The root, and as many whole groups as fit: their number depends on how many were drawn before, not on what."""
+    nodes, room = [0], count - 1
+    for node, drawn in tree.drawn.items():
+        room -= len(drawn.tokens)
+        children = tree.children(node)
+        if room < 0 or (leaf_q and any(child not in tree.drawn for child in children)):
+            break
+        nodes += children
+    return sorted(nodes)

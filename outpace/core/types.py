@@ -26,6 +26,9 @@ class Rule:
     lossless: bool  # the distribution of the answers is the target's own
     keyed: bool = False  # the text follows from the request and the target alone, however it is drafted
     siblings: Siblings  # how a drafter that can choose is to make a node's children
+    fan: bool = False  # a node may have several drawn children
+    raw: bool = False  # it compares q at temperature 1 and without filters too
+    leaf_q: bool = False  # it wants q after every node that is verified, the last ones too
     chance: Chance = Chance()  # decides what the rule, and a drafter that draws for it, leave to chance
     judges_greedy: bool = False  # requests of temperature 0
     judges_sampled: bool = True  # all others

@@ -28,11 +28,12 @@ class Options:
 
 def decode(place: Place, options: Options) -> Coroutine:
     """Grow, verify, commit."""
+    rule = place.request.rule
     tree = TokenTree(place.last_token)
     while True:
-        for _ in range(options.draft_length if place.budget > 1 else 0):
+        for _ in range((options.draft_length if place.budget > 1 else 0) + rule.leaf_q):
             if not (yield Draft(tree)):
                 break
-        tree = tree.copy(best_nodes(tree, place.budget))
+        tree = tree.copy(best_nodes(tree, place.budget, rule.leaf_q))
         picks = yield Verify(tree)
-        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+        tree = yield Commit(tree, rule.walk(tree, picks))

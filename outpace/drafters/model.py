@@ -15,13 +15,13 @@ from typing import Any
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given
 from outpace.core.scores import Held
-from outpace.core.tree import Role, Siblings, TokenTree
+from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._chance import ChoiceModel
-from outpace.drafters._drawn import draw_child
+from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.models.base import Model
-from outpace.rules.base import best_rows, rank_rows
+from outpace.rules.base import best_rows
 
 _CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
@@ -31,13 +31,15 @@ _SCORE = itemgetter(0)
 @dataclass(frozen=True)
 class Options:
     """`width` nodes of a request a forward, as many children each; no more are grown where `tree_nodes` nodes stand;
-    nodes that the target is expected to reach less often than `floor` are not expanded. Of the text
-    the last `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all)."""
+    nodes that the target is expected to reach less often than `floor` are not expanded. Of the text the last
+    `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all). `draws`: with
+    a rule that judges several drawn children, how many are drawn below a node of depth 0, 1, ..."""
 
     width: int = 4
     tree_nodes: int = 256
     floor: float = 0.005
     draft_window: int | None = None
+    draws: str = "2,1"
 
     def __post_init__(self) -> None:
         check_whole("width", self.width, 1, 512)
@@ -45,6 +47,7 @@ class Options:
         check_range("floor", self.floor, 0.0, 1.0)
         if self.draft_window is not None:
             check_whole("draft_window", self.draft_window, 0)
+        Draws.read(self.draws)
 
 
 @dataclass
@@ -63,6 +66,7 @@ class ModelDrafter(Drafter):
         self._options = options
         self._window = model.draft_window if options.draft_window is None else options.draft_window
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, self._window)
+        self._draws = Draws.read(options.draws)
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
 
     def weight_bytes(self, source: Source) -> int | None:
@@ -97,9 +101,8 @@ class ModelDrafter(Drafter):
         for state, tree, frontier in jobs:
             mine = slice(first, first + len(frontier))
             first = mine.stop
-            if state.request.rule.siblings is Siblings.DRAWN:
-                ranked = rank_rows(held.wide(mine), rows[mine])
-                added.append(draw_child(tree, frontier[0], ranked[0], state.request))
+            if is_drawn(state.request):
+                added.append(draw_layer(tree, frontier, held.wide(mine), rows[mine], self._draws))
             else:
                 added.append(self._add(state, tree, frontier, offers[mine]))
         return added
@@ -107,16 +110,16 @@ class ModelDrafter(Drafter):
     def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
         """What is proposed below each row's node; nothing where children are drawn."""
         count = self._options.width + _SPARE
-        if all(row.request.rule.siblings is not Siblings.DRAWN for row in rows):
+        if not any(is_drawn(row.request) for row in rows):
             return best_rows(held, rows, count)
         offers: list[Offer] = [([], []) for _ in rows]
         for n, row in enumerate(rows):
-            if row.request.rule.siblings is not Siblings.DRAWN:
+            if not is_drawn(row.request):
                 offers[n] = best_rows(held.part(slice(n, n + 1)), [row], count)[0]
         return offers
 
     def observe(self, state: ModelState, seen: Observation) -> None:
-        if state.request.rule.siblings is Siblings.PICKED:
+        if not is_drawn(state.request):
             self._learn(state, seen)
         self._grower.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}

@@ -53,7 +53,7 @@ def check_prediction(drafter: str | None) -> None:
 
 def _needs_drawn(rule: str) -> bool:
     """Whether a rule judges drafts that were drawn in turn."""
-    return rule != "auto" and _build_rule(rule).siblings is Siblings.DRAWN
+    return rule != "auto" and _build_rule(rule).siblings is not Siblings.PICKED
 
 
 def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:

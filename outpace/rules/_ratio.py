@@ -1,0 +1,165 @@
+"""The walk of the rules that judge by the ratio p / q, from the root down; what they share with those that walk up.
+
+A picked token (an n-gram's) counts as drawn from a q that is certain of it: it is accepted with p, and the residual is
+p without it; several picked siblings are tried in turn. Every number is keyed by the id of its node, which never
+returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.core.adjust import adjusted
+from outpace.core.chance import Key
+from outpace.core.noise import ACCEPT, RESIDUAL
+from outpace.core.sampling import processed
+from outpace.core.tree import Role, Siblings, TokenTree
+from outpace.core.types import Row, Rule, Verdict
+
+
+class Judged(NamedTuple):
+    """A node's row of scores [vocab], of which p is made where the walk comes to the node: most it never does."""
+
+    row: Row
+    logits: Tensor
+
+    @property
+    def p(self) -> Tensor:
+        """p after the node, float64 [vocab], on the host."""
+        log_p = processed(adjusted(self.logits[None], [self.row]), [self.row.request.sampling])[0]
+        p = torch.exp(log_p.double()).cpu()
+        return p / p.sum()
+
+    def key(self, purpose: int) -> Key:
+        """What decides at this node."""
+        return key_of(self.row, self.row.node_id, purpose)
+
+
+class Draw(NamedTuple):
+    """One drawn token, the child that carries it, and what decides whether that is accepted."""
+
+    token: int
+    child: int
+    key: Key
+
+
+class Group(NamedTuple):
+    """Children that were drawn from one q, in the order drawn; a token that came out again has its child again."""
+
+    q: Tensor  # [vocab], as long as p
+    draws: list[Draw]
+
+
+class RatioRule(Rule):
+    """What all rules of this kind share: p where it is needed, and which trees they take."""
+
+    siblings = Siblings.DRAWN
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Judged]:
+        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
+
+    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """log q"""
+        return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+
+    def groups(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Iterator[Group]:
+        """The children of a node, as they are to be judged one group after the other."""
+        children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]
+        kind = tree.siblings.get(node, Siblings.PICKED)
+        if kind is Siblings.PICKED:
+            for child in children:
+                token = tree.tokens[child]
+                yield Group(certain(token, p), [Draw(token, child, key_of(judged.row, tree.ids[child], ACCEPT))])
+        elif children:
+            drawn = tree.drawn[node]
+            if kind is not self.siblings or (len(drawn.tokens) > 1 and not self.fan):
+                name = type(self).__module__.rpartition(".")[2]
+                raise ValueError(f"{name} is not exact for {len(drawn.tokens)} {kind.value} children of node {node}")
+            yield Group(fitted(drawn.q, p), _draws(tree, children, drawn.tokens, judged.row))
+
+
+class TopDown(RatioRule):
+    """Goes on while a child is accepted; where none is, or none stands, the target's own token comes from what the
+    rejections have left of p."""
+
+    def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
+        path = [0]
+        while path[-1] < len(picks):
+            judged = picks[path[-1]]
+            child, rest = self._accept(tree, path[-1], judged)
+            if child is None:
+                return Verdict(path, self.chance.draw(judged.key(RESIDUAL), rest))
+            path.append(child)
+        return Verdict(path, None)
+
+    def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Tensor]:
+        """The child that is accepted, or None with the distribution of the target's own token."""
+        p = judged.p
+        for group in self.groups(tree, node, judged, p):
+            child, p = self.judge(p, group)
+            if child is not None:
+                return child, p
+        return None, p
+
+    def judge(self, p: Tensor, group: Group) -> tuple[int | None, Tensor]:
+        """The accepted child of a group, or None and the residual: every draw in turn with min(1, p / q)."""
+        q = group.q
+        for token, child, key in group.draws:
+            if self.chance.accepts(key, self.acceptance(p, q, token)):
+                return child, p
+            p, q = residual(p, q), self.after(q, token)
+        return None, p
+
+    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+        """The chance to accept a drawn token; certain from 1 on."""
+        return float(p[token]) / float(q[token])
+
+    def after(self, q: Tensor, token: int) -> Tensor:
+        """What the next token of the group was drawn from."""
+        return q
+
+
+def _draws(tree: TokenTree, children: Sequence[int], tokens: Sequence[int], row: Row) -> list[Draw]:
+    known = {tree.tokens[child]: child for child in children}
+    draws = []
+    for place, token in enumerate(tokens):
+        key = key_of(row, tree.ids[known[token]], ACCEPT).again(tokens[:place].count(token))
+        draws.append(Draw(token, known[token], key))
+    return draws
+
+
+def key_of(row: Row, node_id: int, purpose: int) -> Key:
+    """What decides a node of this row's request."""
+    return Key(row.request.seed, row.request.choice, node_id, purpose)
+
+
+def certain(token: int, like: Tensor) -> Tensor:
+    """The distribution that gives `token` alone. [vocab]"""
+    q = torch.zeros_like(like)
+    q[token] = 1.0
+    return q
+
+
+def fitted(q: Tensor, like: Tensor) -> Tensor:
+    """q over p's vocabulary, which may be longer or shorter than the draft's. [vocab]"""
+    missing = len(like) - len(q)
+    return q if not missing else torch.nn.functional.pad(q, (0, missing))
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm((p - q)+) [vocab]"""
+    rest = (p - q).clamp_(min=0.0)
+    total = rest.sum()
+    return rest / total if total > 0 else p  # p = q up to rounding: nothing is ever rejected there
+
+
+def without(q: Tensor, token: int) -> Tensor:
+    """q of all other tokens; zero where there is none. [vocab]"""
+    rest = q.clone()
+    rest[token] = 0.0
+    total = rest.sum()
+    return rest / total if total > 0 else rest
