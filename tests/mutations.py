@@ -20,6 +20,7 @@ from option_mutations import OPTION_MUTATIONS, key_without
 from planner_mutations import PLANNER_MUTATIONS, find_in_planner
 from rich.console import Console
 from rich.table import Table
+from rule_mutations import RULE_MUTATIONS
 
 from outpace.candidates import cache
 from outpace.core.sampling import Sampling
@@ -243,6 +244,7 @@ MUTATIONS = [
     Mutation("gumbel: p without temperature in reduce", [gumbel], "processed", without_temperature),
     *OPTION_MUTATIONS,
     *PLANNER_MUTATIONS,
+    *RULE_MUTATIONS,
 ]
 
 

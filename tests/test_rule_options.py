@@ -89,7 +89,11 @@ def test_an_option_that_it_has_not_or_that_is_wrong_is_refused(target: Loaded) -
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_it_says_itself_for_which_temperatures_it_is(temperature: float) -> None:
     assert isinstance(find_rule(NAME, Sampling(temperature)), SecondBest)
-    name, fitting = ("gumbel", "greedy or second_best") if not temperature else ("greedy", "gumbel, match, rejection")
+    name, fitting = (
+        ("gumbel", "greedy or second_best")
+        if not temperature
+        else ("greedy", "block, gumbel, match, multi_round, rejection")
+    )
     with pytest.raises(
         UserError, match=f"rule {name} does not work with temperature {temperature:g}, use rule {fitting}"
     ):

@@ -95,7 +95,8 @@ class Loading:
     rule: Annotated[
         str,
         typer.Option(
-            help="Acceptance rule: greedy, gumbel, match, rejection; auto: greedy at temperature 0, else gumbel.",
+            help="Acceptance rule: greedy, gumbel, rejection, ...; outpace methods lists them; auto: greedy at"
+            " temperature 0, else gumbel.",
             rich_help_panel=METHOD,
         ),
     ] = "auto"

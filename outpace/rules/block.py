@@ -1,0 +1,31 @@
+"""Judge a chain as a whole: the longest beginning is accepted that the ratios of all its tokens allow.
+
+Block verification, Sun et al., arXiv:2403.10444.
+
+A token whose p / q is low may be accepted because those before it stood above q, and it does not cut off what follows
+it, because the scan runs from the end. No rule for a drawn chain accepts more tokens on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.rules._bottom_up import BottomUp
+
+LOSSLESS = True
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+class Block(BottomUp):
+    """The walk from the leaves up, for chains."""
+
+    lossless = LOSSLESS
+
+
+def build(options: Options) -> Block:
+    """The rule."""
+    return Block()

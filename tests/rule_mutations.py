@@ -1,0 +1,124 @@
+"""Mistakes in drawn trees and in the rules that judge them: all ways that chance may go must show each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from drawing import Shape
+from mutation_checks import Mutation, Original
+from option_mutations import no_bonus, unfiltered_q
+from test_every_rule import FANS, RATIO, check
+from torch import Tensor
+
+from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.drafters import model as draft_model
+from outpace.rules import _bottom_up, _ratio, spectr, without_replacement
+
+BOTTOM_UP = ("block", "traversal")
+INDEPENDENT = ("multi_round", "spectr")
+
+
+def rule_differences(names: Sequence[str]) -> Iterator[str]:
+    """Short texts by these rules over chains, fans and trees."""
+    for name in names:
+        shapes: list[tuple[Shape, str, int, int]] = [(Shape(layers=2), "top-k", 2, 3), (Shape(), "bare", 2, 3)]
+        if name in FANS:
+            shapes += [(Shape("3"), "top-k", 1, 3), (Shape("2"), "bare", 1, 4)]
+            shapes += [(Shape("2,1", 2, once=True), "bare", 2, 3)]
+        for shape, asked, length, vocab in shapes:
+            try:
+                check(name, shape, asked, length, vocab=vocab)
+            except AssertionError as difference:
+                said = str(difference).partition("\n")[0] or "another distribution"
+                yield f"{name}, {shape.draws} children, {asked}: {said}"
+
+
+def mutation(
+    name: str, owner: Any, attribute: str, make: Callable[[Original], Original], rules: Sequence[str] = tuple(RATIO)
+) -> Mutation:
+    return Mutation(f"rules: {name}", [owner], attribute, make, lambda: next(rule_differences(rules), None))
+
+
+def keyed_by_position(draw_layer: Original) -> Original:
+    def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> int:
+        ids = list(tree.ids)
+        for node, row in zip(frontier, rows, strict=True):
+            tree.ids[node] = row.position
+        added = int(draw_layer(tree, frontier, logits, rows, draws))
+        tree.ids[: len(ids)] = ids
+        return added
+
+    return mutated
+
+
+def one_key_for_all_draws(again: Original) -> Original:
+    return lambda key, number: key
+
+
+def changed(change: Callable[[Drawn], Drawn]) -> Callable[[Original], Original]:
+    """Another group than what was drawn."""
+
+    def make(draw: Original) -> Original:
+        def mutated(self: Any, parent: int, drawn: Drawn, siblings: Siblings) -> int:
+            return int(draw(self, parent, change(drawn), siblings))
+
+        return mutated
+
+    return make
+
+
+def drop_what_was_drawn(drawn: Drawn) -> Drawn:
+    kept = tuple(token for token in drawn.tokens if token != 1)
+    return drawn._replace(tokens=kept or drawn.tokens)
+
+
+def merge_duplicates(drawn: Drawn) -> Drawn:
+    return drawn._replace(tokens=tuple(dict.fromkeys(drawn.tokens)))
+
+
+def shifted(reduce: Original) -> Original:
+    def mutated(self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
+        return reduce(self, logits.roll(1, -1), rows)
+
+    return mutated
+
+
+def of_the_next_node(reduce: Original) -> Original:
+    def mutated(self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
+        return reduce(self, logits.roll(1, 0), rows)
+
+    return mutated
+
+
+RULE_MUTATIONS = [
+    mutation("draws keyed by position", draft_model, "draw_layer", keyed_by_position),
+    mutation("one key for all draws below a node", _ratio.Key, "again", one_key_for_all_draws, FANS),
+    mutation("a token dropped after it was drawn", TokenTree, "draw", changed(drop_what_was_drawn), FANS),
+    *(
+        mutation(f"duplicates merged, {name}", TokenTree, "draw", changed(merge_duplicates), [name])
+        for name in INDEPENDENT
+    ),
+    mutation("q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
+    mutation("no residual, from the root down", _ratio, "residual", lambda f: lambda p, q: p, ["without_replacement"]),
+    mutation(
+        "no residual, from the leaves up",
+        _bottom_up,
+        "without_child",
+        lambda f: lambda weight, p, q: (f(weight, p, q)[0], p),
+        BOTTOM_UP,
+    ),
+    mutation("no residual, spectr", spectr, "any_of", lambda f: lambda beta, count: 0.0, ["spectr"]),
+    mutation("rho of one draft", spectr, "least_rho", lambda f: lambda p, q, count: f(p, q, 1), ["spectr"]),
+    mutation(
+        "q keeps a rejected token",
+        without_replacement,
+        "without",
+        lambda f: lambda q, token: q,
+        ["without_replacement"],
+    ),
+    mutation("no bonus, from the root down", _ratio.TopDown, "walk", no_bonus, INDEPENDENT),
+    mutation("no bonus, from the leaves up", _bottom_up.BottomUp, "walk", no_bonus, BOTTOM_UP),
+    mutation("p shifted by one token", _ratio.RatioRule, "reduce", shifted),
+    mutation("p shifted by one node", _ratio.RatioRule, "reduce", of_the_next_node),
+]

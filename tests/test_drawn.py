@@ -1,0 +1,117 @@
+"""Groups of drawn children in a tree: distinct nodes, repeats remembered, whole groups kept or cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from doubles import make_request
+from drawing import rule_of
+from enumerating import Enumerating
+
+from outpace.core.chance import Chance, Key
+from outpace.core.errors import UserError
+from outpace.core.noise import DRAW, PURPOSES
+from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
+from outpace.core.types import Request
+from outpace.drafters._drawn import Draws, draw_children
+from outpace.drafters.model import Options
+
+Q = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+
+
+def grown(seed: int = 0, groups: int = 8) -> TokenTree:
+    """A tree of drawn groups, some with repeats, below nodes that have none."""
+    chance, tree = random.Random(seed), TokenTree(9)
+    tree.draw(0, Drawn(Q, (0, 1, 0)))
+    for _ in range(groups):
+        node = chance.choice([n for n in range(len(tree)) if n not in tree.drawn])
+        tree.draw(node, Drawn(Q, tuple(chance.choices((0, 1, 2), k=chance.randint(1, 4)))))
+    return tree
+
+
+def test_children_are_distinct_and_draws_are_remembered() -> None:
+    tree = TokenTree(9)
+    assert tree.draw(0, Drawn(Q, (1, 0, 1, 1))) == 2
+    assert [tree.tokens[node] for node in tree.children(0)] == [1, 0]
+    assert tree.drawn[0].tokens == (1, 0, 1, 1)
+    assert tree.scores[1:] == pytest.approx([float(Q[1].log()), float(Q[0].log())])
+    with pytest.raises(ValueError, match="children already"):
+        tree.draw(0, Drawn(Q, (2,)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pruning_keeps_the_first_groups_whole_and_counts_draws(seed: int) -> None:
+    tree = grown(seed)
+    for count in range(1, 40):
+        nodes = best_nodes(tree, count)
+        copy = tree.copy(nodes)
+        kept = [drawn for drawn in copy.drawn.values() if drawn.tokens]
+        drawn = list(tree.drawn.values())
+        assert [group.tokens for group in kept] == [group.tokens for group in drawn[: len(kept)]]
+        draws = 1 + sum(len(group.tokens) for group in kept)
+        assert draws <= count
+        assert len(kept) == len(drawn) or draws + len(drawn[len(kept)].tokens) > count
+        for node, group in copy.drawn.items():
+            assert {copy.tokens[child] for child in copy.children(node)} == set(group.tokens)
+            assert group.q is Q
+
+
+def test_what_is_cut_does_not_depend_on_what_was_drawn() -> None:
+    kept = set()
+    for first in (0, 1):
+        for second in (0, 1):
+            tree = TokenTree(9)
+            tree.draw(0, Drawn(Q, (first, second)))
+            tree.draw(1, Drawn(Q, (0,)))
+            kept.add(sum(len(group.tokens) for group in tree.copy(best_nodes(tree, 3)).drawn.values()))
+    assert kept == {2}, "with repeats there would be room for one more, and that would be a bias"
+
+
+def test_q_of_a_leaf_stays_and_may_be_asked_for() -> None:
+    tree = TokenTree(9)
+    for node in range(3):
+        tree.draw(node, Drawn(Q, (node,)))
+    cut = tree.copy(best_nodes(tree, 2))
+    assert [(group.q is Q, group.tokens) for group in cut.drawn.values()] == [(True, (0,)), (True, ())]
+    assert best_nodes(tree, 9) == [0, 1, 2, 3]
+    assert best_nodes(tree, 9, leaf_q=True) == [0, 1, 2]
+    assert best_nodes(tree, 1, leaf_q=True) == [0]
+
+
+def request_of(rule: str, chance: Chance | None = None) -> Request:
+    return make_request((1,), rule_of(rule, chance), temperature=1.0)
+
+
+def test_without_replacement_ends_with_the_support() -> None:
+    tree = TokenTree(9)
+    added = draw_children(tree, 0, Q.log(), request_of("without_replacement"), 4)
+    assert added == 3
+    assert sorted(tree.drawn[0].tokens) == [0, 1, 2]
+    assert tree.siblings[0] is Siblings.WITHOUT_REPLACEMENT
+
+
+def test_each_draw_has_a_key_of_its_own() -> None:
+    chance = Enumerating()
+    tree = TokenTree(9)
+    draw_children(tree, 0, Q.log(), request_of("multi_round", chance), 3)
+    assert tree.drawn[0].tokens == (0, 0, 0)
+    assert len(chance.asked) == 3
+    assert chance.twice is None
+    assert Key(1, 0, 5, DRAW).again(2) == Key(1, 0, 5, DRAW + 2 * PURPOSES)
+
+
+def test_a_token_that_was_drawn_twice_stands_for_two_branches() -> None:
+    tree = TokenTree(9)
+    tree.draw(0, Drawn(Q, (1, 0, 1)))
+    request = request_of("multi_round")
+    draws = Draws.read("3, 2")
+    assert [draws.below(tree, node, request) for node in range(3)] == [3, 4, 2]
+    assert draws.below(tree, 1, request_of("rejection")) == 1
+
+
+@pytest.mark.parametrize("draws", ["", "2,", "0", "1,65", "a", "1.5", "-1"])
+def test_wrong_draws_are_refused(draws: str) -> None:
+    with pytest.raises(UserError, match="draws is"):
+        Options(draws=draws)

@@ -1,0 +1,108 @@
+"""How many tokens a round accepts: each rule in the engine against its slow twin, and the rules against each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache, partial
+
+import pytest
+from drawing import Shape, Shaped, go_every_way, rule_of
+from enumerating import Enumerating
+from rule_twins import (
+    Path,
+    Row,
+    Rows,
+    averaged,
+    by_blocks,
+    by_k_seq,
+    by_rounds,
+    by_traversal,
+    mean_length,
+    norm,
+)
+from test_every_way import TARGET
+from test_rejection import draft_of
+from ways import ASKED, PROMPT, Ways
+
+TWINS = {
+    "rejection": (partial(by_rounds, distinct=False), False),
+    "block": (by_blocks, False),
+    "multi_round": (partial(by_rounds, distinct=False), False),
+    "without_replacement": (partial(by_rounds, distinct=True), True),
+    "spectr": (by_k_seq, False),
+    "traversal": (by_traversal, True),
+}
+CASES = [
+    *((name, (1, 1), asked) for name in TWINS for asked in ("top-k", "min-p")),
+    *((name, (3,), "bare") for name in TWINS if rule_of(name).fan),
+    *((name, (2, 1), "top-k") for name in TWINS if rule_of(name).fan),
+    *((name, (1, 2), "top-k") for name in TWINS if rule_of(name).fan),
+]
+
+
+def length_of(name: str, p: Rows, q: Rows, counts: Sequence[int]) -> float:
+    twin, distinct = TWINS[name]
+    return mean_length(averaged(twin, p, q, counts, distinct))
+
+
+@pytest.mark.parametrize(("name", "counts", "asked"), CASES)
+def test_a_round_accepts_as_much_as_the_twin_says(name: str, counts: tuple[int, ...], asked: str) -> None:
+    draft = draft_of("partial", TARGET)
+    ways = Ways(TARGET, draft, ASKED[asked], 1, len(counts) + 1)
+
+    def p(path: Path) -> Row:
+        return ways.p([*PROMPT, *path])
+
+    def q(path: Path) -> Row:
+        return ways.p([*PROMPT, *path], draft)
+
+    shape = Shape(",".join(map(str, counts)), len(counts), once=True)
+    rule = rule_of(name, Enumerating())
+    found = go_every_way(rule, TARGET, lambda: Shaped(draft, shape), shape, asked, len(counts) + 1)
+    assert found.accepted == pytest.approx(length_of(name, p, q, counts), abs=1e-12)
+
+
+def models(seed: int, vocab: int = 3) -> tuple[Rows, Rows]:
+    """A random pair: distributions after each path, now near to each other and now far apart."""
+    chance = random.Random(seed)
+    sharpness, nearness = chance.uniform(0.3, 3.0), chance.random()
+
+    @lru_cache(None)
+    def both(path: Path) -> tuple[Row, Row]:
+        own = [chance.gammavariate(1.0 / sharpness, 1.0) + 1e-6 for _ in range(vocab)]
+        other = [chance.gammavariate(1.0 / sharpness, 1.0) + 1e-6 for _ in range(vocab)]
+        p, far = norm(own), norm(other)
+        return p, [nearness * a + (1 - nearness) * b for a, b in zip(p, far, strict=True)]
+
+    return lambda path: both(path)[0], lambda path: both(path)[1]
+
+
+PAIRS = range(200)
+
+
+@pytest.mark.parametrize("seed", PAIRS)
+def test_walks_from_the_leaves_accept_no_less(seed: int) -> None:
+    p, q = models(seed)
+    chains = {name: length_of(name, p, q, (1, 1, 1)) for name in TWINS}
+    assert chains["block"] >= chains["rejection"] - 1e-12
+    assert chains["traversal"] == pytest.approx(chains["block"], abs=1e-12)
+    for name in ("multi_round", "without_replacement", "spectr"):
+        assert chains[name] == pytest.approx(chains["rejection"], abs=1e-12)
+    for counts in ((2, 1), (1, 2), (3,)):
+        traversal, top_down = (length_of(name, p, q, counts) for name in ("traversal", "without_replacement"))
+        assert traversal >= top_down - 1e-12
+
+
+def test_more_children_accept_more_and_distinct_ones_most() -> None:
+    """SpecInfer's and Sequoia's order: one child, several independent ones, as many distinct ones. On each pair more
+    children accept no less; distinct ones do so on average over pairs, not on each."""
+    sums = dict.fromkeys(("rejection", "multi_round", "spectr", "without_replacement"), 0.0)
+    for seed in PAIRS:
+        p, q = models(seed, vocab=4)
+        found = {name: length_of(name, p, q, (1 if name == "rejection" else 3,)) for name in sums}
+        for name in ("multi_round", "spectr", "without_replacement"):
+            assert found[name] >= found["rejection"] - 1e-12
+        sums = {name: sums[name] + found[name] for name in sums}
+    assert sums["rejection"] < min(sums["multi_round"], sums["spectr"])
+    assert max(sums["multi_round"], sums["spectr"]) < sums["without_replacement"]
