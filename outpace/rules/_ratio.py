@@ -98,12 +98,16 @@ class TopDown(RatioRule):
 
     def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Tensor]:
         """The child that is accepted, or None with the distribution of the target's own token."""
-        p = judged.p
+        p = self.goal(tree, node, judged)
         for group in self.groups(tree, node, judged, p):
             child, p = self.judge(p, group)
             if child is not None:
                 return child, p
         return None, p
+
+    def goal(self, tree: TokenTree, node: int, judged: Judged) -> Tensor:
+        """The distribution that is kept after a node. [vocab]"""
+        return judged.p
 
     def judge(self, p: Tensor, group: Group) -> tuple[int | None, Tensor]:
         """The accepted child of a group, or None and the residual: every draw in turn with min(1, p / q)."""

@@ -1,0 +1,59 @@
+"""The walk of the rules that take what the target finds good enough: the longest path of such tokens, then its own.
+
+The target's own token is the one that plain decoding writes there: its likeliest at temperature 0, else argmax(log p +
+g) with noise keyed by position. So where nothing is good enough, the text is plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outpace.core.adjust import adjusted
+from outpace.core.sampling import processed
+from outpace.core.tree import Role, Siblings, TokenTree, path_to
+from outpace.core.types import Row, Rule, Verdict
+from outpace.rules._ratio import Judged
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
+
+
+class Relaxed(Rule):
+    """Accepts by `acceptable`; whatever was drafted, and however."""
+
+    lossless = False
+    siblings = Siblings.PICKED
+
+    def __init__(self) -> None:
+        self._greedy, self._sampled = Greedy(), Gumbel()
+
+    def acceptable(self, judged: Judged) -> Tensor:
+        """Which tokens are good enough after this node. bool [vocab]"""
+        raise NotImplementedError
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Judged]:
+        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
+
+    def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
+        depth, good = {0: 0}, {}
+        for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            if parent not in depth or parent >= len(picks) or tree.roles[node] is Role.PROBE:
+                continue
+            if parent not in good:
+                good[parent] = self.acceptable(picks[parent])
+            if good[parent][tree.tokens[node]]:
+                depth[node] = depth[parent] + 1
+        last = max(depth, key=depth.__getitem__)
+        own = self._own(picks[last]) if last < len(picks) else None
+        return Verdict(path_to(tree, last), own)
+
+    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """log q"""
+        return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+
+    def _own(self, judged: Judged) -> int:
+        rule: Rule = self._greedy if judged.row.request.sampling.is_greedy else self._sampled
+        token: int = rule.reduce(judged.logits[None], [judged.row])[0]
+        return token

@@ -1,0 +1,54 @@
+"""Lossy: lenient where a token matters little, strict where the target is sure and the draft differs.
+
+After decentralised speculative decoding, arXiv:2511.11733, whose formula is not public; this one is our own.
+
+A drafted token is accepted with min(1, p / ((1 - l) q)), l = l_max (1 - importance), and its importance is
+sqrt(exp(-H(p)) TV(p, q)): near 1 where p has hardly any entropy H and q lies far from it, near 0 where p is flat or q
+is the same. l_max 0 is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import check_range
+from outpace.rules._ratio import TopDown
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """`most_lenience`: l_max, the lenience where a token does not matter at all."""
+
+    most_lenience: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_range("most_lenience", self.most_lenience, 0.0, 0.999)
+
+
+class Adaptive(TopDown):
+    """The ratio rule with its ratios raised, each by what its place allows."""
+
+    lossless = LOSSLESS
+
+    def __init__(self, options: Options) -> None:
+        self._most = options.most_lenience
+
+    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+        return super().acceptance(p, q, token) / (1.0 - self._most * (1.0 - importance(p, q)))
+
+
+def importance(p: Tensor, q: Tensor) -> float:
+    """sqrt(exp(-H(p)) TV(p, q)), in [0, 1]. [vocab] both"""
+    certainty = math.exp(-float(torch.special.entr(p).sum()))
+    return math.sqrt(certainty * float((p - q).clamp_(min=0.0).sum()))
+
+
+def build(options: Options) -> Adaptive:
+    """The rule."""
+    return Adaptive(options)

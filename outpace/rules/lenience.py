@@ -1,0 +1,45 @@
+"""Lossy: accept a drafted token with min(1, p / ((1 - l) q)), more often than the ratio rule by the lenience l.
+
+Leviathan, Kalman, Matias, arXiv:2211.17192, appendix A.5.
+
+No token is written with more than p / (1 - l). After a rejection the target's own token comes from norm((p - q)+), by
+which acceptance and loss together stay as small as they can be (Yin et al., NeurIPS 2024). Lenience 0 is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outpace.core.errors import check_range
+from outpace.rules._ratio import TopDown
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """`lenience`: 0 is the ratio rule, near 1 all that is drafted is accepted."""
+
+    lenience: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_range("lenience", self.lenience, 0.0, 0.999)
+
+
+class Lenience(TopDown):
+    """The ratio rule with its ratios raised."""
+
+    lossless = LOSSLESS
+
+    def __init__(self, options: Options) -> None:
+        self._kept = 1.0 - options.lenience
+
+    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+        return super().acceptance(p, q, token) / self._kept
+
+
+def build(options: Options) -> Lenience:
+    """The rule."""
+    return Lenience(options)

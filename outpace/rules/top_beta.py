@@ -1,0 +1,56 @@
+"""Lossy: greedy decoding that accepts a drafted token among the target's best, and not much less likely than the best.
+
+SpecDec, Xia et al., arXiv:2203.16487.
+
+A token is accepted that is one of the target's `beta` likeliest and at most `tau` nats below the likeliest of them; the
+paper drafts 25 tokens at a time. Beta 1 is exact greedy decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.adjust import adjusted
+from outpace.core.errors import check_range, check_whole
+from outpace.core.scores import largest
+from outpace.rules._ratio import Judged
+from outpace.rules._relaxed import Relaxed
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """`beta`: so many of the target's likeliest tokens are accepted; `tau`: none that is more nats below the best."""
+
+    beta: int = 3
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_whole("beta", self.beta, 1, 1024)
+        check_range("tau", self.tau, 0.0, 100.0)
+
+
+class TopBeta(Relaxed):
+    """The relaxed walk among the best."""
+
+    judges_greedy, judges_sampled = True, False
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+
+    def acceptable(self, judged: Judged) -> Tensor:
+        logits = adjusted(judged.logits[None], [judged.row])[0].double().cpu()
+        best = torch.from_numpy(largest(logits.numpy(), min(self._options.beta, len(logits))))
+        good = torch.zeros(len(logits), dtype=torch.bool)
+        good[best[logits[best] >= logits[best[0]] - self._options.tau]] = True
+        return good
+
+
+def build(options: Options) -> TopBeta:
+    """The rule."""
+    return TopBeta(options)

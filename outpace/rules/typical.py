@@ -1,0 +1,51 @@
+"""Lossy: accept a drafted token that is likely enough for the target, p(x) > min(epsilon, delta exp(-H(p))).
+
+Typical acceptance of Medusa, Cai et al., arXiv:2401.10774.
+
+Where p is flat (its entropy H is high) less is asked of a token. The longest accepted path counts; the token after it
+is the one that plain decoding writes there. With epsilon 1 and a delta so high that nothing is accepted, the text is
+plain decoding's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.errors import check_range
+from outpace.rules._ratio import Judged
+from outpace.rules._relaxed import Relaxed
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """`epsilon`: a token with a higher p is always accepted; `delta`: how much less is enough where p is flat."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        check_range("epsilon", self.epsilon, 0.0, 1.0)
+        check_range("delta", self.delta, 0.0, 1e9)
+
+
+class Typical(Relaxed):
+    """The relaxed walk with a floor under p."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._options = options
+
+    def acceptable(self, judged: Judged) -> Tensor:
+        p = judged.p
+        entropy = torch.special.entr(p).sum()
+        return p > torch.clamp(self._options.delta * torch.exp(-entropy), max=self._options.epsilon)
+
+
+def build(options: Options) -> Typical:
+    """The rule."""
+    return Typical(options)

@@ -1,0 +1,247 @@
+"""The lossy rules: exact to what they say instead of p, strict at their strict ends, refused where they cannot work."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
+from drawing import Shape, Shaped, go_every_way, rule_of
+from enumerating import Enumerating
+from rule_twins import above, norm
+from test_every_rule import differ
+from test_rejection import draft_of
+from test_tree import random_tree
+from ways import ASKED, PROMPT, TARGETS, Ways
+
+from outpace.core.errors import UserError
+from outpace.core.sampling import Sampling
+from outpace.core.tree import Role, path_to
+from outpace.core.types import Verdict
+from outpace.rules._relaxed import Relaxed
+from outpace.rules.adaptive import importance
+from outpace.rules.cascade import MIXTURES, Pair
+
+TARGET = TARGETS[3]
+DRAFT = draft_of("partial", TARGET)
+TWO = Shape(layers=2)
+BARE: dict[str, Any] = {"sampling": Sampling(1.0)}
+Row = list[float]
+
+
+def pi_of(kind: str, a: float, p: Row, q: Row, raw_p: Row, raw_q: Row) -> Row:
+    """The mixtures as the paper writes them."""
+    most_p, most_q = max(raw_p), max(raw_q)
+    distance = math.fsum(above(raw_p, raw_q))
+    if kind in ("chow", "diff", "opt"):
+        floor = {"chow": 1 - a, "diff": most_p - a, "opt": most_p - a * distance}[kind]
+        return q if most_q >= floor else p
+    chosen = {
+        "token_v1": [value >= most_p - a for value in raw_q],
+        "token_v2": [value >= most_p - a for value in raw_p],
+        "token_v3": [value >= (1 - a) * most_p for value in raw_p],
+    }[kind]
+    kept = [value if one else 0.0 for value, one in zip(q, chosen, strict=True)]
+    return [own + (1 - math.fsum(kept)) * value for own, value in zip(kept, p, strict=True)]
+
+
+def cascade_chances(kind: str, a: float, asked: str, length: int) -> dict[tuple[int, ...], float]:
+    """The product of pi along every text."""
+    target, bare = Ways(TARGET, DRAFT, ASKED[asked], 1, length), Ways(TARGET, DRAFT, BARE, 1, length)
+    found = {}
+    for text in itertools.product(range(3), repeat=length):
+        chance = 1.0
+        for place, token in enumerate(text):
+            before = [*PROMPT, *text[:place]]
+            rows = (target.p(before), target.p(before, DRAFT), bare.p(before), bare.p(before, DRAFT))
+            chance *= pi_of(kind, a, *rows)[token]
+        if chance:
+            found[text] = chance
+    return found
+
+
+@pytest.mark.parametrize("a", [0.0, 0.15, 0.4])
+@pytest.mark.parametrize(
+    ("asked", "shape"),
+    [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) -> None:
+    """Root, inner tokens, the last ones, and where the budget leaves the root alone."""
+    rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
+    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, shape), shape, asked)
+    exact = cascade_chances(kind, a, asked, 2)
+    assert set(found.texts) == set(exact)
+    assert max(abs(found.texts[text] - exact[text]) for text in exact) < 1e-12
+
+
+def test_each_mixture_is_the_papers_and_another() -> None:
+    chance = random.Random(3)
+    seen: dict[str, list[Row]] = {kind: [] for kind in MIXTURES}
+    for _ in range(60):
+        raw_p, raw_q = (norm([chance.expovariate(1.0) for _ in range(5)]) for _ in range(2))
+        p, q, a = (
+            norm([value**2 for value in raw_p]),
+            norm([value**2 for value in raw_q]),
+            chance.choice((-2, 0.1, 0.4)),
+        )
+        for kind, mix in MIXTURES.items():
+            rows = (torch.tensor(row, dtype=torch.float64) for row in (p, q, raw_p, raw_q))
+            seen[kind].append(mix(Pair(*rows), a).tolist())
+            assert seen[kind][-1] == pytest.approx(pi_of(kind, a, p, q, raw_p, raw_q), abs=1e-12)
+            assert a > -2 or seen[kind][-1] == pytest.approx(p)
+    assert all(one != other for one, other in itertools.combinations(seen.values(), 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lenience", {"lenience": 0.0}),
+        ("adaptive", {"most_lenience": 0.0}),
+        *(("cascade", {"defer": kind, "alpha": -2.0}) for kind in MIXTURES),
+    ],
+)
+def test_the_strict_end_is_p(name: str, options: dict[str, Any]) -> None:
+    for asked, length in (("bare", 2), ("min-p", 3)):
+        rule = rule_of(name, Enumerating(), **options)
+        found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, TWO), TWO, asked, length)
+        differ(found.texts, asked, length)
+
+
+def emitted(p: Row, q: Row, lenience: float) -> Row:
+    accepted = [min(value, own / (1 - lenience)) for own, value in zip(p, q, strict=True)]
+    rest, rejected = norm(above(p, q)), 1 - math.fsum(accepted)
+    return [taken + rejected * left for taken, left in zip(accepted, rest, strict=True)]
+
+
+@pytest.mark.parametrize("dial", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["lenience", "adaptive"])
+def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dial: float) -> None:
+    """P(reject) + TV(p, written) = TV(p, q): no rule gives more of one for as much of the other."""
+    ways = Ways(TARGET, DRAFT, BARE, 1, 1)
+    p, q = ways.p(PROMPT), ways.p(PROMPT, DRAFT)
+    distance = math.fsum(above(p, q))
+    entropy = -math.fsum(value * math.log(value) for value in p)
+    spared = dial if name == "lenience" else dial * (1 - math.sqrt(math.exp(-entropy) * distance))
+    rule = rule_of(name, Enumerating(), **{"lenience" if name == "lenience" else "most_lenience": dial})
+    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, Shape()), Shape(), "bare", 1)
+    written = emitted(p, q, spared)
+    assert [found.texts.get((token,), 0.0) for token in range(3)] == pytest.approx(written, abs=1e-12)
+    loss = math.fsum(above(written, p))
+    assert loss > 0
+    assert (1 - found.accepted) + loss == pytest.approx(distance, abs=1e-12)
+
+
+def test_importance_is_between_nothing_and_all() -> None:
+    ways = Ways(TARGET, DRAFT, BARE, 1, 1)
+    sure, flat = torch.eye(3, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
+    assert importance(sure[0], sure[1]) == pytest.approx(1.0)
+    assert importance(flat, flat) == 0.0
+    assert 0 < importance(*(torch.tensor(ways.p(PROMPT, of), dtype=torch.float64) for of in (TARGET, DRAFT))) < 1
+
+
+TARGET16 = QuickToy(16, 3, 0)
+PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
+
+
+@pytest.mark.parametrize("method", ["speculative", "card"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_relaxed_rules_write_plain_texts_at_their_strict_ends(drafter: str, method: str) -> None:
+    worker = "inline" if method == "card" else None
+    for name, plain, options, temperature in (
+        ("top_beta", "greedy", {"beta": 1}, 0.0),
+        ("top_beta", "greedy", {"tau": 0.0}, 0.0),
+        ("typical", "gumbel", {"epsilon": 1.0, "delta": 1e9}, 0.9),
+    ):
+        rule = rule_of(name, **options)
+        requests = [make_request(prompt, rule, 30, temperature=temperature) for prompt in PROMPTS]
+        run = decode(requests, method, make_drafter(drafter, TARGET16), worker=worker, target=TARGET16)
+        expected = [write(TARGET16, make_request(prompt, plain, 30, temperature=temperature)) for prompt in PROMPTS]
+        assert run.texts == expected
+        assert name != "typical" or run.figures.accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "dials"),
+    [
+        ("top_beta", 0.0, [{"beta": 1}, {"beta": 3}, {"beta": 8, "tau": 3.0}]),
+        ("typical", 1.0, [{"epsilon": 0.5, "delta": 1e9}, {}, {"epsilon": 0.001}]),
+        ("lenience", 1.0, [{"lenience": 0.0}, {"lenience": 0.4}, {"lenience": 0.9}]),
+        ("adaptive", 1.0, [{"most_lenience": 0.0}, {"most_lenience": 0.5}, {"most_lenience": 0.99}]),
+        ("cascade", 1.0, [{"alpha": -2.0}, {"alpha": 0.2}, {"alpha": 0.8}]),
+    ],
+)
+def test_looser_dials_accept_more(name: str, temperature: float, dials: Sequence[dict[str, Any]]) -> None:
+    lengths = []
+    for options in dials:
+        rule = rule_of(name, **options)
+        requests = [
+            make_request(prompt, rule, 60, temperature=temperature, seed=n) for n in range(4) for prompt in PROMPTS
+        ]
+        run = decode(requests, "speculative", make_drafter("garbage", TARGET16, width=1), target=TARGET16)
+        lengths.append(run.figures.mean_accepted_length)
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_longest_path_of_good_tokens_counts_and_may_end_late(seed: int) -> None:
+    tree, chance = random_tree(seed), random.Random(seed)
+    good = [{chance.choice([tree.tokens[n] for n in tree.children(node)] or [0]), 3} for node in range(len(tree))]
+
+    class Given(Relaxed):
+        def acceptable(self, judged: Any) -> torch.Tensor:
+            return torch.tensor([token in good[judged] for token in range(1 + max(tree.tokens))])
+
+        def _own(self, judged: Any) -> int:
+            return 100 + int(judged)
+
+    for rows in range(1, len(tree) + 1):  # the other nodes are late
+        paths = [path_to(tree, node) for node in range(len(tree))]
+        paths = [path for path in paths if all(tree.roles[node] is not Role.PROBE for node in path)]
+        taken = [p for p in paths if all(a < rows and tree.tokens[b] in good[a] for a, b in itertools.pairwise(p))]
+        longest = max(taken, key=len)
+        own = 100 + longest[-1] if longest[-1] < rows else None
+        assert Given().walk(tree, range(rows)) == Verdict(longest, own)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "empty", "failing"])
+def test_a_cascade_without_q_ends_with_an_error(drafter: str) -> None:
+    """It never writes the target's text in silence."""
+    request = make_request(PROMPTS[0], "cascade", 30, temperature=1.0)
+    inner = (
+        failing(make_drafter("model", TARGET16, width=1)) if drafter == "failing" else make_drafter(drafter, TARGET16)
+    )
+
+    def run() -> None:
+        with pytest.raises(UserError, match="rule cascade needs the draft model's q"):
+            decode([request], "speculative", inner, target=TARGET16, check_storage=False)
+
+    collect_warnings(run)
+    with pytest.raises(UserError, match="rule cascade needs the draft model's q"):
+        decode([request], "autoregressive", target=TARGET16, check_storage=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("lenience", {"lenience": 1.0}, "lenience"),
+        ("lenience", {"lenience": -0.1}, "lenience"),
+        ("adaptive", {"most_lenience": 1.5}, "most_lenience"),
+        ("typical", {"epsilon": 1.1}, "epsilon"),
+        ("typical", {"delta": -1.0}, "delta"),
+        ("top_beta", {"beta": 0}, "beta"),
+        ("top_beta", {"tau": -0.5}, "tau"),
+        ("cascade", {"alpha": 1.5}, "alpha"),
+        ("cascade", {"defer": "token_v4"}, "unknown defer 'token_v4'"),
+    ],
+)
+def test_dials_out_of_range_are_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        rule_of(name, **options)
