@@ -216,6 +216,10 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "asked", "says"),
     [
+        ({"method": "card"}, {}, "; the rules that fit are greedy, gumbel and match$"),
+        ({"drafter": "ngram", "rule": "cascade"}, {}, "rule cascade mixes .*, drafter ngram has none; the rules that"),
+        ({"method": "autoregressive", "rule": "cascade"}, {}, "rule cascade mixes .* drafts nothing; the rules that f"),
+        ({"method": "card", "rule": "typical"}, {}, "rule typical writes a text that depends on what was drafted, use"),
         ({"method": "card"}, {}, "rule rejection judges drafts that were drawn in turn, use it with method specul"),
         (
             {"method": "speculative", "drafter": "model+ngram"},
@@ -232,7 +236,7 @@ def test_what_rejection_does_not_go_with_is_said(
     path = folder(tmp_path_factory.mktemp("refused"), "target")
     with (
         pytest.raises(outpace.UserError, match=says),
-        outpace.load(path, "layers:0", rule="rejection", **options) as llm,
+        outpace.load(path, "layers:0", **{"rule": "rejection", **options}) as llm,
     ):
         llm.stream("hello", **asked)
 

@@ -54,11 +54,18 @@ def draw_layer(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: S
     number of nodes added."""
     request = rows[0].request
     ranks = rank_rows(logits, rows)
-    raws = unscaled(adjusted(logits, rows)) if request.rule.raw else [None] * len(rows)
+    raws = _unscaled(logits, rows) if request.rule.raw else [None] * len(rows)
     return sum(
         draw_children(tree, node, log_q, request, draws.below(tree, node, request), raw)
         for node, log_q, raw in zip(frontier, ranks, raws, strict=True)
     )
+
+
+def _unscaled(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    try:
+        return unscaled(adjusted(logits, rows))
+    except UserError:  # a constraint that failed: its request ends where the target asks it
+        return unscaled(adjusted(logits, [row._replace(is_open=True) for row in rows]))
 
 
 def draw_children(

@@ -23,6 +23,7 @@ from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
+DRAWS = True
 _CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _SCORE = itemgetter(0)

@@ -51,11 +51,6 @@ def check_prediction(drafter: str | None) -> None:
         raise UserError(f"a prediction needs drafter prediction, this is {drafter}: name {drafter}+prediction")
 
 
-def _needs_drawn(rule: str) -> bool:
-    """Whether a rule judges drafts that were drawn in turn."""
-    return rule != "auto" and _build_rule(rule).siblings is not Siblings.PICKED
-
-
 def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
     """The rule by name, with those of the options that are its own."""
     module = registry.find("rules", name)
@@ -81,13 +76,31 @@ def _judges(rule: Rule, sampling: Sampling) -> bool:
 
 
 def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
-    """UserError for a rule that needs drawn drafts with a method or drafters that cannot give them."""
-    if not _needs_drawn(name):
-        return
-    if decoder.NEEDS == "worker":
-        raise UserError(f"rule {name} judges drafts that were drawn in turn, use it with method speculative")
-    if drafter is not None and "+" in drafter:
-        raise UserError(f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens cannot be mixed")
+    """UserError for a rule that does not go with a method or with what drafts; it names the rules that do."""
+    said = None if name == "auto" else _misfit(name, decoder, drafter)
+    if said is not None:
+        *others, last = [other for other in registry.names("rules") if _misfit(other, decoder, drafter) is None]
+        raise UserError(f"{said}; the rules that fit are {', '.join(others)} and {last}")
+
+
+def _misfit(name: str, decoder: ModuleType, drafter: str | None) -> str | None:
+    """Why a rule does not go with a method and its drafters; None where it does."""
+    rule = _build_rule(name)
+    is_drawn = rule.siblings is not Siblings.PICKED
+    if decoder.NEEDS == "worker" and not rule.keyed:
+        what = "judges drafts that were drawn in turn" if is_drawn else "writes a text that depends on what was drafted"
+        return f"rule {name} {what}, use it with method speculative"
+    if is_drawn and drafter is not None and "+" in drafter:
+        return f"rule {name} takes one drafter, not {drafter!r}: picked and drawn tokens cannot be mixed"
+    if rule.leaf_q and not _draws(drafter):
+        given = f"drafter {drafter} has none" if drafter else "this method drafts nothing"
+        return f"rule {name} mixes the target with a draft model's distribution, {given}"
+    return None
+
+
+def _draws(drafter: str | None) -> bool:
+    """Whether children can be drawn from a drafter's distribution."""
+    return drafter is not None and any(getattr(module, "DRAWS", False) for module in drafter_modules(drafter).values())
 
 
 def drafter_names(drafter: str) -> list[str]:

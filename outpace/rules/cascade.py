@@ -94,12 +94,11 @@ class Cascade(TopDown):
         self._mix, self._alpha = MIXTURES[options.defer], options.alpha
 
     def goal(self, tree: TokenTree, node: int, judged: Judged) -> Tensor:
-        drawn = tree.drawn.get(node)
+        p, drawn = judged.p, tree.drawn.get(node)
         if drawn is None or drawn.raw is None:
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
-        p = judged.p
         raw_p = unscaled(adjusted(judged.logits[None], [judged.row]))[0]
         return self._mix(Pair(p, fitted(drawn.q, p), raw_p, fitted(drawn.raw, p)), self._alpha)
 
