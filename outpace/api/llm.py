@@ -30,6 +30,7 @@ from outpace.engine.build import (
     check_rule,
     choose_method,
     default_drafter,
+    default_rule,
     drafter_modules,
     find_rule,
     may_draft,
@@ -125,18 +126,20 @@ class LLM(AbstractContextManager["LLM"]):
         tuned = self._profile.method if self._profile else None
         is_open = parts.method == "auto"
         self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
-        self.rule, self._rule_options = parts.rule, options
-        self._rules: dict[bool, Rule] = {}  # one instance serves all requests, so that their rows go together
+        self._rules: dict[
+            tuple[bool, bool], Rule
+        ] = {}  # one instance serves all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, options)
-        nodes = PLANNED_NODES if self.method == PLANNED else EngineOptions.nodes
+        self.rule, self._rule_options = default_rule(self._decoder, parts.rule), options
+        nodes = PLANNED_NODES if self.method == PLANNED else getattr(self._decoder, "NODES", EngineOptions.nodes)
         settings = EngineOptions(**{**sizes, "nodes": nodes if sizes["nodes"] is None else sizes["nodes"]}, reuse=reuse)
         drafter = parts.drafter
         if self._decoder.NEEDS:
             drafter = drafter or default_drafter(self.method, self.draft is not None)
-        check_rule(parts.rule, self._decoder, drafter)
-        parts = replace(parts, method=self.method, drafter=drafter)
+        check_rule(self.rule, self._decoder, drafter)
+        parts = replace(parts, method=self.method, drafter=drafter, rule=self.rule)
         self._drafter = drafter
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._is_closed = False
@@ -253,7 +256,7 @@ class LLM(AbstractContextManager["LLM"]):
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         request = Request(
             prompt=tuple(tokens),
-            rule=self._rule(params),
+            rule=self._rule(params, plain),
             max_tokens=params.max_tokens,
             sampling=params.sampling,
             seed=params.seed,
@@ -272,11 +275,13 @@ class LLM(AbstractContextManager["LLM"]):
         options = decoder.Options() if plain else self._options
         return Prepared(request, decoder, options, text, "autoregressive" if plain else self.method, echo, drafter)
 
-    def _rule(self, params: SamplingParams) -> Rule:
-        is_greedy = params.sampling.is_greedy
-        if is_greedy not in self._rules:
-            self._rules.setdefault(is_greedy, find_rule(self.rule, params.sampling, self._rule_options))
-        return self._rules[is_greedy]
+    def _rule(self, params: SamplingParams, plain: bool) -> Rule:
+        key = params.sampling.is_greedy, plain
+        if key not in self._rules:
+            rule = find_rule(self.rule, params.sampling, self._rule_options)
+            alone = find_rule("auto", params.sampling) if plain and rule.leaf_q else rule  # it would want a draft's q
+            self._rules.setdefault(key, alone)
+        return self._rules[key]
 
 
 def _check_names(parts: Parts) -> None:

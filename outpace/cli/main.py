@@ -19,6 +19,7 @@ from outpace.cli.extra import ExtraFlags
 from outpace.cli.generate import generate
 from outpace.cli.methods import methods
 from outpace.cli.simulate import simulate
+from outpace.cli.theory import theory
 from outpace.cli.tune import tune
 from outpace.core.errors import UserError
 
@@ -38,6 +39,7 @@ app.command()(anywhere(distill))
 app.command()(anywhere(tune))
 app.command()(anywhere(simulate))
 app.command()(methods)
+app.command()(theory)
 app.command()(doctor)
 
 

@@ -1,39 +1,66 @@
 """Draft, then verify, in turn: a chain where the drafter is one wide, else the best nodes of its tree.
 
-Leviathan, Kalman, Matias, arXiv:2211.17192; Chen et al., arXiv:2302.01318; trees: SpecInfer, arXiv:2305.09781.
+Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318; trees: SpecInfer, arXiv:2305.09781.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.errors import check_whole
+from outpace.core.errors import check_range, check_whole, unknown
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
+from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
 NEEDS = "drafter"
+LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`draft_length`: how often the drafter is asked before the target judges (gamma for a chain, else depth)."""
+    """`draft_length`: how often the drafter is asked before the target judges (gamma for a chain, else depth).
+
+    `lengths`: fixed; heuristic, which begins there, with two more after a draft that was accepted whole and one less
+    after any other; confidence, at most so many, and none behind a token that the drafter gives less than `confident`,
+    a threshold that is then fitted; expected, at most so many while the chance that any is rejected is at most `doubt`.
+    """
 
     draft_length: int = 4
+    lengths: str = "fixed"
+    confident: float = 0.4
+    doubt: float = 0.3
 
     def __post_init__(self) -> None:
         check_whole("draft_length", self.draft_length, 1, 256)
+        check_range("confident", self.confident, 0.0, 1.0)
+        check_range("doubt", self.doubt, 0.0, 1.0)
+        if self.lengths not in LENGTHS:
+            raise unknown("lengths", self.lengths, LENGTHS)
 
 
 def decode(place: Place, options: Options) -> Coroutine:
     """Grow, verify, commit."""
-    rule = place.request.rule
+    rule, lengths = place.request.rule, _lengths(options)
     tree = TokenTree(place.last_token)
     while True:
-        for _ in range((options.draft_length if place.budget > 1 else 0) + rule.leaf_q):
-            if not (yield Draft(tree)):
+        for _ in range(lengths.most if place.budget > 1 else 0):
+            known = len(tree)
+            if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):
                 break
+        if rule.leaf_q:
+            yield Draft(tree)
         tree = tree.copy(best_nodes(tree, place.budget, rule.leaf_q))
         picks = yield Verify(tree)
-        tree = yield Commit(tree, rule.walk(tree, picks))
+        verdict = rule.walk(tree, picks)
+        lengths.learn(tree, verdict.path)
+        tree = yield Commit(tree, verdict)
+
+
+def _lengths(options: Options) -> Fixed:
+    if options.lengths == "confidence":
+        return Confidence(options.draft_length, options.confident)
+    if options.lengths == "expected":
+        return Expected(options.draft_length, options.doubt)
+    return Heuristic(options.draft_length) if options.lengths == "heuristic" else Fixed(options.draft_length)

@@ -109,9 +109,10 @@ class Grower:
         if count >= self._tree_nodes:
             return []
         room = state.session.capacity - len(state.tokens) + state.start  # a model with a shorter context stops there
+        floor = -math.inf if state.request.rule.leaf_q else self._floor  # such a rule wants q after every token
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
-            is_worthy = scores[node] >= self._floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
+            is_worthy = scores[node] >= floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
             if is_worthy and (count <= room or tree.depth(node) <= room):
                 heappush(state.open, (-scores[node], node))
         state.seen = count

@@ -33,8 +33,8 @@ _SCORE = itemgetter(0)
 class Options:
     """`width` nodes of a request a forward, as many children each; no more are grown where `tree_nodes` nodes stand;
     nodes that the target is expected to reach less often than `floor` are not expanded. Of the text the last
-    `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all). `draws`: with
-    a rule that judges several drawn children, how many are drawn below a node of depth 0, 1, ..."""
+    `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all). `draws`:
+    with a rule that judges several drawn children, how many are drawn below a node of depth 0, 1, ..."""
 
     width: int = 4
     tree_nodes: int = 256

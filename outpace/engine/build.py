@@ -75,6 +75,11 @@ def _judges(rule: Rule, sampling: Sampling) -> bool:
     return rule.judges_greedy if sampling.is_greedy else rule.judges_sampled
 
 
+def default_rule(decoder: ModuleType, rule: str) -> str:
+    """The rule of a method that has one of its own, where none is named."""
+    return getattr(decoder, "RULE", rule) if rule == "auto" else rule
+
+
 def check_rule(name: str, decoder: ModuleType, drafter: str | None) -> None:
     """UserError for a rule that does not go with a method or with what drafts; it names the rules that do."""
     said = None if name == "auto" else _misfit(name, decoder, drafter)

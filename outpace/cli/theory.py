@@ -1,0 +1,86 @@
+"""`outpace theory`: what a draft of a given acceptance and cost can give, by the formulas of `core.theory`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from outpace.cli import display
+from outpace.cli.options import Json
+from outpace.core.errors import UserError, check_range, check_whole
+
+
+def theory(
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            help="Chance that a drafted token is accepted (alpha); or one for each position, with commas between them,"
+            " as `outpace bench` reports them: the last one holds for all further positions."
+        ),
+    ] = "0.8",
+    cost: Annotated[float, typer.Option(help="Time of a draft step over that of a plain pass (c).")] = 0.1,
+    verify: Annotated[
+        float, typer.Option(help="What each further row of a pass adds, as a share of a plain pass's time.")
+    ] = 0.0,
+    overhead: Annotated[float, typer.Option(help="Other time of a round, as a share of a plain pass's.")] = 0.0,
+    lengths: Annotated[int, typer.Option(help="Draft lengths (gamma) that are shown.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Show what speculation can give: tokens a round, speedups by draft length, and their limits."""
+    positions = _positions(acceptance)
+    check_range("cost", cost, 0.0, 100.0)
+    check_range("verify", verify, 0.0, 100.0)
+    check_range("overhead", overhead, 0.0, 100.0)
+    check_whole("lengths", lengths, 1, 256)
+    rows = [_row(positions, gamma, cost, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)]
+    limits = _limits(positions[-1], cost)
+    if as_json:
+        display.print_json({"acceptance": positions, "cost": cost, "lengths": rows, "limits": limits})
+        return
+    display.stdout().print(_table(rows))
+    for name, value in limits.items():
+        display.stdout().print(f"{name.replace('_', ' ')}: {'none' if value is None else f'{value:.2f}'}")
+
+
+def _positions(text: str) -> list[float]:
+    try:
+        positions = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"acceptance is {text!r}, it must be numbers with commas between them, as in 0.8,0.7") from None
+    for position in positions:
+        check_range("acceptance", position, 0.0, 1.0)
+    return positions
+
+
+def _row(positions: list[float], gamma: int, cost: float, verify: float, overhead: float) -> dict[str, Any]:
+    from outpace.core import theory as formulas
+
+    known = (positions + positions[-1:] * gamma)[:gamma]
+    tokens = formulas.expected_tokens_by_position(known)
+    return {
+        "draft_length": gamma,
+        "tokens": tokens,
+        "in_turn": formulas.speedup(tokens, gamma, cost, verify, overhead),
+        "in_parallel": formulas.pearl_speedup(positions[0], gamma, cost) if len(set(positions)) == 1 else None,
+    }
+
+
+def _limits(alpha: float, cost: float) -> dict[str, float | None]:
+    from outpace.core import theory as formulas
+
+    found = {"limit_in_turn": formulas.limit_in_turn(alpha), "limit_in_parallel": formulas.limit_in_parallel(cost)}
+    return {name: value if value < float("inf") else None for name, value in found.items()}
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("draft length", "tokens a round", "speedup in turn", "in parallel (PEARL)"):
+        table.add_column(name, justify="right")
+    best = max(rows, key=lambda row: row["in_turn"])
+    for row in rows:
+        parallel = "-" if row["in_parallel"] is None else f"{row['in_parallel']:.2f}"
+        cells = [str(row["draft_length"]), f"{row['tokens']:.2f}", f"{row['in_turn']:.2f}", parallel]
+        table.add_row(*cells, style="bold" if row is best else "")
+    return table

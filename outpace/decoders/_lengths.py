@@ -1,0 +1,117 @@
+"""How long a draft grows: as long as ever, by how the last one did, or until the drafter is no longer confident.
+
+A length may depend on what was drawn, because no token is taken back for it: drafting stops behind a token, never
+before one that is there. All that is learnt belongs to one request, so that its text does not depend on others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from outpace.core.tree import Role, TokenTree
+
+_KNOWN = 256  # tokens that were judged, the last ones
+_FEW = 8  # as many of them say nothing yet
+_MISSED = 3.0  # how much worse it is to stop before a token that is accepted than to draft one that is not
+_BINS = 10
+
+
+def chance_of(tree: TokenTree, node: int) -> float:
+    """The drafter's chance of a node's token once its parent is accepted."""
+    return math.exp(tree.scores[node] - tree.scores[tree.parents[node]])
+
+
+class Fixed:
+    """The same length in every round."""
+
+    def __init__(self, length: int) -> None:
+        self.most = length
+
+    def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
+        """Whether drafting ends behind these nodes, the last layer."""
+        return False
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """The target judged this tree and walked this path."""
+
+
+class Heuristic(Fixed):
+    """Two more where all was accepted, one less where it was not. As in transformers' assisted generation."""
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        if len(tree) > 1:
+            longer = not any(tree.roles[child] is not Role.PROBE for child in tree.children(path[-1]))
+            self.most = min(256, self.most + 2) if longer else max(1, self.most - 1)
+
+
+class Confidence(Fixed):
+    """Until no token of the last layer is as likely as a threshold, which is fitted to what was accepted.
+
+    The threshold is the one with the least FPR + 3 FNR, false positives being tokens that were not accepted although
+    they stand above it. The method of transformers' assisted generation.
+    """
+
+    def __init__(self, length: int, threshold: float) -> None:
+        super().__init__(length)
+        self.threshold = threshold
+        self._judged: deque[tuple[float, bool]] = deque(maxlen=_KNOWN)
+
+    def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
+        return max(chance_of(tree, node) for node in new) < self.threshold
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        self._judged.extend(_judged(tree, path))
+        kept = sorted(chance for chance, accepted in self._judged if accepted)
+        lost = sorted(chance for chance, accepted in self._judged if not accepted)
+        if kept and lost and len(self._judged) > _FEW:
+            self.threshold = min(sorted({*kept, *lost}), key=lambda one: _cost(one, kept, lost))
+
+
+class Expected(Fixed):
+    """Until it is likely enough that one of the tokens is rejected, 1 - prod p_accept. SpecDec++, arXiv:2405.19715.
+
+    The paper trains a head for p_accept; here it is the share of accepted tokens among those with a like chance of the
+    drafter's, beginning with that chance itself.
+    """
+
+    def __init__(self, length: int, doubt: float) -> None:
+        super().__init__(length)
+        self._doubt = doubt
+        self._trials = [2.0] * _BINS
+        self._accepted = [2.0 * (number + 0.5) / _BINS for number in range(_BINS)]
+
+    def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
+        best = max(new, key=tree.scores.__getitem__)
+        nodes = [node for node in tree.ancestry(best) if node]
+        return 1.0 - math.prod(self._acceptance(chance_of(tree, node)) for node in nodes) > self._doubt
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        for chance, accepted in _judged(tree, path):
+            self._trials[_bin(chance)] += 1.0
+            self._accepted[_bin(chance)] += accepted
+
+    def _acceptance(self, chance: float) -> float:
+        return self._accepted[_bin(chance)] / self._trials[_bin(chance)]
+
+
+def _bin(chance: float) -> int:
+    return min(_BINS - 1, int(chance * _BINS))
+
+
+def _judged(tree: TokenTree, path: Sequence[int]) -> list[tuple[float, bool]]:
+    """Of the likeliest child below each walked node: its chance, and whether the walk went on with it."""
+    found = []
+    for node, following in zip(path, [*path[1:], None], strict=True):
+        children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]
+        if children:
+            best = max(children, key=tree.scores.__getitem__)
+            found.append((chance_of(tree, best), best == following))
+    return found
+
+
+def _cost(threshold: float, kept: Sequence[float], lost: Sequence[float]) -> float:
+    false_positives = sum(chance >= threshold for chance in lost) / len(lost)
+    false_negatives = sum(chance < threshold for chance in kept) / len(kept)
+    return false_positives + _MISSED * false_negatives

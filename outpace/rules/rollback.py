@@ -1,0 +1,68 @@
+"""Lossy: keep what the draft wrote up to the first token that the target finds too unlikely.
+
+The rollback policy of BiLD, Kim et al., arXiv:2302.07863; the rule of method bild.
+
+A token is kept that is the target's likeliest, or has -log P(x) of at most `rollback`, P at temperature 1 and without
+filters. Rollback 0 keeps what greedy decoding would write, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outpace.core.adjust import adjusted
+from outpace.core.errors import check_range
+from outpace.core.sampling import unscaled
+from outpace.core.tree import Siblings
+from outpace.core.types import Row
+from outpace.rules._ratio import Judged
+from outpace.rules._relaxed import Relaxed
+
+LOSSLESS = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """`rollback`: nats by which the target may doubt a token; the paper has 2 to 5."""
+
+    rollback: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_range("rollback", self.rollback, 0.0, 1e9)
+
+
+class Rollback(Relaxed):
+    """The relaxed walk over what the draft itself writes: its likeliest token at temperature 0, else one drawn."""
+
+    siblings = Siblings.DRAWN
+    raw = True
+    judges_greedy = True
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self._rollback = options.rollback
+
+    def acceptable(self, judged: Judged) -> Tensor:
+        p = unscaled(adjusted(judged.logits[None], [judged.row]))[0]
+        good = -torch.log(p) <= self._rollback
+        good[p.argmax()] = True
+        return good
+
+    def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """log q; of temperature 0 all of it is on the likeliest token"""
+        log_q = super().rank(logits, rows)
+        for number, row in enumerate(rows):
+            if row.request.sampling.is_greedy:
+                best = log_q[number].argmax()
+                log_q[number] = -torch.inf
+                log_q[number, best] = 0.0
+        return log_q
+
+
+def build(options: Options) -> Rollback:
+    """The rule."""
+    return Rollback(options)

@@ -1,0 +1,108 @@
+"""The planner's formulas against simulation, enumeration and published numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from outpace.core import theory
+
+ALPHAS = (0.0, 0.3, 0.6, 0.8, 0.95, 1.0)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5, 9])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_expected_tokens_over_all_outcomes(alpha: float, gamma: int) -> None:
+    expected = 0.0
+    for accepted in itertools.product((True, False), repeat=gamma):
+        chance = math.prod(alpha if one else 1 - alpha for one in accepted)
+        expected += chance * (1 + len(list(itertools.takewhile(bool, accepted))))
+    assert theory.expected_tokens(alpha, gamma) == pytest.approx(expected)
+    assert theory.expected_tokens_by_position([alpha] * gamma) == pytest.approx(expected)
+    assert theory.tree_tokens([alpha**depth for depth in range(1, gamma + 1)]) == pytest.approx(expected)
+
+
+def test_positions_that_are_not_alike() -> None:
+    assert theory.expected_tokens_by_position([]) == 1.0
+    assert theory.expected_tokens_by_position([0.9, 0.5, 0.2]) == pytest.approx(1 + 0.9 + 0.45 + 0.09)
+
+
+@pytest.mark.parametrize(("alpha", "parallel", "in_turn"), [(0.8, 2.64, 2.47), (0.6, 1.56, 1.67)])
+def test_pearl_wins_or_loses_by_acceptance(alpha: float, parallel: float, in_turn: float) -> None:
+    """At c = .1, each at the length that is best for it."""
+    best = max(theory.pearl_speedup(alpha, gamma, 0.1) for gamma in range(1, 65))
+    assert best == pytest.approx(parallel, abs=0.005)
+    gamma = theory.best_length(alpha, 0.1)
+    assert theory.speedup(theory.expected_tokens(alpha, gamma), gamma, 0.1) == pytest.approx(in_turn, abs=0.005)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+def test_pearls_formula_over_all_outcomes_of_a_block(alpha: float, gamma: int) -> None:
+    """A block of gamma tokens takes one step where its first is rejected before it ends, or where all are accepted
+    while the next block is drafted; a rejection in between is seen one step later, and what was drafted is dropped."""
+    tokens = steps = 0.0
+    for accepted in range(gamma + 1):
+        chance = alpha**accepted * (1 - alpha if accepted < gamma else 1.0)
+        tokens += chance * (accepted + 1 if accepted < gamma else gamma)
+        steps += chance * (2 if 0 < accepted < gamma else 1)
+    assert theory.pearl_speedup(alpha, gamma, 0.0) == pytest.approx(tokens / steps)
+    assert theory.pearl_speedup(alpha, gamma, 0.5) == pytest.approx(tokens / steps / max(1.0, gamma * 0.5))
+
+
+@pytest.mark.parametrize("c", [0.05, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_a_draft_helps_only_where_it_is_accepted_more_often_than_it_costs(alpha: float, c: float) -> None:
+    gamma = theory.best_length(alpha, c)
+    gain = theory.speedup(theory.expected_tokens(alpha, gamma), gamma, c)
+    assert (gamma > 0 and gain > 1.0) == theory.can_help(alpha, c)
+    assert gain <= theory.limit_in_turn(alpha)
+    assert gain <= theory.tree_speedup(theory.expected_tokens(alpha, gamma), gamma, c, 1.0)
+
+
+def test_limits() -> None:
+    assert theory.limit_in_turn(0.75) == pytest.approx(4.0)
+    assert theory.limit_in_turn(1.0) == math.inf
+    assert theory.expected_tokens(0.75, 500) == pytest.approx(4.0)
+    assert theory.limit_in_parallel(0.1) == pytest.approx(10.0)
+    assert theory.limit_in_parallel(0.0) == math.inf
+    assert theory.pearl_speedup(1.0, 10, 0.1) == pytest.approx(10.0)
+    assert theory.card_limit(5.0, 1.25, 0.1, 2.0) == pytest.approx(4.0)
+    assert theory.card_limit(5.0, 1.25, 0.2, 2.0) == pytest.approx(2.5)
+
+
+def test_rejections_add_up_and_bound_the_speedup() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    assert theory.total_variation(p, q) == pytest.approx(0.3)
+    assert theory.expected_rejections([0.3, 0.1, 0.0]) == pytest.approx(0.4)
+    assert theory.ideal_speedup(3, 0.4) == pytest.approx(7.5)
+    assert theory.ideal_speedup(3, 0.0) == math.inf
+    assert theory.least_loss(0.3, 0.1) == pytest.approx(0.2)
+    assert theory.least_loss(0.3, 0.4) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_lies_below_yins_line(seed: int) -> None:
+    """Any acceptance and any residual; the ratio rule's own lie on it."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q, residual = (torch.rand(6, generator=generator, dtype=torch.float64).softmax(0) for _ in range(3))
+    distance = theory.total_variation(p, q)
+    for accept in (torch.rand(6, generator=generator, dtype=torch.float64), (p / q).clamp(max=1.0)):
+        rejected = 1.0 - float((q * accept).sum())
+        written = q * accept + rejected * residual
+        assert theory.total_variation(p, written) >= theory.least_loss(distance, rejected) - 1e-12
+    best = (p - q).clamp(min=0.0) / distance
+    assert theory.total_variation(p, q * accept + rejected * best) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_pass_moves_bytes_or_computes() -> None:
+    batch = theory.Batch(weight_bytes=2e9, kv_bytes=1e6, weights=1e9, bandwidth=1e12, flops=1e14)
+    assert batch.pass_seconds(1, 1) == pytest.approx(2.001e-3)
+    assert batch.free_rows == pytest.approx(100.0)
+    assert batch.pass_seconds(100, 10) == pytest.approx(2e-2)
+    rows = round(batch.free_rows)
+    assert batch.pass_seconds(rows, 1) == pytest.approx(2e-3, rel=0.01)
+    assert batch.pass_seconds(4 * rows, 1) == pytest.approx(8e-3)
