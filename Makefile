@@ -39,7 +39,7 @@ bench: .venv/installed-bench
 docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
-rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew
+rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew; docs/methods.md too
 	$(PYTHON) tests/rooms.py
 
 clean:

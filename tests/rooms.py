@@ -1,6 +1,6 @@
 """The rooms of the package as its imports show them: read here, judged by test_floors.py, drawn for the documents.
 
-python tests/rooms.py           # rewrites the drawing and the folder tree in docs/architecture.md
+python tests/rooms.py           # rewrites the drawing and the folder tree in docs/architecture.md, and docs/methods.md
 python tests/rooms.py --check   # says whether they are stale
 """
 
@@ -17,6 +17,7 @@ from typing import NamedTuple
 HOUSE = Path(__file__).parents[1]
 ROOT = HOUSE / "outpace"
 PAGE = HOUSE / "docs" / "architecture.md"
+METHODS = HOUSE / "docs" / "methods.md"
 COMMAND = "python tests/rooms.py"
 FLOORS = {"core": 0, "models": 1, "rules": 1, "candidates": 1, "drafters": 2, "decoders": 3, "engine": 4, "api": 5}
 SIDE_HOUSES = ("cli", "server", "bench", "distill", "simulate", "cluster", "integrations", "timeseries", "edge")
@@ -181,13 +182,19 @@ def renewed(page: str) -> str:
     return page
 
 
+def methods() -> str:
+    """docs/methods.md as the methods themselves have it now."""
+    from outpace.cli.methods import page
+
+    return page()
+
+
 def main() -> None:
-    page = PAGE.read_text()
-    new = renewed(page)
-    if "--check" not in sys.argv:
-        PAGE.write_text(new)
-    elif new != page:
-        sys.exit(f"docs/architecture.md is stale: {COMMAND}")
+    for file, new in ((PAGE, renewed(PAGE.read_text())), (METHODS, methods())):
+        if "--check" not in sys.argv:
+            file.write_text(new)
+        elif new != file.read_text():
+            sys.exit(f"docs/{file.name} is stale: {COMMAND}")
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def test_methods_lists_every_part(run: Run) -> None:
     assert {"card", "speculative", "autoregressive"} <= {method["name"] for method in found["decoders"]}
     shown = run("methods")[1]
     for kind in ("decoders", "drafters", "rules"):
-        assert all(method["name"] in shown and method["paper"] for method in found[kind])
+        assert all(method["name"] in shown and method["paper"] and method["needs"] for method in found[kind])
     assert "--draft-length 4" in shown
 
 

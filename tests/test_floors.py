@@ -12,6 +12,7 @@ import pytest
 from rooms import (
     COMMAND,
     FLOORS,
+    METHODS,
     MODELS,
     PAGE,
     ROOT,
@@ -19,6 +20,7 @@ from rooms import (
     Edge,
     all_edges,
     edges_of,
+    methods,
     module_files,
     renewed,
     room,
@@ -78,6 +80,10 @@ def test_imports_go_down_only() -> None:
 def test_the_drawing_shows_the_rooms_as_they_are() -> None:
     page = PAGE.read_text()
     assert renewed(page) == page, f"docs/architecture.md is stale: {COMMAND}"
+
+
+def test_the_page_of_methods_shows_them_as_they_are() -> None:
+    assert methods() == METHODS.read_text(), f"docs/methods.md is stale: {COMMAND}"
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:

@@ -126,9 +126,7 @@ class LLM(AbstractContextManager["LLM"]):
         tuned = self._profile.method if self._profile else None
         is_open = parts.method == "auto"
         self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
-        self._rules: dict[
-            tuple[bool, bool], Rule
-        ] = {}  # one instance serves all requests, so that their rows go together
+        self._rules: dict[tuple[bool, bool], Rule] = {}  # shared by all requests, so that their rows go together
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, options)

@@ -23,6 +23,7 @@ class Result:
     token; `time_to_first_token`: to the end of the first round; `tokens_per_second` is counted between the two.
     `figures`: what was drafted and accepted. `choice` tells the answers to one prompt apart. `logprobs` has a record
     for each of `tokens`, `prompt_logprobs` one for each of the prompt's but its first, where they were asked for.
+    `lossless` is False where the rule gave up the target's distribution for speed.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Result:
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    lossless: bool = True
 
 
 class Stream:
@@ -97,6 +99,7 @@ class Stream:
             figures=fold(history.steps),
             choice=run.request.choice,
             prompt_tokens=len(run.request.prompt),
+            lossless=run.request.rule.lossless,
             logprobs=tuple(history.logprobs[: self._sent]),
             prompt_logprobs=tuple(history.prompt_logprobs),
         )

@@ -109,8 +109,9 @@ def percent(value: float | None) -> str:
 
 def summary(result: Result, second: str = "") -> str:
     """The grey line: tokens/s, what stands second, mean accepted length, hit rate; and whether the answer was cut."""
+    method = result.method if result.lossless else f"{result.method} (lossy)"
     if not result.tokens:
-        return f"{result.method}: stopped before the first token"
+        return f"{method}: stopped before the first token"
     found = result.figures
     parts = [f"{result.tokens_per_second:.1f} tokens/s", second]
     if found.drafted or found.hits or found.misses:
@@ -119,7 +120,7 @@ def summary(result: Result, second: str = "") -> str:
         parts.append(f"hit rate {percent(found.hit_rate)}")
     ends = {"length": f"cut at {len(result.tokens)} tokens", "abort": "stopped"}
     parts.append(ends.get(result.finish_reason, ""))
-    return f"{result.method}: " + ", ".join(part for part in parts if part)
+    return f"{method}: " + ", ".join(part for part in parts if part)
 
 
 class LoadingBar:

@@ -138,6 +138,7 @@ def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
         "tokens": list(result.tokens),
         "finish_reason": result.finish_reason,
         "method": result.method,
+        "lossless": result.lossless,
         "precision": precision,
         "seed": result.seed,
         **display.figures(result),

@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.options import Json
+from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from outpace.core.registry import Method
 
 FLAGS = {"decoders": "--method", "drafters": "--drafter", "rules": "--rule"}
+PAGE = """# Methods
+
+What `outpace methods` lists: a method says who drafts and when, a drafter what is proposed, a rule how proposals are
+judged. *Lossless* methods and rules keep the target's distribution (greedy, gumbel and match its text too); the others
+give some of it up for speed, and answers by them say so. Each option is a flag of the command line and an argument of
+the library.
+
+This page is made by `outpace methods --markdown`.
+"""
 
 
-def methods(as_json: Json = False) -> None:
-    """List the methods, drafters and rules, with their options and papers."""
-    from outpace.core import registry
-
-    found = {kind: [registry.describe(kind, name) for name in registry.names(kind)] for kind in registry.KINDS}
+def methods(
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write a page of Markdown, docs/methods.md.")] = False,
+) -> None:
+    """List the methods, drafters and rules: what they need and cost, their options and papers."""
+    if as_json and markdown:
+        raise UserError("--json and --markdown are two forms of one list, leave out one of them")
+    found = _found()
     if as_json:
         display.print_json({kind: [asdict(method) for method in found[kind]] for kind in found})
-        return
-    console = display.stdout()
-    for kind in registry.KINDS:
-        console.print(_table(kind, found[kind]))
+    elif markdown:
+        typer.echo(page(), nl=False)
+    else:
+        console = display.stdout()
+        for kind, some in found.items():
+            console.print(_table(kind, some))
+
+
+def page() -> str:
+    """All of it in Markdown."""
+    parts = [PAGE]
+    for kind, some in _found().items():
+        parts.append(f"\n## {kind.capitalize()} (`{FLAGS[kind]}`)\n\n")
+        parts += [" | ".join(["", *row, ""]).strip() + "\n" for row in _rows(kind, some)]
+    return "".join(parts)
+
+
+def _found() -> Mapping[str, Sequence[Method]]:
+    from outpace.core import registry
+
+    return {kind: [registry.describe(kind, name) for name in registry.names(kind)] for kind in registry.KINDS}
+
+
+def _rows(kind: str, found: Sequence[Method]) -> list[list[str]]:
+    """Head, rule and rows of a table; drafters never change a text, so they have no column for that."""
+    has_loss = kind != "drafters"
+    head = ["name", "what it does", *(["lossless"] if has_loss else []), "needs", "costs", "options", "paper"]
+    rows = [head, ["---"] * len(head)]
+    for method in found:
+        loss = ["yes" if method.lossless else "no"] if has_loss else []
+        options = ", ".join(f"`{_flag(option)}`" for option in method.options)
+        row = [f"`{method.name}`", method.help, *loss, method.needs, method.cost, options, method.paper]
+        rows.append([cell.replace("|", "\\|") or "-" for cell in row])
+    return rows
 
 
 def _table(kind: str, found: Sequence[Method]) -> Table:
@@ -42,7 +86,11 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
     if kind != "drafters":
         table.add_column("lossless", no_wrap=True)
     for method in found:
-        what = Text(method.help + "\n").append(method.paper, style=display.GREY)
+        what = Text(method.help + "\n")
+        needs = [
+            text for text in (method.needs and f"needs {method.needs}", method.cost and f"costs {method.cost}") if text
+        ]
+        what.append("; ".join(needs) + "\n" if needs else "").append(method.paper, style=display.GREY)
         options = "\n".join(_flag(option) for option in method.options)
         row: list[str | Text] = [method.name, what]
         row += [options] if has_options else []

@@ -17,8 +17,17 @@ from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
+from outpace.core.tree import Siblings
+from outpace.core.types import Drafter, Rule
 
 KINDS = ("decoders", "drafters", "rules")
+_DRAFTING = {None: "no drafter", "drafter": "a drafter", "worker": "a drafter beside the target"}
+_DRAFTS = {  # by how a rule wants children made, and whether a node may have several drawn ones
+    (Siblings.PICKED, False): "any drafts",
+    (Siblings.DRAWN, False): "a chain drawn from q, or picked drafts",
+    (Siblings.DRAWN, True): "children drawn independently from q, or picked drafts",
+    (Siblings.WITHOUT_REPLACEMENT, True): "children drawn from q without replacement, or picked drafts",
+}
 _CALLED = {"decoders": "method", "drafters": "drafter", "rules": "rule"}
 
 
@@ -32,6 +41,8 @@ class Method:
     paper: str
     lossless: bool | None  # None for drafters: what they propose never changes the text
     options: tuple[str, ...]
+    needs: str = ""
+    cost: str = ""
 
 
 def names(kind: str) -> list[str]:
@@ -56,7 +67,20 @@ def describe(kind: str, name: str) -> Method:
     module = find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
-    return Method(kind, name, lines[0].rstrip("."), paper, getattr(module, "LOSSLESS", None), option_names(module))
+    lossless, cost = getattr(module, "LOSSLESS", None), getattr(module, "COST", "")
+    return Method(kind, name, lines[0].rstrip("."), paper, lossless, option_names(module), _needs(kind, module), cost)
+
+
+def _needs(kind: str, module: ModuleType) -> str:
+    """What must be there, in words."""
+    if kind == "decoders":
+        return _DRAFTING[module.NEEDS]
+    if kind == "rules":
+        rule: Rule = module.build(build_options(module, {}))
+        return "q after every token, from a draft model" if rule.leaf_q else _DRAFTS[rule.siblings, rule.fan]
+    found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Drafter))
+    own = next((value for value in found if value.__module__ == module.__name__), None)
+    return "" if own is None else "a draft model" if own.runs_model else "no model"
 
 
 def option_names(module: ModuleType) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
+COST = "as speculative, as far as that pays; host time for the plan"
 NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _BEAM = 4  # leaves that one layer is expected to expand

@@ -12,6 +12,7 @@ from outpace.core.types import Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
+COST = "one pass a token"
 NEEDS = None
 
 

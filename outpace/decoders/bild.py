@@ -18,6 +18,7 @@ from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = False
+COST = "the draft, then a pass, one after the other"
 NEEDS = "drafter"
 RULE = "rollback"  # where none is asked for
 NODES = 11  # of a pass, unless it is told: the root, and ten tokens

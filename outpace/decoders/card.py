@@ -16,6 +16,7 @@ from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
+COST = "a pass; the draft runs beside it"
 NEEDS = "worker"
 
 

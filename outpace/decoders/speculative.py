@@ -14,6 +14,7 @@ from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
+COST = "the draft, then a pass, one after the other"
 NEEDS = "drafter"
 LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 

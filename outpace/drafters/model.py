@@ -24,6 +24,7 @@ from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
 DRAWS = True
+COST = "a forward of the draft model for each layer"
 _CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _SCORE = itemgetter(0)

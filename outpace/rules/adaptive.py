@@ -19,6 +19,7 @@ from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = False
+COST = "as rejection, and an entropy and a distance for each judged token"
 
 
 @dataclass(frozen=True)

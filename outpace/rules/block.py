@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from outpace.rules._bottom_up import BottomUp
 
 LOSSLESS = True
+COST = "p and a residual of every node of the chain"
 
 
 @dataclass(frozen=True)

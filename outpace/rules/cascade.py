@@ -29,6 +29,7 @@ from outpace.core.tree import TokenTree
 from outpace.rules._ratio import Judged, TopDown, fitted
 
 LOSSLESS = False
+COST = "as rejection, with p and q at temperature 1 too; one more draft step a round"
 
 
 class Pair(NamedTuple):

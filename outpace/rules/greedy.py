@@ -20,6 +20,7 @@ from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
+COST = "an argmax a row"
 
 
 @dataclass(frozen=True)

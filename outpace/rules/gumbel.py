@@ -23,6 +23,7 @@ from outpace.rules._ranking import log_chances, prepared, ranked
 from outpace.rules.base import follow, offer_at
 
 LOSSLESS = True
+COST = "a race of the tokens that can win it, a row"
 
 
 @dataclass(frozen=True)

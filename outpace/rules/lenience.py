@@ -16,6 +16,7 @@ from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = False
+COST = "as rejection"
 
 
 @dataclass(frozen=True)

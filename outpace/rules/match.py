@@ -23,6 +23,7 @@ from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules.base import follow, likeliest
 
 LOSSLESS = True
+COST = "a running sum over p, a row"
 
 
 @dataclass(frozen=True)

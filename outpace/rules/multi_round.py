@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = True
+COST = "as rejection; a residual for each child that is rejected"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
 
 LOSSLESS = False
+COST = "p of every node with accepted ancestors"
 
 
 @dataclass(frozen=True)

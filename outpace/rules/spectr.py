@@ -18,6 +18,7 @@ from torch import Tensor
 from outpace.rules._ratio import Group, TopDown
 
 LOSSLESS = True
+COST = "as rejection, and forty sums over the tokens that both models give, a node with several drafts"
 _HALVINGS = 40
 
 

@@ -20,6 +20,7 @@ from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
 
 LOSSLESS = False
+COST = "the best few tokens of every node with accepted ancestors"
 
 
 @dataclass(frozen=True)

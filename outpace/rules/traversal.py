@@ -13,6 +13,7 @@ from outpace.core.tree import Siblings
 from outpace.rules._bottom_up import BottomUp
 
 LOSSLESS = True
+COST = "p and a residual of every node that the walk comes to, at worst of all"
 
 
 @dataclass(frozen=True)

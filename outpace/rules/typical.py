@@ -19,6 +19,7 @@ from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
 
 LOSSLESS = False
+COST = "p and its entropy for every node with accepted ancestors"
 
 
 @dataclass(frozen=True)

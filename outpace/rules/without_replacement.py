@@ -16,6 +16,7 @@ from outpace.core.tree import Siblings
 from outpace.rules._ratio import TopDown, without
 
 LOSSLESS = True
+COST = "as multi_round, and q normalised anew after each rejection"
 
 
 @dataclass(frozen=True)
