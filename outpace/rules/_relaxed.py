@@ -1,7 +1,8 @@
 """The walk of the rules that take what the target finds good enough: the longest path of such tokens, then its own.
 
 The target's own token is the one that plain decoding writes there: its likeliest at temperature 0, else argmax(log p +
-g) with noise keyed by position. So where nothing is good enough, the text is plain decoding's.
+g) with noise keyed by position. So where nothing is good enough, the text is plain decoding's. Elsewhere it depends on
+what was drafted; a drafter that learns from answer to answer may lead to another text for the same seed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""Lossy rules and method bild through the library and the command line: dials by name, and said to be lossy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_library import folder
+from typer.testing import CliRunner
+
+from outpace.api.llm import LLM
+from outpace.cli import display
+from outpace.cli.main import app
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.models.load import Loaded, load_draft, load_model
+
+ASKED: dict[str, Any] = {"max_tokens": 24, "temperature": 1.1, "seed": 3, "min_tokens": 24}
+LOSSY = [name for name in registry.names("rules") if not registry.describe("rules", name).lossless]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
+    target = load_model(folder(tmp_path_factory.mktemp("lossy"), "target"))
+    return target, load_draft("layers:0", target)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(name: str, pair: tuple[Loaded, Loaded]) -> None:
+    assert registry.describe("rules", name).help.startswith("Lossy: ")
+    temperature = 0.0 if name == "top_beta" else 1.1
+    with LLM(*pair, rule=name) as llm:
+        assert llm.method == "speculative"
+        result = llm.stream("hello hello", **{**ASKED, "temperature": temperature}).finish()
+    assert not result.lossless
+    assert "speculative (lossy): " in display.summary(result)
+
+
+def test_lossless_answers_say_so() -> None:
+    assert [registry.describe("rules", name).lossless for name in ("greedy", "gumbel", "block")] == [True] * 3
+    assert not registry.describe("rules", "block").help.startswith("Lossy")
+
+
+def test_a_plain_answer_beside_a_cascade_is_the_targets_own(pair: tuple[Loaded, Loaded]) -> None:
+    with LLM(*pair, rule="cascade", defer="chow", alpha="1.0") as llm, LLM(*pair, method="autoregressive") as alone:
+        plain, own = llm.stream("hello", plain=True, **ASKED).finish(), alone.stream("hello", **ASKED).finish()
+        assert plain.tokens == own.tokens
+        assert plain.lossless
+        assert llm.stream("hello", **ASKED).finish().tokens != own.tokens, "with a = 1 the draft alone writes"
+
+
+def test_bild_has_its_own_rule_unless_it_is_told(pair: tuple[Loaded, Loaded]) -> None:
+    greedy = {"max_tokens": 24, "min_tokens": 24}
+    with LLM(pair[0], method="autoregressive") as llm:
+        plain = llm.stream("hello", **greedy).finish().tokens
+    texts = {}
+    for rollback in (0.0, 1e9):
+        with LLM(*pair, method="bild", rollback=rollback, fallback=0.0, most=4) as llm:
+            assert llm.rule == "rollback"
+            assert llm.engine.options.nodes == 11
+            result = llm.stream("hello", **greedy).finish()
+            assert not result.lossless
+            texts[rollback] = result.tokens
+    assert texts[0.0] == plain != texts[1e9]
+    with LLM(*pair, method="bild", rule="greedy", nodes=6) as llm:
+        result = llm.stream("hello", **greedy).finish()
+        assert (result.tokens, result.lossless, llm.engine.options.nodes) == (plain, True, 6)
+
+
+def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> None:
+    model = ["generate", "hello", "--target", pair[0].name, "--draft", "layers:0", "--json", "--max-tokens", "6"]
+    for more, lossless in (
+        (["--rule", "typical", "--epsilon", "0.2", "--delta", "0.5", "--temperature", "1"], False),
+        (["--rule", "multi_round", "--draws", "3,1", "--temperature", "1"], True),
+        (["--method", "bild", "--rollback", "3", "--fallback", "0.1"], False),
+        (["--method", "speculative", "--lengths", "heuristic"], True),
+    ):
+        ran = CliRunner().invoke(app, [*model, *more])
+        assert ran.exception is None, ran.exception
+        assert json.loads(ran.stdout)["lossless"] is lossless
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rule": "typical", "beta": 2}, "unknown option of method speculative, rule typical, drafter model 'beta'"),
+        ({"rule": "lenience", "lenience": 2}, "lenience is 2"),
+        ({"rule": "cascade", "drafter": "ngram"}, "drafter ngram has none; the rules that fit are adaptive, block,"),
+        ({"rule": "multi_round", "draws": "0"}, "draws is 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], says: str, pair: tuple[Loaded, Loaded]) -> None:
+    with pytest.raises(UserError, match=says):
+        LLM(*pair, **options)
