@@ -94,7 +94,10 @@ def test_a_length_that_follows_what_was_drawn_keeps_the_distribution(lengths: st
     """Drafting stops behind a token, never before it; a rule that wants q at leaves gets it there too."""
     target, chance = TARGETS[3], Enumerating()
     draft = draft_of("partial", target)
-    request = make_request(PROMPT, rule_of(rule, chance), 3 if lengths == "heuristic" else 2, **ASKED["top-k"])
+    options_of_rule = {"defer": "token_v3"} if rule == "cascade" else {}
+    request = make_request(
+        PROMPT, rule_of(rule, chance, **options_of_rule), 3 if lengths == "heuristic" else 2, **ASKED["top-k"]
+    )
 
     def text() -> Sequence[int]:
         drafter = ModelDrafter(draft, Options(width=1, floor=0.5))

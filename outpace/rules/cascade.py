@@ -75,7 +75,7 @@ class Options:
     """`defer`: how pi is made, chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: the a of its comparison, the
     more the more the draft is followed."""
 
-    defer: str = "token_v3"
+    defer: str = "opt"
     alpha: float = 0.2
 
     def __post_init__(self) -> None:
