@@ -118,7 +118,14 @@ def draw(rows: Sequence[dict[str, Any]], distance: float, file: Path) -> None:
 
     figure = Figure(figsize=(7.0, 4.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot([0, distance], [distance, 0], color="#7a7f87", linewidth=1, label="Yin's line: nothing lies below")
+    axes.plot(
+        [0, distance],
+        [distance, 0],
+        color="#333333",
+        linestyle=":",
+        linewidth=1,
+        label="Yin's line: nothing lies below",
+    )
     for label in dict.fromkeys(_label(row) for row in rows):
         some = sorted((row["rejected"], row["loss"]) for row in rows if _label(row) == label)
         axes.plot(*zip(*some, strict=True), marker="o", markersize=4, linewidth=1, label=label)

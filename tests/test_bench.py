@@ -87,6 +87,25 @@ def test_a_task_that_is_not_there(source: str, message: str) -> None:
         tasks.collect([source], 5)
 
 
+@pytest.mark.parametrize(
+    ("label", "lossy"),
+    [
+        ("autoregressive", False),
+        ("auto", False),
+        ("speculative:draft_length=2", False),
+        ("speculative:rule=block", False),
+        ("speculative:width=1,rule=lenience,lenience=0.4", True),
+        ("bild", True),
+        ("bild:rule=greedy", False),
+    ],
+)
+def test_lossy_methods_are_known_by_their_rules(label: str, lossy: bool) -> None:
+    assert contenders.is_lossy(contenders.parse_methods(label, {})[-1]) is lossy
+    row = figures.rows([record("autoregressive"), record(label)])[-1]
+    said = any(f"{label} is lossy" in line for line in report._remarks([row]))
+    assert said is lossy
+
+
 def test_methods_carry_their_own_options() -> None:
     found = contenders.parse_methods(
         "card:drafter=model+ngram,branches=2,speculative,nodes=4, speculative:draft-length=2,autoregressive",

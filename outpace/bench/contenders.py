@@ -12,6 +12,7 @@ from typing import Any
 from outpace.bench import peers
 from outpace.core import registry
 from outpace.core.errors import UserError, unknown
+from outpace.engine.build import default_rule
 
 PLAIN = "autoregressive"
 AUTO = "auto"
@@ -47,6 +48,14 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
             raise UserError(f"methods has {label} twice")
         found[label] = Contender(label, name, {**common, **values} if has_drafter else values)
     return list(found.values())
+
+
+def is_lossy(contender: Contender) -> bool:
+    """Whether one of our methods is not meant to write the target's text: its rule says so."""
+    if contender.is_peer or contender.name == AUTO:
+        return False
+    rule = default_rule(registry.find("decoders", contender.name), str(contender.options.get("rule", AUTO)))
+    return rule != AUTO and not registry.describe("rules", rule).lossless
 
 
 def parse_peers(text: str) -> list[Contender]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.api.llm import LLM
+from outpace.bench.contenders import is_lossy, parse_methods
 from outpace.bench.figures import ALL, TableRow
 from outpace.core import machine
 from outpace.core.errors import UserError
@@ -166,7 +167,7 @@ def _busy(facts: Mapping[str, Any]) -> list[str]:
 
 def _remarks(found: Sequence[TableRow]) -> list[str]:
     """What the table has no room for: where texts part, and what failed."""
-    lines = []
+    lines = [f"{name} is lossy: another text than plain decoding's is what it is for." for name in _lossy(found)]
     for row in found:
         left = row.divergence
         if left is not None and row.task == left.task:
@@ -180,6 +181,11 @@ def _remarks(found: Sequence[TableRow]) -> list[str]:
         if row.failed and row.task != ALL:
             lines.append(f"{row.label} failed on {row.failed} answers of {row.task}: {row.reason}")
     return lines
+
+
+def _lossy(found: Sequence[TableRow]) -> list[str]:
+    labels = dict.fromkeys(row.label for row in found if not row.is_peer)
+    return [label for label in labels if is_lossy(parse_methods(label, {})[-1])]
 
 
 def _token(token: int | None) -> str:
