@@ -53,6 +53,7 @@ class TokenTree:
         self.scores = [0.0]
         self.roles = [Role.PRIMARY]
         self.ids = [root_id]
+        self.sources = [""]  # by node: the drafter that planted it, where it is known
         self.siblings: dict[int, Siblings] = {}
         self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
@@ -88,6 +89,7 @@ class TokenTree:
         self.scores.append(score if score < above else above)
         self.roles.append(role)
         self.ids.append(node_id)
+        self.sources.append("")
         if node_id >= self.next_id:
             self.next_id = node_id + 1
         self._children.append([])
@@ -103,6 +105,10 @@ class TokenTree:
         for token in distinct:
             self.add(parent, token, self.scores[parent] + math.log(float(drawn.q[token])), siblings=siblings)
         return len(distinct)
+
+    def mark(self, first: int, source: str) -> None:
+        """The nodes from `first` on were planted by this drafter, but for those that are another's already."""
+        self.sources[first:] = [known or source for known in self.sources[first:]]
 
     def children(self, node: int) -> Sequence[int]:
         """The children of a node, in the order in which they were added."""
@@ -137,6 +143,7 @@ class TokenTree:
             score = self.scores[node] - shift
             added = tree.add(index[parent], self.tokens[node], score, self.roles[node], kind, self.ids[node])
             assert added is not None
+            tree.sources[added] = self.sources[node]
             index[node] = added
         for node, drawn in self.drawn.items():
             if node in index:

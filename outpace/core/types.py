@@ -111,6 +111,8 @@ class Request:
     adjustments: Adjustments | None = None
     logprobs: LogprobsOptions | None = None
     constraint: Constraint | None = None  # of this request alone
+    nodes: int | None = None  # that its trees may have at most, of those that the engine allows
+    rounds: bool = False  # what each round verified is kept for whoever asks
     prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
     reuse_key: str | None = None  # keys and values are reused among requests of one key only
 

@@ -48,7 +48,10 @@ class Combined(Drafter):
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
             if source is None or source in part.sources:
+                before = [len(tree) for tree in trees]
                 more = part.grow_by(source, [state.parts[number] for state in states], trees)
+                for tree, first in zip(trees, before, strict=True):
+                    tree.mark(first, part.name)
                 added = [a + b for a, b in zip(added, more, strict=True)]
         return added
 

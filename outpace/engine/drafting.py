@@ -116,7 +116,10 @@ class Drafting:
         if drafter is not None:
             began = self._clock()
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
+            before = [len(tree) for tree in trees]
             added = self._guarded(name, drafter.grow_by, source, [run.draft.state for run in runs], trees)
+            for tree, first in zip(trees, before, strict=True):
+                tree.mark(first, drafter.name)
             seconds = self._clock() - began
             self._costs.drafted(seconds, len(runs), source)
             for run in runs:

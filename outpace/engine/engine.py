@@ -222,7 +222,8 @@ class Engine(AbstractContextManager["Engine"]):
         """Tells a request how much room the load leaves it."""
         place = run.place
         place.requests = len(self.running)
-        place.budget = max(1, min(self.options.nodes, self.options.rows // place.requests))
+        most = min(self.options.nodes, run.request.nodes or self.options.nodes)
+        place.budget = max(1, min(most, self.options.rows // place.requests))
         place.rows_of_others = sum(other.rows for other in self.running) - run.rows
         place.left = run.left
 

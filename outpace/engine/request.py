@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,8 +29,18 @@ from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefixes import Text
 from outpace.models.base import Model, Session
 
+TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
 Watch = Callable[[Sequence[int], int], int | None]
 """Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""
+
+
+class Round(NamedTuple):
+    """What a round verified: a tree, who planted its nodes, and the path that was accepted."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+    path: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -44,6 +54,8 @@ class History:
     ended: float = 0.0  # when the last one did
     pauses: int = 0  # how often its keys and values were taken away for want of memory
     steps: list[Step] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
+    rounds: list[Round] = field(default_factory=list)  # where they are asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
 
@@ -230,6 +242,12 @@ class Running:
         history = self.history
         history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times, *predicted))
         history.ended, history.first_token = now, history.first_token or now
+        history.sources += [tree.sources[node] or UNKNOWN for node in verdict.path[1 : accepted + 1]]
+        history.sources += [TARGET] * (emitted - accepted)
+        if self.request.rounds:
+            path = tuple(node for node in verdict.path[: accepted + 1] if node < rows)
+            tokens, parents, sources = tree.tokens[:rows], tree.parents[:rows], tree.sources[:rows]
+            history.rounds.append(Round(tuple(tokens), tuple(parents), tuple(sources), path))
 
     def _predicted(self, tree: TokenTree, rows: int, accepted: Sequence[int]) -> tuple[int, int]:
         """Of the tokens that the caller predicted to stand here: how many were judged, how many accepted."""

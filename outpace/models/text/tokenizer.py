@@ -12,7 +12,7 @@ from outpace.core.banned_text import TokenTexts
 from outpace.core.errors import UserError
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import TextStream, stream_maker
+from outpace.models.text.text_stream import TextStream, TokenText, stream_maker
 
 if TYPE_CHECKING:
     import tokenizers
@@ -95,6 +95,16 @@ class Tokenizer:
         """Whether `render` and `chat` have a template to go by."""
         return "default" in self._templates
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text, where the model has one."""
+        return self._templates["default"].text if self.has_template else None
+
+    @property
+    def special_texts(self) -> Mapping[str, str]:
+        """Special tokens as they are written, by name: bos_token, eos_token, ..."""
+        return dict(self._special)
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation as the text that the model was trained on; `values` (tools, ...) go to the template.
 
@@ -137,6 +147,17 @@ class Tokenizer:
     def texts(self) -> TokenTexts:
         """What each id adds to an answer's text; special tokens, and those that end an answer, add nothing."""
         return TokenTexts([b"" if index in self.stop_ids else self._bytes_of(index) for index in range(self.size)])
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token stands for, special ones as they are written; it may be a part of a character."""
+        return self._spelling(token)
+
+    @cached_property
+    def _spelling(self) -> Callable[[int], bytes]:
+        stream = self._stream(False)
+        if isinstance(stream, TokenText):
+            return stream.bytes_of
+        return lambda token: self.decode([token], skip_special=False).encode()
 
     def tokens_differ(self, other: Tokenizer) -> str | None:
         """None if both name the same strings for all ids that both have, else a phrase with the first that differs.
