@@ -18,6 +18,7 @@ from outpace.cli.doctor import doctor
 from outpace.cli.extra import ExtraFlags
 from outpace.cli.generate import generate
 from outpace.cli.methods import methods
+from outpace.cli.serve import serve
 from outpace.cli.simulate import simulate
 from outpace.cli.theory import theory
 from outpace.cli.tune import tune
@@ -33,6 +34,7 @@ app = typer.Typer(
 anywhere = signals.at_any_point()  # what these begin, an interrupt may end wherever it is
 app.command(cls=ExtraFlags)(generate)
 app.command(cls=ExtraFlags)(chat)
+app.command(cls=ExtraFlags)(serve)
 app.command(cls=ExtraFlags)(anywhere(demo))
 app.command()(anywhere(bench))
 app.command()(anywhere(distill))

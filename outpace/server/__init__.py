@@ -1,0 +1,1 @@
+"""The server: the OpenAI and Anthropic APIs over HTTP, answered with speculation."""

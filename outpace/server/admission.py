@@ -1,0 +1,78 @@
+"""Who may join the queue: bounds on what waits, and how long a refused client does best to stay away."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+
+from outpace.server.choices import Group
+from outpace.server.errors import ApiError
+from outpace.server.options import Limits
+
+WINDOW = 30.0  # seconds of writing that the rate is taken from
+USUAL = 128.0  # tokens of an answer, before any has ended
+FORGETS = 0.9
+
+
+class Admission:
+    """Knows every request that is not over. Used by the event loop alone."""
+
+    def __init__(self, limits: Limits, batch: int) -> None:
+        self._limits, self._batch = limits, batch
+        self.groups: set[Group] = set()
+        self._keys: Counter[str] = Counter()
+        self._recent: deque[tuple[float, int]] = deque()
+        self._usual = USUAL
+
+    @property
+    def waiting(self) -> int:
+        """Choices without room in the engine yet."""
+        return sum(choice.is_waiting for group in self.groups for choice in group.choices)
+
+    @property
+    def running(self) -> int:
+        """Choices that the engine works on."""
+        choices = [choice for group in self.groups for choice in group.choices]
+        return sum(choice.ended is None and not choice.is_waiting for choice in choices)
+
+    def admit(self, group: Group) -> None:
+        """Takes a request in; ApiError 429 where there is no room to wait. A server without work takes any."""
+        limits, more = self._limits, len(group.choices)
+        if limits.per_key and self._keys[group.key] >= limits.per_key:
+            raise self._refusal(f"this key has {limits.per_key} requests under way, which is its limit", "key_limit")
+        waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
+        if self.groups and len(waiting) + more > limits.max_queue + max(0, self._batch - self.running):
+            raise self._refusal(f"the queue is full: {len(waiting)} answers wait for room", "queue_full")
+        tokens = sum(len(choice.asked.request.prompt) for choice in waiting)
+        if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:
+            raise self._refusal(f"the queue is full: prompts of {tokens} tokens wait for room", "queue_full")
+        self.groups.add(group)
+        self._keys[group.key] += 1
+
+    def leave(self, group: Group) -> None:
+        """It is over."""
+        if group in self.groups:
+            self.groups.remove(group)
+            self._keys[group.key] -= 1
+            self._keys += Counter()  # without those at zero
+            for choice in group.choices:
+                if choice.ended and choice.ended.tokens:
+                    self._usual = FORGETS * self._usual + (1 - FORGETS) * choice.ended.tokens
+
+    def wrote(self, tokens: int) -> None:
+        """So many tokens were written now, by all."""
+        now = time.monotonic()
+        self._recent.append((now, tokens))
+        while self._recent[0][0] < now - WINDOW:
+            self._recent.popleft()
+
+    def _refusal(self, why: str, code: str) -> ApiError:
+        return ApiError(429, f"{why}; ask again later", code=code, retry_after=self.wait())
+
+    def wait(self) -> float:
+        """Seconds until there should be room for one more, by what was written lately."""
+        tokens = sum(count for _, count in self._recent)
+        if len(self._recent) < 2 or not tokens:
+            return 1.0
+        rate = tokens / max(self._recent[-1][0] - self._recent[0][0], 0.1)
+        return min(max(self._usual / rate, 0.05), 60.0)

@@ -1,0 +1,131 @@
+"""The choices of a request as the event loop sees them: what came and was not taken yet is one pending delta each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outpace.api.prepared import Prepared
+from outpace.core.stats import Figures, fold, together
+from outpace.core.types import Step, TokenLogprobs
+from outpace.engine.request import History, Round, Running
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What was written since the last look. `sources`: who wrote each token, a drafter or the target."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    rounds: tuple[tuple[Round, Step], ...] = ()  # where they are asked for
+
+    @staticmethod
+    def merged(parts: Sequence[Delta]) -> Delta:
+        """Several in order as one."""
+        return Delta(
+            "".join(part.text for part in parts),
+            tuple(token for part in parts for token in part.tokens),
+            tuple(source for part in parts for source in part.sources),
+            tuple(record for part in parts for record in part.logprobs),
+            tuple(one for part in parts for one in part.rounds),
+        )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a choice ended: `reason` is the engine's, `stop` the stop string or token that ended the text."""
+
+    reason: str
+    stop: str | int | None
+    error: Exception | None
+    history: History
+    tokens: int
+
+    @property
+    def figures(self) -> Figures:
+        """What was drafted and accepted."""
+        return fold(self.history.steps)
+
+
+class Choice:
+    """One answer that is computed. `indices`: under which numbers the client gets it, more than one where choices
+    are alike."""
+
+    def __init__(self, asked: Prepared, indices: Sequence[int]) -> None:
+        self.asked, self.indices = asked, tuple(indices)
+        self.run: Running | None = None  # set by the engine's thread
+        self.ended: Ended | None = None
+        self.written = 0  # tokens that were taken
+        self._pending: list[Delta] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has no room in the engine yet."""
+        return self.ended is None and (self.run is None or not self.run.history.began)
+
+    def add(self, delta: Delta | None, ended: Ended | None) -> None:
+        """Something came."""
+        if delta is not None:
+            self._pending.append(delta)
+        self.ended = ended or self.ended
+
+    def take(self) -> Delta | None:
+        """All that came since the last time, as one delta."""
+        if not self._pending:
+            return None
+        delta = Delta.merged(self._pending)
+        self._pending.clear()
+        self.written += len(delta.tokens)
+        return delta
+
+
+class Group:
+    """The choices of one request. `key` is whose it is; `is_gone` once the client has left."""
+
+    def __init__(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], key: str) -> None:
+        self.choices, self.prompts, self.key = tuple(choices), prompts, key
+        self.began = time.monotonic()
+        self.is_gone = False
+        self.failure: Exception | None = None  # that ends it from outside: a time limit, the server's end
+        self._changed = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        return all(choice.ended is not None for choice in self.choices)
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong with it, or with one of its choices."""
+        return self.failure or next((c.ended.error for c in self.choices if c.ended and c.ended.error), None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def figures(self) -> Figures:
+        """Of all choices that have ended."""
+        return together([choice.ended.figures for choice in self.choices if choice.ended])
+
+    def wake(self) -> None:
+        """Whoever waits for the group looks again."""
+        self._changed.set()
+
+    async def next(self, seconds: float) -> bool:
+        """Waits until something changed, at most so long."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        self._changed.clear()
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Ends it from outside, once."""
+        self.failure = self.failure or error
+        self.wake()

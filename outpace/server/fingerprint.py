@@ -1,0 +1,50 @@
+"""`system_fingerprint`: equal for two servers whose texts are equal for equal seeds and requests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from outpace.api.llm import LLM
+
+PART = 1 << 20  # bytes of a file that are read, at its beginning, its middle and its end
+
+
+def of(llm: LLM) -> str:
+    """A hash of weights, tokenizer, template, precision, runtime, exact mode and rule."""
+    target = llm.target
+    model, tokenizer = target.model, target.tokenizer
+    facts: dict[str, Any] = {
+        "config": dict(target.config),
+        "precision": target.precision,
+        "inflate": target.inflate,
+        "runtime": f"{type(model).__module__}.{type(model).__name__}",
+        "exact": bool(model.exact),
+        "instructions": model.instruction_set if not model.exact else None,
+        "rule": llm.rule,
+        "vocabulary": sorted(tokenizer.stop_ids),
+        "template": tokenizer.chat_template,
+        "files": [_digest(file) for file in _files(llm)],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _files(llm: LLM) -> list[Path]:
+    if llm.target.files is None:
+        return []
+    folder = llm.target.files()
+    return sorted(file for file in (folder.iterdir() if folder.is_dir() else [folder]) if file.is_file())
+
+
+def _digest(file: Path) -> list[Any]:
+    """A large file by its size and three parts of it: weights that differ, differ there."""
+    size = file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for start in sorted({0, max(size // 2, 0), max(size - PART, 0)}):
+            stream.seek(start)
+            digest.update(stream.read(PART))
+    return [file.name, size, digest.hexdigest()]

@@ -1,0 +1,82 @@
+"""What a server is told when it is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outpace.core.errors import UserError, check_range, check_whole
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one request and of all together. Times in seconds."""
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 30.0  # to send the headers, and then the body
+    json_depth: int = 64
+    connections: int = 512
+    max_queue: int = 128  # choices that wait for room
+    max_queued_tokens: int = 1 << 20  # of their prompts
+    per_key: int = 0  # requests at once of one key; 0: as many as there is room for
+    queue_timeout: float = 60.0
+    request_timeout: float = 600.0
+    write_timeout: float = 30.0
+    drain: float = 30.0
+    stuck: float = 60.0  # without a step while work is pending
+    ping: float = 10.0  # of silence in a stream
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes", "json_depth", "connections", "max_queue", "max_queued_tokens"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("per_key", self.per_key, 0)
+        for name in ("body_seconds", "queue_timeout", "request_timeout", "write_timeout", "stuck", "ping"):
+            check_range(name, getattr(self, name), 0.001)
+        check_range("drain", self.drain, 0.0)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where to listen, who may ask, and what a request may choose.
+
+    `names`: what the model is called in requests. `methods`: the methods, drafters and rules that a request may choose
+    beside the server's own. `keys`: SHA-256 hashes, none: everybody may ask. `hosts`: Host headers that are answered;
+    none: those of this machine, or any where there are keys. `ignore_unknown`: fields that are not known are named in a
+    header instead of refused. `tool_prompt`: tools are told in the system message where the template ignores them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    names: tuple[str, ...] = ()
+    keys: frozenset[bytes] = frozenset()
+    hosts: tuple[str, ...] = ()
+    insecure: bool = False
+    methods: tuple[str, ...] = ()
+    ignore_unknown: bool = False
+    tool_prompt: bool = False
+    log_prompts: bool = False
+    metrics_prefix: str = "outpace"  # the metrics' prefix: outpace, vllm or both
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        check_whole("port", self.port, 0, 65535)
+        if self.host not in LOCAL and not self.keys and not self.insecure:
+            raise UserError(
+                f"host {self.host} lets other machines ask: give keys by --api-key-file or OUTPACE_API_KEY, or allow"
+                " everybody by --insecure"
+            )
+        if self.metrics_prefix not in ("outpace", "vllm", "both"):
+            raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
+        if (self.certificate is None) != (self.certificate_key is None):
+            raise UserError("TLS needs a certificate and its key, give both or neither")
+
+    @property
+    def allowed_hosts(self) -> tuple[str, ...]:
+        """Names in the Host header that are answered; none: any."""
+        if self.hosts:
+            return self.hosts
+        return () if self.keys or self.insecure else (*LOCAL, "[::1]")

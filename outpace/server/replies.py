@@ -1,0 +1,184 @@
+"""How an answer goes out: as a stream of events, or whole. Either way a client that leaves ends its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from outpace.server import logs
+from outpace.server.choices import Group
+from outpace.server.errors import ApiError, of
+from outpace.server.service import Service
+from outpace.server.shapes import Shape
+
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
+
+
+def encoded(value: Any) -> bytes:
+    """JSON as it is sent."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+class JsonReply(Response):
+    """A JSON value with a status."""
+
+    def __init__(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(encoded(value), status, dict(headers or {}), "application/json")
+
+
+def error_reply(error: ApiError, request_id: str, in_messages: bool) -> JsonReply:
+    """An error in the shape of the API that was asked."""
+    value = error.messages(request_id) if in_messages else error.openai()
+    return JsonReply(value, error.status, error.headers)
+
+
+class Gone(Exception):
+    """The client has left."""
+
+
+class Reply(Response):
+    """An answer that is being written. What ends it, ends it for the engine too."""
+
+    def __init__(self, service: Service, group: Group, shape: Shape, headers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._service, self._group, self._shape, self._beside = service, group, shape, dict(headers)
+        self._is_told = False  # all but the last bytes: from now on nobody leaves
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            await self._reply(scope, send)
+        except Gone:
+            self._group.is_gone = True
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            self._note(scope["state"]["record"])
+            self._service.leave(self._group)
+
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _watch(self, receive: Receive) -> None:
+        """Waits for the client to leave."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._is_told:
+            self._group.is_gone = True
+            self._group.wake()
+
+    async def _next(self, seconds: float) -> bool:
+        """Whether something came; raises what ends the answer."""
+        came = await self._group.next(seconds)
+        if self._group.is_gone:
+            raise Gone
+        error = self._group.error
+        if error is not None:
+            known = of(error)
+            if known.status == 500:
+                logs.fault(error)
+            raise known
+        return came
+
+    async def _send(self, send: Send, message: Message) -> None:
+        """A client that takes nothing for too long is held to have left."""
+        self._is_told = message["type"] == "http.response.body" and not message.get("more_body", False)
+        try:
+            await asyncio.wait_for(send(message), self._service.limits.write_timeout)
+        except asyncio.TimeoutError:
+            raise Gone from None
+
+    def _note(self, record: dict[str, Any]) -> None:
+        """For the log."""
+        choices = self._group.choices
+        record["prompt_tokens"] = self._group.prompt_tokens
+        record["completion_tokens"] = sum(choice.ended.tokens if choice.ended else choice.written for choice in choices)
+        record["finish"] = (
+            "disconnect" if self._group.is_gone else [c.ended.reason if c.ended else None for c in choices]
+        )
+
+
+class Whole(Reply):
+    """One JSON value at the end."""
+
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        try:
+            while not self._group.has_ended:
+                await self._next(60.0)
+            error = self._group.error
+            if error is not None:
+                raise of(error)
+            reply = JsonReply(self._shape.whole(self._group), headers=self._beside)
+        except ApiError as error:
+            reply = error_reply(error, scope["state"]["record"]["id"], self._shape.in_messages)
+        except Gone:
+            raise
+        except Exception as fault:
+            logs.fault(fault)
+            reply = error_reply(of(fault), scope["state"]["record"]["id"], self._shape.in_messages)
+        scope["state"]["record"]["status"] = reply.status_code
+        for message in _messages(reply):
+            await self._send(send, message)
+
+
+def _messages(reply: Response) -> Iterable[Message]:
+    yield {"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers}
+    yield {"type": "http.response.body", "body": reply.body}
+
+
+class EventStream(Reply):
+    """Server-sent events: one a round and choice, and a sign of life in silence."""
+
+    async def _reply(self, scope: Scope, send: Send) -> None:
+        pairs = {**self._beside, **EVENT_HEADERS}.items()
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._write(send, self._shape.opening(self._group))
+            await self._events(send)
+        except ApiError as error:
+            await self._write(send, self._shape.failed(error, scope["state"]["record"]["id"]))
+        except Gone:
+            raise
+        except Exception as fault:
+            logs.fault(fault)
+            await self._write(send, self._shape.failed(of(fault), scope["state"]["record"]["id"]))
+        await self._send(send, {"type": "http.response.body", "body": b""})
+
+    async def _events(self, send: Send) -> None:
+        group, shape = self._group, self._shape
+        told: set[int] = set()
+        silent_since = time.monotonic()
+        while len(told) < len(group.choices):
+            came = await self._next(self._service.limits.ping / 2)
+            events: list[bytes] = []
+            for number, choice in enumerate(group.choices if came else ()):
+                delta = choice.take()
+                if delta is not None:
+                    events += shape.delta(choice, delta)
+                if choice.ended is not None and number not in told:
+                    told.add(number)
+                    events += shape.ended(choice, choice.ended)
+            if not events and time.monotonic() - silent_since >= self._service.limits.ping:
+                events = [shape.ping(group)]
+            if events:
+                await self._write(send, events)
+                silent_since = time.monotonic()
+        await self._write(send, shape.closing(group))
+
+    async def _write(self, send: Send, events: Iterable[bytes]) -> None:
+        body = b"".join(events)
+        if body:
+            await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,125 @@
+"""What `/v1/responses` takes, and the job that it makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outpace.api.llm import LLM
+from outpace.server.errors import ApiError
+from outpace.server.fields import MOST_LOGPROBS, Body, Sampled, sampling
+from outpace.server.jobs import Job, own_options, room, seed_of
+from outpace.server.options import ServerOptions
+
+USUAL_TOKENS = 4096
+
+
+class Content(Body):
+    """A part of an item's content: text alone."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class Item(Body):
+    """A message, a call of a function, its output, or reasoning."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Content] | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Content] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+    phase: str | None = None
+
+
+class TextOptions(Body):
+    """The form of the text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # accepted without effect
+
+
+class ResponsesBody(Sampled):
+    """The fields of a response."""
+
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def conversation(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    found: list[dict[str, Any]] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    for number, item in enumerate(body.input):
+        found += _messages(item, number)
+    return found
+
+
+def _messages(item: Item, number: int) -> list[dict[str, Any]]:
+    if item.type == "reasoning":
+        return []
+    if item.type == "function_call":
+        try:
+            arguments = json.loads(item.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = item.arguments
+        call = {"name": item.name or "", "arguments": arguments}
+        calls = [{"id": item.call_id or "", "type": "function", "function": call}]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}]
+    if item.type == "function_call_output":
+        return [{"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}]
+    if item.role is None:
+        raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
+    role = "system" if item.role == "developer" else item.role
+    return [{"role": role, "content": _text(item.content)}]
+
+
+def _text(content: str | list[Content] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text or part.refusal or "" for part in content)
+    return content or ""
+
+
+def job(body: ResponsesBody, llm: LLM, options: ServerOptions) -> Job:
+    """Renders the conversation; in the executor."""
+    for name in ("store", "previous_response_id", "background"):
+        if getattr(body, name):
+            said = f"{name} is {getattr(body, name)!r:.60}, this server keeps no responses: leave it out"
+            raise ApiError(400, said, param=name)
+    messages = conversation(body)
+    if not messages:
+        raise ApiError(400, "input is an empty list, it must be text or messages", param="input")
+    prompt = tuple(llm.tokenizer.chat(messages))
+    asked = min(body.max_output_tokens or USUAL_TOKENS, room(llm, prompt))
+    params = sampling(body, asked, seed_of(body), logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None)
+    return Job((prompt,), params, own=own_options(body, llm, options.methods))
+
+
+def wants_logprobs(body: ResponsesBody) -> bool:
+    """Whether log-probabilities are asked for."""
+    return body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())

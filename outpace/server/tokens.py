@@ -1,0 +1,75 @@
+"""`/tokenize`, `/detokenize`, `/tokenizer_info`: the model's tokenizer over HTTP."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from outpace.server.chat_body import ChatMessage, messages_of
+from outpace.server.errors import ApiError
+from outpace.server.fields import Body
+from outpace.server.service import Service
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None  # llama.cpp's name
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
+    """Token ids, and how many the context holds."""
+    tokenizer = service.llm.tokenizer
+    text = body.prompt if body.prompt is not None else body.content
+    if (text is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        begins = body.add_generation_prompt is not False
+        tokens = tokenizer.chat(messages_of(body.messages), add_generation_prompt=begins)
+    else:
+        assert text is not None
+        tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)
+    told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
+    if body.return_token_strs:
+        told["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+    return told
+
+
+def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
+    """The text of token ids, special ones as they are written."""
+    last = service.llm.target.model.vocab_size - 1
+    bad = next((token for token in body.tokens if token > last), None)
+    if bad is not None:
+        raise ApiError(400, f"a token is {bad}, allowed are 0 to {last}", param="tokens")
+    text = service.llm.tokenizer.decode(body.tokens, skip_special=False)
+    return {"prompt": text, "content": text}
+
+
+def information(service: Service) -> dict[str, Any]:
+    """What a client needs to cut texts as this server does."""
+    tokenizer = service.llm.tokenizer
+    special = tokenizer.special_texts
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": service.llm.target.model.vocab_size,
+        "max_model_len": service.max_model_len,
+        "eos_token": special.get("eos_token"),
+        "bos_token": special.get("bos_token"),
+        "pad_token": special.get("pad_token"),
+        "eos_token_ids": sorted(tokenizer.stop_ids),
+        "chat_template": tokenizer.chat_template,
+    }

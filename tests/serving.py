@@ -1,0 +1,128 @@
+"""A real server in a thread, on a port of its own, and a client that is nothing but http.client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import outpace
+from outpace.server.app import build
+from outpace.server.options import Limits, ServerOptions
+from outpace.server.run import Server, listen, make_server
+from outpace.server.service import Service
+
+HELLO = [{"role": "user", "content": "hello world"}]
+PATIENCE = 60.0
+
+
+@dataclass
+class Answered:
+    """An answer's status, headers and body."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What the OpenAI API says went wrong."""
+        found: dict[str, Any] = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        return found
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of all events but [DONE], which is the last."""
+        blocks = self.body.decode().split("\n\n")
+        data = [
+            line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data: ")
+        ]
+        assert data[-1] == "[DONE]"
+        return [json.loads(one) for one in data[:-1]]
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    llm: outpace.LLM
+    service: Service
+    port: int
+    server: Server = field(repr=False)
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> Answered:
+        """POST with a body, GET without; `body` as JSON unless it is bytes."""
+        connection = self.connect()
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json"} if data is not None else {}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            connection.request("GET" if data is None else "POST", path, data, sent)
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answered(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def chat(self, content: Any = "hello world", **fields: Any) -> Answered:
+        messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+        return self.ask("/v1/chat/completions", {"messages": messages, **fields})
+
+    def complete(self, prompt: Any = "hello world", **fields: Any) -> Answered:
+        return self.ask("/v1/completions", {"prompt": prompt, **fields})
+
+    def figure(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        value = self.service.metrics.registry.get_sample_value(f"outpace:{name}", labels)
+        assert value is not None, name
+        return value
+
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing waits."""
+        engine = self.llm.engine
+        return not (self.service.admission.groups or engine.running or engine.waiting)
+
+    def wait_idle(self) -> None:
+        """AssertionError where that takes too long."""
+        wait_for(self.is_idle)
+
+
+def wait_for(happens: Any) -> None:
+    """AssertionError where it does not."""
+    end = time.monotonic() + PATIENCE
+    while not happens():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.01)
+
+
+@contextmanager
+def served(llm: outpace.LLM, limits: Limits | None = None, **options: Any) -> Iterator[Served]:
+    """Serves a model until the block ends."""
+    settings = ServerOptions(port=0, limits=limits or Limits(), **options)
+    service = Service(llm, settings)
+    server = make_server(build(service), service)
+    with listen(settings) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        wait_for(lambda: server.started or not thread.is_alive())
+        assert server.started
+        try:
+            yield Served(llm, service, port, server)
+        finally:
+            server.handle_exit(15, None)
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "the server does not end"

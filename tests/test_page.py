@@ -1,0 +1,91 @@
+"""The page in a browser without a window: needs the package playwright and Debian's chromium-headless-shell."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Served, served
+from test_library import folder
+
+import outpace
+
+sync_api = pytest.importorskip("playwright.sync_api")
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=4096)
+    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+        yield site
+
+
+@pytest.fixture
+def page(site: Served) -> Iterator[Any]:
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.requests, page.troubles = [], []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.on("console", lambda said: page.troubles.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: page.troubles.append(str(error)))
+        page.goto(f"http://127.0.0.1:{site.port}/")
+        yield page
+        own = (f"http://127.0.0.1:{site.port}/", "data:")
+        assert [url for url in page.requests if not url.startswith(own)] == []
+        assert page.troubles == []
+        browser.close()
+
+
+def ask(page: Any, text: str, most: int) -> None:
+    page.fill("#ask", text)
+    page.fill("#most", str(most))
+    page.click("#send")
+
+
+def test_an_answer_is_coloured_by_who_drafted_it(site: Served, page: Any) -> None:
+    ask(page, "hello hello hello", 40)
+    page.wait_for_selector("button.compare:visible")
+    counts = {name: int(page.evaluate(f"document.body.dataset.{name}")) for name in ("tokens", "drafted")}
+    body = {"temperature": 0, "max_tokens": 40, "return_sources": True}
+    found = site.chat("hello hello hello", **body).json
+    assert page.inner_text(".turn.assistant > div").strip() == found["choices"][0]["message"]["content"].strip()
+    assert counts["tokens"] == found["usage"]["completion_tokens"]
+    assert (counts["drafted"] > 0) == (page.locator(".turn.assistant .drafted").count() > 0)
+    assert page.locator("#tree rect").count() >= 1
+    page.click("button.compare")
+    page.wait_for_selector(".same")
+    assert "equal text" in page.inner_text(".same")
+
+
+def test_the_coloured_share_is_the_api_s(site: Served, page: Any) -> None:
+    before = site.figure("spec_decode_num_accepted_tokens_total")
+    ask(page, "12 12 12 12", 60)
+    page.wait_for_selector("button.compare:visible")
+    site.wait_idle()
+    assert (
+        int(page.evaluate("document.body.dataset.drafted"))
+        == site.figure("spec_decode_num_accepted_tokens_total") - before
+    )
+
+
+def test_an_answer_can_be_stopped(site: Served, page: Any) -> None:
+    ask(page, "hello", 4000)
+    page.wait_for_function("Number(document.body.dataset.tokens) > 3")
+    page.click("#stop")
+    page.wait_for_function("document.querySelector('.foot').textContent.includes('stopped after')")
+    site.wait_idle()
+    ask(page, "12", 10)
+    page.wait_for_selector("button.compare:visible")
+
+
+def test_errors_are_shown_as_text(page: Any) -> None:
+    ask(page, "<img src=x onerror=alert(1)> " * 2000, 10)
+    page.wait_for_selector(".foot.differs")
+    assert "context holds" in page.inner_text(".foot.differs")
+    assert page.locator(".turn img").count() == 0
+    page.troubles.clear()  # the browser itself tells of the status 400

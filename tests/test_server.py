@@ -1,0 +1,313 @@
+"""The server's answers: the text of the library, under every field of chat completions and completions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import HELLO, Served, served, wait_for
+from test_library import folder
+
+import outpace
+from outpace.server.choices import Choice, Delta
+
+FREE = {"max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = folder(tmp_path_factory.mktemp("served"), "target")
+    with outpace.load(model, "layers:0", drafter="model+ngram") as llm, served(llm, names=("tiny",)) as site:
+        yield site
+
+
+def plain(site: Served, prompt: Any, choice: int = 0, **fields: Any) -> Delta:
+    """What the library writes without speculation, by the server's own engine."""
+    params = outpace.SamplingParams(**fields)
+    found = Choice(site.llm.prepare(prompt, params, choice, plain=True), [0])
+    site.service.thread.submit([found]).result(60)
+    wait_for(lambda: found.ended is not None)
+    return found.take() or Delta()
+
+
+def streamed(events: list[Any], key: str = "content") -> dict[int, str]:
+    """Texts by index."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            more = choice["delta"].get(key) or "" if "delta" in choice else choice["text"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + more
+    return texts
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}])
+def test_a_chat_is_the_library_s_whole_and_streamed(site: Served, fields: dict[str, Any]) -> None:
+    expected = plain(site, HELLO, **FREE, **fields)
+    whole = site.chat(**FREE, **fields, return_token_ids=True)
+    assert whole.status == 200
+    choice = whole.json["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert tuple(choice["token_ids"]) == expected.tokens
+    assert (choice["finish_reason"], choice["index"], choice["stop_reason"]) == ("length", 0, None)
+    stream = site.chat(**FREE, **fields, stream=True, return_token_ids=True)
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    first, *others, last = stream.events
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert streamed(others)[0] == expected.text
+    ids = [token for event in others for token in event["choices"][0].get("token_ids", ())]
+    assert tuple(ids) == expected.tokens
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert {event["id"] for event in stream.events} == {first["id"]}
+
+
+def test_usage_is_told_where_it_is_asked_for(site: Served) -> None:
+    whole = site.chat(**FREE).json["usage"]
+    assert (whole["completion_tokens"], whole["total_tokens"]) == (16, 16 + whole["prompt_tokens"])
+    assert set(whole["completion_tokens_details"]) >= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
+    assert all("usage" not in event for event in site.chat(**FREE, stream=True).events)
+    events = site.chat(**FREE, stream=True, stream_options={"include_usage": True}).events
+    assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 16
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [
+        e["usage"]["completion_tokens"] for e in site.complete(**FREE, stream=True, stream_options=options).events
+    ]
+    assert counts == sorted(counts)
+    assert counts[-1] == 16
+
+
+def test_a_prompt_that_was_read_before_is_told_as_cached(site: Served) -> None:
+    prompt = "12 world hello " * 5
+    first, second = (site.complete(prompt, **FREE, temperature=0).json["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
+    assert second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
+
+
+def test_figures_of_speculation_are_told(site: Served) -> None:
+    found = site.chat("hello hello hello hello", **FREE, temperature=0).json
+    vllm, timings = found["metrics"]["speculative_decoding"], found["timings"]
+    assert (
+        vllm["num_accepted_draft_tokens"]
+        == timings["draft_n_accepted"]
+        <= timings["draft_n"]
+        == vllm["num_draft_tokens"]
+    )
+    assert (
+        sum(length * count for length, count in enumerate(vllm["acceptance_histogram"])) == timings["draft_n_accepted"]
+    )
+    assert timings["predicted_n"] == 16
+    last = site.chat(**FREE, stream=True).events[-1]
+    assert set(last) >= {"metrics", "timings", "seed"}
+
+
+def test_choices_are_keyed_by_their_index(site: Served) -> None:
+    found = site.complete("hello", n=3, seed=5, **FREE).json
+    texts = [choice["text"] for choice in found["choices"]]
+    assert texts == [plain(site, "hello", choice, seed=5, temperature=1.0, **FREE).text for choice in range(3)]
+    assert streamed(site.complete("hello", n=3, seed=5, stream=True, **FREE).events) == dict(enumerate(texts))
+
+
+def test_greedy_choices_are_computed_once(site: Served) -> None:
+    before = site.figure("generation_tokens_total")
+    found = site.chat(n=4, temperature=0, **FREE).json
+    assert len({choice["message"]["content"] for choice in found["choices"]}) == 1
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+    assert found["usage"]["completion_tokens"] == 64
+    assert site.figure("generation_tokens_total") - before == 16
+    assert len(streamed(site.chat(n=4, temperature=0, stream=True, **FREE).events)) == 4
+
+
+def test_the_best_choices_by_mean_log_probability_are_given(site: Served) -> None:
+    every = site.complete("hello", n=4, seed=3, logprobs=0, **FREE).json["choices"]
+    means = [sum(c["logprobs"]["token_logprobs"]) / 16 for c in every]
+    found = site.complete("hello", n=2, best_of=4, seed=3, logprobs=0, **FREE).json["choices"]
+    best = sorted(range(4), key=lambda number: -means[number])[:2]
+    assert [choice["text"] for choice in found] == [every[number]["text"] for number in best]
+    assert [choice["index"] for choice in found] == [0, 1]
+
+
+def test_a_seed_that_is_drawn_is_told(site: Served) -> None:
+    first = site.chat(**FREE).json
+    again = site.chat(**FREE, seed=first["seed"]).json
+    assert first["choices"][0]["message"] == again["choices"][0]["message"]
+    assert first["system_fingerprint"] == again["system_fingerprint"]
+    assert first["seed"] != site.chat(**FREE).json["seed"]
+    assert site.chat(**FREE, seed=-1).json["seed"] == 2**63 - 1
+
+
+def test_several_prompts_are_answered_in_order(site: Served) -> None:
+    ids = site.llm.tokenizer.encode("hello world")
+    for prompt in (["hello", "world"], [ids, ids[:1]]):
+        found = site.complete(prompt, n=2, seed=1, **FREE).json["choices"]
+        assert [choice["index"] for choice in found] == [0, 1, 2, 3]
+        for number, one in enumerate(prompt):
+            expected = [plain(site, one, choice, seed=1, temperature=1.0, **FREE).text for choice in range(2)]
+            assert [choice["text"] for choice in found[2 * number : 2 * number + 2]] == expected
+    assert site.complete(ids, temperature=0, **FREE).json["choices"][0]["text"] == plain(site, ids, **FREE).text
+
+
+def test_an_echo_has_records_of_the_prompt(site: Served) -> None:
+    asked = {"max_tokens": 3, "ignore_eos": True, "temperature": 0, "echo": True}
+    found = site.complete("hello world 12", logprobs=2, **asked).json["choices"][0]
+    told = found["logprobs"]
+    prompt = site.llm.tokenizer.encode("hello world 12")
+    assert {len(told[name]) for name in told} == {len(prompt) + 3}
+    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+    assert "".join(told["tokens"][: len(prompt)]) == "hello world 12"
+    assert found["text"].startswith("hello world 12")
+    for token, value, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
+        assert top[token] == value
+        assert len(top) in (2, 3)
+    offsets = told["text_offset"]
+    assert [found["text"][a:b] for a, b in itertools.pairwise(offsets)][: len(prompt)] == told["tokens"][: len(prompt)]
+    events = site.complete("hello world 12", logprobs=2, stream=True, **asked).events
+    assert streamed(events)[0] == found["text"]
+    parts = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
+    assert {name: [x for part in parts for x in part[name]] for name in told} == told
+
+
+def test_a_harness_scores_texts_without_writing(site: Served) -> None:
+    one = site.complete("hello world", max_tokens=1, echo=True, logprobs=1, temperature=0).json["choices"][0][
+        "logprobs"
+    ]
+    none = site.complete("hello world", max_tokens=0, echo=True, logprobs=1, temperature=0).json
+    assert none["choices"][0]["text"] == "hello world"
+    assert none["choices"][0]["finish_reason"] == "length"
+    assert none["choices"][0]["logprobs"]["token_logprobs"] == one["token_logprobs"][:-1]
+    assert none["usage"]["completion_tokens"] == 0
+
+
+def test_chat_log_probabilities_have_exact_bytes(site: Served) -> None:
+    found = site.chat(logprobs=True, top_logprobs=3, temperature=0, return_token_ids=True, **FREE).json["choices"][0]
+    content = found["logprobs"]["content"]
+    assert len(content) == 16
+    written = b"".join(bytes(entry["bytes"]) for entry in content)
+    assert written.decode("utf-8", "replace") == found["message"]["content"]
+    for entry, token in zip(content, found["token_ids"], strict=True):
+        assert bytes(entry["bytes"]) == site.llm.tokenizer.token_bytes(token)
+        assert [top["logprob"] for top in entry["top_logprobs"]] == sorted(
+            (t["logprob"] for t in entry["top_logprobs"]), reverse=True
+        )
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy
+        assert math.isclose(math.log(math.exp(entry["logprob"])), entry["logprob"], abs_tol=1e-6)
+    events = site.chat(logprobs=True, top_logprobs=3, temperature=0, stream=True, **FREE).events
+    assert [e for event in events for e in ((event["choices"][0]["logprobs"] or {}).get("content") or [])] == content
+
+
+def test_stop_strings_and_tokens_end_a_text_and_are_told(site: Served) -> None:
+    whole = plain(site, HELLO, **FREE)
+    stop = whole.text[4:6]
+    cut = whole.text[: whole.text.find(stop)]
+    for stream in (False, True):
+        asked = {"temperature": 0, "stream": stream, **FREE}
+        told = told_of(site.chat(stop=[stop, "\0never"], **asked))
+        assert told == (cut, "stop", stop)
+        assert told_of(site.chat(stop=stop, include_stop_str_in_output=True, **asked))[0] == cut + stop
+        token = whole.tokens[5]
+        text, reason, why = told_of(site.chat(stop_token_ids=[token], **asked))
+        assert (reason, why) == ("stop", token)
+        assert whole.text.startswith(text)
+
+
+def told_of(answered: Any) -> tuple[str, str, Any]:
+    """Text, finish reason and stop reason, whole or streamed."""
+    if answered.headers["content-type"].startswith("application/json"):
+        choice = answered.json["choices"][0]
+        return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
+    last = [event["choices"][0] for event in answered.events if event["choices"]][-1]
+    return streamed(answered.events)[0], last["finish_reason"], last["stop_reason"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"logit_bias": {"20": 5.0, "21": -100}},
+        {"min_tokens": 12, "stop_token_ids": [20, 21, 22]},
+        {"bad_words": ["hello"]},
+    ],
+)
+def test_every_field_of_sampling_reaches_the_answer(site: Served, fields: dict[str, Any]) -> None:
+    found = site.complete("hello", seed=2, **FREE, **fields).json["choices"][0]["text"]
+    assert found == plain(site, "hello", seed=2, temperature=1.0, **FREE, **fields).text
+
+
+def test_messages_may_have_parts_and_developers(site: Served) -> None:
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "12"}]}]
+    same = [{"role": "system", "content": "hello\n12"}]
+    assert [site.chat(m, temperature=0, **FREE).json["choices"][0]["message"]["content"] for m in (parts, same)] == [
+        plain(site, same, **FREE).text
+    ] * 2
+
+
+def test_fields_without_effect_are_taken(site: Served) -> None:
+    found = site.chat(
+        **FREE,
+        temperature=0,
+        user="x",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        safety_identifier="y",
+        prompt_cache_key="z",
+    )
+    assert found.status == 200
+
+
+def test_a_request_may_do_without_speculation(site: Served) -> None:
+    texts = []
+    for own in ({"speculation": False}, {"method": "autoregressive"}, {"method": site.llm.method}, {}):
+        found = site.chat("hello hello hello", **FREE, temperature=0, outpace=own).json
+        texts.append(found["choices"][0]["message"]["content"])
+        if own and own.get("method") != site.llm.method:
+            assert found["timings"]["draft_n"] == 0
+    assert len(set(texts)) == 1
+
+
+def test_tokens_go_there_and_back(site: Served) -> None:
+    text = "hello wörld 12"
+    found = site.ask("/tokenize", {"prompt": text, "return_token_strs": True}).json
+    assert found["tokens"] == site.llm.tokenizer.encode(text)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 128)
+    assert site.ask("/detokenize", {"tokens": found["tokens"]}).json["prompt"] == text
+    chat = site.ask("/tokenize", {"messages": HELLO}).json
+    assert chat["tokens"] == site.llm.tokenizer.chat(HELLO)
+    information = site.ask("/tokenizer_info").json
+    assert {"eos_token", "bos_token", "chat_template"} <= set(information)
+    assert site.ask("/tokenize", {}).error["param"] == "prompt"
+    assert site.ask("/detokenize", {"tokens": [99999]}).status == 400
+
+
+def test_the_small_addresses_answer(site: Served) -> None:
+    (card,) = site.ask("/v1/models").json["data"]
+    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", site.llm.target.name, 128)
+    assert site.ask("/v1/models/tiny").json == card
+    assert site.ask("/v1/models/other").status == 404
+    assert site.ask("/health").json == {"status": "ok"}
+    assert site.ask("/ready").status == 200
+    assert site.ask("/version").json == {"version": outpace.__version__}
+    assert json.loads(site.ask("/openapi.json").body)["paths"].keys() >= {"/v1/chat/completions"}
+    assert site.ask("/docs").status == 404
+
+
+def test_metrics_count_what_was_written(site: Served) -> None:
+    names = ("generation_tokens_total", "prompt_tokens_total", "spec_decode_num_draft_tokens_total")
+    before = [site.figure(name) for name in names]
+    found = site.chat("hello hello hello", **FREE, temperature=0).json
+    site.wait_idle()
+    wait_for(lambda: site.figure("prompt_tokens_total") > before[1])
+    grown = [site.figure(name) - old for name, old in zip(names, before, strict=True)]
+    assert grown == [16, found["usage"]["prompt_tokens"], found["timings"]["draft_n"]]
+    page = site.ask("/metrics").body.decode()
+    for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
+        assert f"outpace:{name}" in page
+    assert site.figure("request_success_total", finished_reason="length") > 0

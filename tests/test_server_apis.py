@@ -1,0 +1,237 @@
+"""The Messages API, the Responses API, the sources of tokens, predictions, and the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import HELLO, Answered, Served, served
+from test_library import folder
+from test_server import plain
+
+import outpace
+from outpace.server.options import ServerOptions
+
+FREE = {"ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = folder(tmp_path_factory.mktemp("served"), "target")
+    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+        yield site
+
+
+def named(answered: Answered) -> list[tuple[str, Any]]:
+    """The events of a stream whose events have names."""
+    found = re.findall(r"event: (.*)\ndata: (.*)\n\n", answered.body.decode())
+    return [(name, json.loads(data)) for name, data in found]
+
+
+def message(site: Served, **fields: Any) -> Answered:
+    return site.ask("/v1/messages", {"messages": HELLO, "max_tokens": 12, **FREE, **fields})
+
+
+def test_a_message_is_the_library_s_whole_and_streamed(site: Served) -> None:
+    expected = plain(site, HELLO, max_tokens=12, **FREE)
+    whole = message(site).json
+    assert whole["content"] == [{"type": "text", "text": expected.text}]
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert whole["usage"]["output_tokens"] == 12
+    count = site.ask("/v1/messages/count_tokens", {"messages": HELLO}).json["input_tokens"]
+    assert whole["usage"]["input_tokens"] == count == len(site.llm.tokenizer.chat(HELLO))
+    events = named(message(site, stream=True))
+    names = [name for name, _ in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert events[0][1]["message"]["usage"]["input_tokens"] == count
+    assert "".join(event["delta"]["text"] for name, event in events if name == "content_block_delta") == expected.text
+    assert events[-2][1]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2][1]["usage"] == {"output_tokens": 12}
+    assert all(event["type"] == name for name, event in events)
+
+
+def test_a_message_may_have_blocks_and_a_system_text(site: Served) -> None:
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]}]
+    found = message(site, messages=blocks, system=[{"type": "text", "text": "12"}]).json
+    same = [{"role": "system", "content": "12"}, {"role": "user", "content": "hello"}]
+    assert found["content"][0]["text"] == plain(site, same, max_tokens=12, **FREE).text
+
+
+def test_results_of_tools_become_messages(site: Served) -> None:
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}],
+        },
+    ]
+    from outpace.server.messages_body import MessagesBody, conversation
+
+    found = conversation(MessagesBody.model_validate({"messages": turns, "max_tokens": 1}))
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert found[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "5"},
+    ]
+    assert message(site, messages=turns).status == 200
+
+
+def test_a_stop_sequence_is_told(site: Served) -> None:
+    text = plain(site, HELLO, max_tokens=12, **FREE).text
+    found = message(site, stop_sequences=[text[3:5]]).json
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", text[3:5])
+    assert found["content"][0]["text"] == text[: text.find(text[3:5])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": None}, "max_tokens is None"),
+        ({"messages": []}, "messages is []"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content"),
+        ({"stop": ["x"]}, "stop_sequences"),
+        ({"thinkin": 1}, "unknown field"),
+    ],
+)
+def test_errors_have_the_shape_of_the_messages_api(site: Served, fields: dict[str, Any], says: str) -> None:
+    found = message(site, **fields)
+    assert found.status == 400
+    assert found.json["type"] == "error"
+    assert found.json["error"]["type"] == "invalid_request_error"
+    assert says in found.json["error"]["message"]
+    assert found.json["request_id"] == found.headers["x-request-id"]
+
+
+def response(site: Served, **fields: Any) -> Answered:
+    return site.ask("/v1/responses", {"input": "hello world", "max_output_tokens": 12, **FREE, **fields})
+
+
+def test_a_response_is_the_library_s_whole_and_streamed(site: Served) -> None:
+    expected = plain(site, HELLO, max_tokens=12, **FREE).text
+    whole = response(site).json
+    assert whole["output"][0]["content"][0]["text"] == expected
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert whole["usage"]["output_tokens"] == 12
+    events = named(response(site, stream=True))
+    names = [name for name, _ in events]
+    begins = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    ends = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert names[:4] == begins
+    assert names[-4:] == [f"response.{name}" for name in ends]
+    assert set(names[4:-4]) == {"response.output_text.delta"}
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert "".join(event["delta"] for name, event in events if name == "response.output_text.delta") == expected
+    final = events[-1][1]["response"]
+    assert final["output"][0]["content"][0]["text"] == expected
+    assert {event["item_id"] for _, event in events if "item_id" in event} == {final["output"][0]["id"]}
+    assert final["id"] == events[0][1]["response"]["id"]
+
+
+def test_a_response_takes_items_and_instructions(site: Served) -> None:
+    items = [
+        {"role": "developer", "content": "12"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    ]
+    found = response(site, input=items, instructions="world").json
+    same = [
+        {"role": "system", "content": "world"},
+        {"role": "system", "content": "12"},
+        {"role": "user", "content": "hello"},
+    ]
+    assert found["output"][0]["content"][0]["text"] == plain(site, same, max_tokens=12, **FREE).text
+
+
+def test_log_probabilities_of_a_response(site: Served) -> None:
+    found = response(site, top_logprobs=2, include=["message.output_text.logprobs"]).json
+    logprobs = found["output"][0]["content"][0]["logprobs"]
+    assert len(logprobs) == 12
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"store": True}, "store is True"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is 'resp_1'"),
+        ({"background": True}, "background is True"),
+        ({"input": []}, "input is an empty list"),
+        ({"input": [{"content": "x"}]}, "input.0.role is missing"),
+        ({"input": 5}, "input is 5"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+    ],
+)
+def test_a_wrong_response_is_told(site: Served, fields: dict[str, Any], says: str) -> None:
+    found = response(site, **fields)
+    assert found.status == 400
+    assert says in found.error["message"]
+
+
+def test_sources_add_up_to_what_was_accepted(site: Served) -> None:
+    asked = {"max_tokens": 24, "return_sources": True, "return_rounds": True, **FREE}
+    whole = site.chat("hello hello hello hello", **asked).json
+    choice = whole["choices"][0]
+    assert len(choice["sources"]) == len(choice["token_texts"]) == 24
+    assert sum(source != "target" for source in choice["sources"]) == whole["timings"]["draft_n_accepted"]
+    assert set(choice["sources"]) <= {"target", "model", "ngram", "prediction"}
+    assert len(choice["rounds"]) >= sum(source == "target" for source in choice["sources"])
+    for one in choice["rounds"]:
+        assert len(one["tokens"]) == len(one["parents"]) == len(one["sources"])
+        assert one["path"][0] == 0
+        assert [one["parents"][node] for node in one["path"][1:]] == one["path"][:-1]
+    events = site.chat("hello hello hello hello", stream=True, **asked).events
+    told = [one for event in events for one in event["choices"][0].get("sources", ())]
+    assert len(told) == 24
+    assert sum(source != "target" for source in told) == events[-1]["timings"]["draft_n_accepted"]
+
+
+def test_a_prediction_is_counted_exactly(tmp_path: Path) -> None:
+    model = folder(tmp_path, "target")
+    with outpace.load(model, method="speculative", drafter="prediction") as llm, served(llm) as site:
+        text = plain(site, HELLO, max_tokens=24, **FREE).text
+        given = {"type": "content", "content": text}
+        found = site.chat(max_tokens=24, prediction=given, **FREE).json
+        assert found["choices"][0]["message"]["content"] == text
+        details = found["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == found["timings"]["draft_n_accepted"] > 0
+        parts = {"type": "content", "content": [{"type": "text", "text": "never this"}]}
+        found = site.chat(max_tokens=24, prediction=parts, **FREE).json
+        assert found["choices"][0]["message"]["content"] == text
+        assert found["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+        assert site.chat(prediction={"type": "other"}).status == 400
+
+
+def test_the_page_asks_nobody_else(site: Served) -> None:
+    found = site.ask("/")
+    assert found.headers["content-type"].startswith("text/html")
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "unsafe" not in policy
+    addresses = re.findall(r"https?://[^\s\"']+", found.body.decode())
+    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_a_method_that_was_registered_later_is_an_option(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from outpace.core import registry
+
+    late = EntryPoint("late", "outpace.decoders.autoregressive", "outpace.decoders")
+    known = registry.entry_points
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [*known(group=group), *([late] if group == late.group else [])]
+    )
+    assert ServerOptions(methods=("late",)).methods == ("late",)
+    assert site.chat(outpace={"method": "late"}).status == 400
+    text = site.chat(max_tokens=12, **FREE).json["choices"][0]["message"]["content"]
+    with served(site.llm, methods=("late",)) as other:
+        found = other.chat(max_tokens=12, outpace={"method": "late"}, **FREE).json
+    assert found["choices"][0]["message"]["content"] == text
+    assert found["timings"]["draft_n"] == 0

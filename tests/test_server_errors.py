@@ -1,0 +1,306 @@
+"""What bad requests get: a status and a sentence in the API's own shape, never a 500, and nobody else's trouble."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import HELLO, PATIENCE, Served, served
+from test_library import folder
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.server.errors import ApiError
+from outpace.server.options import Limits, ServerOptions
+from outpace.server.reading import parse
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
+    with outpace.load(folder(tmp_path_factory.mktemp("served"), "target")) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def site(llm: outpace.LLM) -> Iterator[Served]:
+    with served(llm, Limits(body_bytes=20_000, body_seconds=1.0)) as site:
+        yield site
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "did you mean 'include_usage'"),
+        ({"previous_response_id": "x"}, "previous_response_id", "unknown field"),
+        ({"temperature": -1}, "temperature", "temperature is -1"),
+        ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
+        ({"temperature": True}, "temperature", "temperature is True"),
+        ({"top_p": 0}, "top_p", "top_p is 0"),
+        ({"top_p": 2}, "top_p", "top_p is 2"),
+        ({"n": 0}, "n", "n is 0"),
+        ({"n": 129}, "n", "n is 129"),
+        ({"n": 2.5}, "n", "n is 2.5"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": [""]}, "stop", "stop has an empty string"),
+        ({"stop": 5}, "stop", "stop is 5"),
+        ({"seed": 2**63}, "seed", "seed is"),
+        ({"logit_bias": {"x": 1}}, None, "a token of logit_bias is 'x'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias of token 5 is 101"),
+        ({"logit_bias": {"99999": 1}}, None, "a token of logit_bias is 99999"),
+        ({"stop_token_ids": [99999]}, None, "a token of stop_token_ids is 99999"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
+        ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens is 9"),
+        ({"store": True}, "store", "keeps nothing"),
+        ({"outpace": {"method": "crad"}}, "outpace", "method 'crad' is not allowed"),
+        ({"model": "gpt-9"}, "model", "there is no model 'gpt-9'"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
+        ({"messages": []}, "messages", "messages is []"),
+        ({"messages": [{"role": "clown", "content": "x"}]}, "messages", "messages.0.role is 'clown'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "messages.0.content"),
+        ({"messages": "hello"}, "messages", "messages is 'hello'"),
+        ({"messages": None}, "messages", "messages is None"),
+    ],
+)
+def test_a_wrong_field_is_told_by_its_name(site: Served, fields: dict[str, Any], param: str, says: str) -> None:
+    for stream in (False, True):
+        found = site.ask(CHAT, {"messages": HELLO, "max_tokens": 5, "stream": stream, **fields})
+        assert found.status == (404 if "model" in fields else 400), found.body
+        assert says in found.error["message"]
+        assert found.error["param"] == param
+        assert found.error["type"] == "invalid_request_error"
+    assert site.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompt": []}, "empty list"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": {}}, "prompt is {}"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [99999]}, "token 99999"),
+        ({"prompt": "x", "max_tokens": 0}, "without echo"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, "best_of is 2"),
+        ({"prompt": "x", "best_of": 2, "stream": True}, "cannot be streamed"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs is 21"),
+        ({"prompt": ["x"] * 20, "n": 128}, "a request's limit"),
+        ({}, "prompt is missing"),
+    ],
+)
+def test_a_wrong_completion_is_told(site: Served, fields: dict[str, Any], says: str) -> None:
+    found = site.ask("/v1/completions", fields)
+    assert found.status == 400
+    assert says in found.error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_by_its_code(site: Served) -> None:
+    for found in (site.chat("hello " * 200), site.complete("hello " * 200)):
+        assert found.status == 400
+        assert found.error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[]", {}, 400),
+        (b"", {}, 400),
+        (b"\xff", {}, 400),
+        (b'{"n": NaN}', {}, 400),
+        (b'{"messages": "\\ud800"}', {}, 400),
+        (b"[" * 10_000, {}, 400),
+        (b'{"a":' * 70 + b"1" + b"}" * 70, {}, 400),
+        (b'{"n": ' + b"9" * 5000 + b"}", {}, 400),
+        (b"{}" + b" " * 20_000, {}, 413),
+        (b"{}", {"Content_Type": "text/plain"}, 415),
+        (b"{}", {"Content_Type": ""}, 415),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(
+    site: Served, body: bytes, headers: dict[str, str], status: int
+) -> None:
+    found = site.ask(CHAT, body, **headers)
+    assert found.status == status, found.body
+    assert found.error["message"]
+
+
+def test_json_as_deep_as_allowed_is_read() -> None:
+    assert parse(b'{"a":' * 64 + b"1" + b"}" * 64, 64)
+    with pytest.raises(ApiError, match="more than 63"):
+        parse(b'{"a":' * 64 + b"1" + b"}" * 64, 63)
+
+
+def test_a_large_body_without_a_length_is_refused(site: Served) -> None:
+    connection = site.connect()
+    connection.request(
+        "POST", CHAT, iter([b" " * 10_000] * 5), {"Content-Type": "application/json"}, encode_chunked=True
+    )
+    assert connection.getresponse().status == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(site: Served) -> None:
+    connection = site.connect()
+    connection.putrequest("POST", CHAT)
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", "100")
+    connection.endheaders(b"{")
+    assert connection.getresponse().status == 408
+
+
+def test_headers_that_do_not_end_are_not_waited_for(site: Served) -> None:
+    connection = site.connect()
+    connection.connect()
+    connection.sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+    assert connection.sock.recv(100).startswith(b"HTTP/1.1 408")
+    connection.close()
+    connection.connect()
+    connection.sock.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
+    assert connection.sock.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def test_every_answer_has_a_request_id(site: Served) -> None:
+    found = [site.ask("/health"), site.ask("/nothing"), site.ask(CHAT, {}), site.chat(max_tokens=2)]
+    assert [answer.status for answer in found] == [200, 404, 400, 200]
+    assert len({answer.headers["x-request-id"] for answer in found}) == 4
+    assert site.ask("/health", x_request_id="mine-1").headers["x-request-id"] == "mine-1"
+    assert site.ask("/health", x_request_id="no good").headers["x-request-id"].startswith("req_")
+
+
+def test_addresses_and_methods_that_are_not_there(site: Served) -> None:
+    assert site.ask("/v1/nothing").error["code"] == "not_found"
+    assert site.ask(CHAT).status == 405
+    assert site.ask("/health", {}).status == 405
+
+
+def test_unknown_fields_may_be_named_instead_of_refused(llm: outpace.LLM) -> None:
+    with served(llm, ignore_unknown=True) as site:
+        for stream in (False, True):
+            found = site.chat(max_tokens=2, wrong=1, stream=stream, stream_options={"more": 2})
+            assert found.status == 200
+            assert found.headers["x-ignored-fields"] == "wrong,stream_options.more"
+
+
+def test_keys_are_asked_for(llm: outpace.LLM) -> None:
+    keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
+    with served(llm, keys=keys) as site:
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"x_api_key": "One"}):
+            found = site.ask(CHAT, {"messages": HELLO}, **headers)
+            assert found.status == 401
+            assert found.error["type"] == "authentication_error"
+            assert "three" not in found.error["message"]
+        for headers in ({"Authorization": "Bearer one"}, {"Authorization": "bearer two"}, {"x_api_key": "two"}):
+            assert site.ask(CHAT, {"messages": HELLO, "max_tokens": 2}, **headers).status == 200
+        assert site.ask("/metrics").status == 401
+        assert [site.ask(path).status for path in ("/health", "/ready")] == [200, 200]
+
+
+def test_other_hosts_are_refused_where_there_are_no_keys(site: Served) -> None:
+    for host, status in (("evil.example", 400), ("localhost:1", 200), ("[::1]:5", 200), ("127.0.0.1", 200), ("", 400)):
+        assert site.ask("/health", Host=host).status == status, host
+
+
+def test_others_are_not_let_in_without_keys() -> None:
+    with pytest.raises(UserError, match="give keys by --api-key-file"):
+        ServerOptions(host="0.0.0.0")
+    assert ServerOptions(host="0.0.0.0", insecure=True).allowed_hosts == ()
+
+
+def test_no_browser_s_page_may_ask(site: Served) -> None:
+    found = site.ask("/health", Origin="http://evil.example")
+    assert not [name for name in found.headers if name.startswith("access-control")]
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2**70,
+    1.5,
+    1e308,
+    "",
+    "hello",
+    "\0",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {}},
+    [1, 2],
+    ["x"],
+    [{"role": "user"}],
+]
+NAMES = (
+    "messages",
+    "prompt",
+    "model",
+    "n",
+    "max_tokens",
+    "stop",
+    "seed",
+    "temperature",
+    "top_p",
+    "logit_bias",
+    "logprobs",
+)
+MORE = (
+    "stream",
+    "stream_options",
+    "top_logprobs",
+    "echo",
+    "best_of",
+    "bad_words",
+    "stop_token_ids",
+    "outpace",
+    "min_tokens",
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_body_is_a_fault_of_the_server(site: Served, seed: int) -> None:
+    draw = random.Random(seed)
+    statuses = set()
+    for _ in range(60):
+        path, first = draw.choice(
+            [
+                (CHAT, {"messages": HELLO}),
+                ("/v1/completions", {"prompt": "hello"}),
+                ("/tokenize", {}),
+                ("/detokenize", {}),
+            ]
+        )
+        body = {**first, "max_tokens": 2} if path.startswith("/v1") else {}
+        body |= {name: draw.choice(VALUES) for name in draw.sample(NAMES + MORE, draw.randint(1, 3))}
+        body.pop("model", None) if draw.random() < 0.8 else None
+        found = site.ask(path, body)
+        statuses.add(found.status)
+        assert found.status < 500, (path, body, found.body)
+    assert {200, 400} <= statuses
+    site.wait_idle()
+
+
+def test_a_connection_too_many_is_refused(llm: outpace.LLM) -> None:
+    with served(llm, Limits(connections=3)) as site:
+        idle = [site.connect() for _ in range(3)]
+        for connection in idle:
+            connection.connect()
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+        late = http.client.HTTPConnection("127.0.0.1", site.port, timeout=PATIENCE)
+        late.request("GET", "/health")
+        assert late.getresponse().status == 503
+        idle[0].close()
+        idle[0].connect()
+        for connection in idle:
+            connection.close()

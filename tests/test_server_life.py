@@ -1,0 +1,301 @@
+"""Requests that end early: clients that leave, full queues, limits of time, faults, and the server's own end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import HELLO, Answered, Served, served, wait_for
+from test_library import folder
+
+import outpace
+from outpace.server.options import Limits
+
+CHAT = "/v1/chat/completions"
+LONG = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return folder(tmp_path_factory.mktemp("served"), "target")
+
+
+@pytest.fixture
+def llm(model: str) -> Iterator[outpace.LLM]:
+    with outpace.load(model, drafter="ngram", batch=2) as llm:
+        yield llm
+
+
+class Brake:
+    """Holds the engine before each step until it is let go."""
+
+    def __init__(self, llm: outpace.LLM) -> None:
+        self._step, self._go = llm.engine.step, threading.Event()
+        self.left = 0
+        llm.engine.step = self._braked  # type: ignore[method-assign]
+
+    def _braked(self) -> Any:
+        while self.left == 0 and not self._go.wait(0.002):
+            pass
+        self.left = max(self.left - 1, 0)
+        return self._step()
+
+    def release(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def brake(llm: outpace.LLM) -> Iterator[Brake]:
+    brake = Brake(llm)
+    yield brake
+    brake.release()
+
+
+def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None = None) -> socket.socket:
+    """A request whose answer is not read; `room`: bytes that the client takes without reading."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    connection = socket.socket()
+    if room is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", site.port))
+    connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_who_leaves_ends_the_work(llm: outpace.LLM, brake: Brake, stream: bool, steps: int) -> None:
+    """Before the first step the request waits for room, after one the prompt is read, after five it is answered."""
+    with served(llm) as site:
+        one = send(site, {"messages": HELLO, "stream": stream, **LONG})
+        wait_for(lambda: llm.engine.waiting or llm.engine.running)
+        brake.left = steps
+        wait_for(lambda: brake.left == 0)
+        one.close()
+        wait_for(lambda: not site.service.admission.groups)
+        brake.release()
+        site.wait_idle()
+        assert site.figure("client_disconnects_total") == 1
+        assert site.figure("generation_tokens_total") < 100
+        assert site.chat(max_tokens=3).status == 200
+
+
+def test_who_leaves_while_the_prompt_is_tokenised_ends_nothing_else(llm: outpace.LLM) -> None:
+    with served(llm) as site:
+        for _ in range(20):
+            send(site, {"messages": HELLO, **LONG}).close()
+        assert site.chat(**LONG).status == 200
+        site.wait_idle()
+
+
+def test_a_full_queue_refuses_with_the_time_to_come_back(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(max_queue=3)) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(5)]
+        wait_for(lambda: len(site.service.admission.groups) == 5)
+        refused = site.chat(**LONG)
+        assert refused.status == 429
+        assert refused.error["type"] == "rate_limit_error"
+        assert refused.error["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert int(refused.headers["retry-after-ms"]) > 0
+        assert site.figure("requests_rejected_total", reason="queue_full") == 1
+        brake.release()
+        answers = [connection.makefile("rb").read(15) for connection in asked]
+        assert answers == [b"HTTP/1.1 200 OK"] * 5
+        site.wait_idle()
+        assert site.chat(max_tokens=2).status == 200
+
+
+def test_an_idle_server_takes_more_choices_than_its_queue_holds(llm: outpace.LLM) -> None:
+    with served(llm, Limits(max_queue=1)) as site:
+        assert len(site.chat(n=8, max_tokens=3).json["choices"]) == 8
+
+
+def test_prompts_that_wait_are_bounded_in_tokens(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(max_queued_tokens=50)) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(2)]
+        wait_for(lambda: len(site.service.admission.groups) == 2)
+        assert site.chat("hello " * 60, max_tokens=3).status == 429
+        brake.release()
+        del asked
+
+
+def test_a_key_has_a_bound_of_its_own(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(per_key=1)) as site:
+        asked = send(site, {"messages": HELLO, **LONG})
+        wait_for(lambda: site.service.admission.groups)
+        assert site.chat(max_tokens=3).error["code"] == "key_limit"
+        brake.release()
+        assert asked.recv(15) == b"HTTP/1.1 200 OK"
+        site.wait_idle()
+        assert site.chat(max_tokens=3).status == 200
+
+
+def test_a_request_waits_for_room_so_long(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(queue_timeout=0.2)) as site:
+        found = site.chat(**LONG)
+        assert (found.status, found.error["code"]) == (503, "queue_timeout")
+        assert "retry-after" in found.headers
+        brake.release()
+
+
+def test_an_answer_takes_so_long(llm: outpace.LLM, brake: Brake) -> None:
+    brake.left = 3
+    with served(llm, Limits(request_timeout=0.5)) as site:
+        found = site.chat(**LONG)
+        assert (found.status, found.error["code"]) == (504, "timeout")
+        assert found.headers["x-should-retry"] == "false"
+        assert error_of(site.chat(stream=True, **LONG))["code"] == "timeout"
+        brake.release()
+        site.wait_idle()
+
+
+def error_of(stream: Answered) -> dict[str, Any]:
+    """The error that ends a stream."""
+    assert stream.status == 200
+    last = stream.body.decode().rstrip().split("\n\n")[-1]
+    error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
+    return error
+
+
+def test_silence_is_filled_with_the_progress_of_the_prompt(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(ping=0.05)) as site:
+        threading.Timer(0.5, brake.release).start()
+        found = site.chat(stream=True, **LONG)
+        assert b": ping 0/" in found.body or b": ping 1/" in found.body
+        assert found.events
+
+
+def test_a_fault_of_a_request_is_told_and_stays_its_own(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = llm.prepare
+
+    def prepared(prompt: Any, params: outpace.SamplingParams, *more: Any) -> Any:
+        asked = prepare(prompt, params, *more)
+        if params.seed == 13:
+            asked.text.watch = broken  # type: ignore[method-assign]
+        return asked
+
+    def broken(tokens: Any, drafted: int) -> int:
+        raise ZeroDivisionError("the secret text")
+
+    monkeypatch.setattr(llm, "prepare", prepared)
+    with served(llm) as site:
+        beside = send(site, {"messages": HELLO, **LONG})
+        found = site.chat(seed=13)
+        assert (found.status, found.error["code"]) == (500, "internal_error")
+        assert found.headers["x-should-retry"] == "false"
+        assert b"secret" not in found.body
+        assert error_of(site.chat(seed=13, stream=True))["type"] == "server_error"
+        assert beside.recv(15) == b"HTTP/1.1 200 OK"
+        assert site.chat(max_tokens=3).status == 200
+        site.wait_idle()
+
+
+def test_a_fault_of_the_engine_ends_its_answers_and_no_more(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, faults = llm.engine.step, iter([True])
+
+    def faulty() -> Any:
+        if next(faults, False):
+            raise RuntimeError("no more")
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", faulty)
+    with served(llm) as site:
+        assert site.chat(**LONG).status == 500
+        assert site.chat(**LONG).status == 200
+        site.wait_idle()
+
+
+def test_a_stuck_engine_is_unwell(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(llm, Limits(stuck=0.1)) as site:
+        one = send(site, {"messages": HELLO, **LONG})
+        wait_for(lambda: site.ask("/health").status == 503)
+        assert site.ask("/ready").status == 503
+        assert site.chat().error["code"] == "stuck"
+        brake.release()
+        wait_for(lambda: site.ask("/health").status == 200)
+        one.close()
+    assert '"event": "stack"' in capsys.readouterr().err
+
+
+def test_a_reader_that_takes_nothing_is_left(llm: outpace.LLM) -> None:
+    with served(llm, Limits(write_timeout=0.3)) as site:
+        body = {"prompt": "hello", "n": 128, "stream": True, "logprobs": 20, **LONG, "temperature": 1}
+        connection = send(site, body, "/v1/completions", room=4096)
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        wait_for(lambda: site.service.admission.groups)
+        site.wait_idle()
+        assert site.figure("client_disconnects_total") == 1
+        connection.close()
+
+
+def test_running_answers_end_properly_when_the_server_does(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm) as site:
+        streams = [send(site, {"messages": HELLO, "stream": True, **LONG}) for _ in range(4)]
+        wait_for(lambda: len(site.service.admission.groups) == 4)
+        site.server.handle_exit(signal.SIGTERM, None)
+        assert site.ask("/ready").error["code"] == "draining"
+        assert site.chat().status == 503
+        assert site.ask("/health").status == 200
+        brake.release()
+        for stream in streams:
+            body = stream.makefile("rb").read()
+            assert b"data: [DONE]" in body
+
+
+def test_answers_that_take_too_long_end_with_an_error_when_the_server_ends(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(drain=0.2)) as site:
+        stream = send(site, {"messages": HELLO, "stream": True, **LONG})
+        whole = send(site, {"messages": HELLO, **LONG})
+        wait_for(lambda: len(site.service.admission.groups) == 2)
+        site.server.handle_exit(signal.SIGTERM, None)
+        body = stream.makefile("rb").read()
+        assert b"shutting down" in body
+        assert b"[DONE]" not in body
+        assert whole.makefile("rb").read(12) == b"HTTP/1.1 503"
+        brake.release()
+
+
+def test_many_at_once_get_the_texts_that_each_gets_alone(llm: outpace.LLM) -> None:
+    with served(llm) as site:
+        prompts = [f"hello {number} world" for number in range(12)]
+        asked = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
+        alone = [site.complete(prompt, **asked).json["choices"][0]["text"] for prompt in prompts]
+        found: dict[int, str] = {}
+
+        def ask(number: int) -> None:
+            found[number] = site.complete(prompts[number], **asked).json["choices"][0]["text"]
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [found[number] for number in range(12)] == alone
+
+
+def test_the_log_has_one_line_a_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(llm) as site:
+        site.chat("the secret word", max_tokens=3)
+        wait_for(lambda: site.is_idle())
+        time.sleep(0.05)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    (line,) = [line for line in lines if line.get("path") == CHAT]
+    assert (line["status"], line["completion_tokens"]) == (200, 3)
+    assert "secret" not in json.dumps(lines)
+    with served(llm, log_prompts=True) as site:
+        site.chat("the secret word", max_tokens=3)
+    assert "secret" in capsys.readouterr().err
