@@ -11,6 +11,7 @@ import typer
 from outpace.cli import display, signals
 from outpace.cli.lines import open_lines
 from outpace.cli.options import Loading, System, flags
+from outpace.cli.remote import Remote
 from outpace.cli.writing import MaxTokens, Writing
 from outpace.core.errors import UserError
 
@@ -25,6 +26,7 @@ COMMANDS = {
     "/reset": "forget the conversation, but not the system prompt",
     "/quit": "end it, as /exit and Ctrl-D do",
 }
+ENDS = {"length": "cut at the most tokens", "abort": "stopped"}
 HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
 
@@ -42,6 +44,11 @@ def chat(
     writing: ChatWriting,
     system: System = None,
     color: Annotated[bool, typer.Option("--color", help="Show accepted draft tokens in colour.")] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to a server with the OpenAI API, such as outpace serve; --target names its model."),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTPACE_API_KEY", help="API key for --url.")] = None,
 ) -> None:
     """Talk to the model.
 
@@ -50,14 +57,26 @@ def chat(
     From a pipe, each line is a question.
     """
     writing.check()
-    is_typed, read = open_lines()
+    if url is not None:
+        _chat_afar(Remote(url, api_key, loading.target), writing, system)
+        return
     with signals.at_safe_points(), loading.open(ctx.obj) as llm:
-        talk = Conversation(llm, writing, system, color)
-        if is_typed:
-            display.say(f"{llm.target.name} by {llm.method}. Ctrl-C stops an answer; {HINT}.")
-        while (line := _next(read, is_typed)) is not None:
-            if not talk.take(line.rstrip("\n")):
-                break
+        _talk(Conversation(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
+
+
+def _chat_afar(remote: Remote, writing: Writing, system: str | None) -> None:
+    with signals.at_safe_points():
+        _talk(RemoteConversation(remote, writing, system), remote.model)
+
+
+def _talk(talk: Talk, name: str) -> None:
+    """Takes lines to the end."""
+    is_typed, read = open_lines()
+    if is_typed:
+        display.say(f"{name}. Ctrl-C stops an answer; {HINT}.")
+    while (line := _next(read, is_typed)) is not None:
+        if not talk.take(line.rstrip("\n")):
+            break
 
 
 def _next(read: Callable[[], str | None], is_typed: bool) -> str | None:
@@ -71,15 +90,12 @@ def _next(read: Callable[[], str | None], is_typed: bool) -> str | None:
         return ""
 
 
-class Conversation:
-    """The turns so far. What the model is asked goes back through its chat template each time."""
+class Talk:
+    """The turns so far, and the commands."""
 
-    def __init__(self, llm: LLM, writing: Writing, system: str | None, color: bool) -> None:
-        self._llm, self._writing, self._color = llm, writing, color
+    def __init__(self, system: str | None) -> None:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._turns = list(self._opening)
-        self._plain: float | None = None
-        self._plain_at = 0  # length of the conversation, in characters, when plain decoding was timed
 
     def take(self, line: str) -> bool:
         """Answers one line, or obeys it; False when the conversation is over."""
@@ -96,6 +112,48 @@ class Conversation:
         elif line.strip():
             self._answer(line.strip())
         return True
+
+    def _answer(self, line: str) -> None:
+        """Shows the answer to a line; both become turns."""
+        raise NotImplementedError
+
+
+class RemoteConversation(Talk):
+    """With a model on a server."""
+
+    def __init__(self, remote: Remote, writing: Writing, system: str | None) -> None:
+        super().__init__(system)
+        self._remote = remote
+        given, usual = writing.options(), ChatWriting().options()
+        always = ("max_tokens", "temperature", "seed")
+        self._fields = {name: value for name, value in given.items() if name in always or value != usual[name]}
+
+    def _answer(self, line: str) -> None:
+        page = display.Page()
+        asked = [*self._turns, {"role": "user", "content": line}]
+        try:
+            told = self._remote.answer(asked, self._fields, lambda text: page.write(text))
+        except UserError as error:
+            display.say(f"error: {error}", "red")
+            return
+        finally:
+            page.end()
+        self._turns = [*asked, {"role": "assistant", "content": told.text}]
+        rate = told.timings.get("predicted_per_second")
+        parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
+        parts += [ENDS[told.finish_reason]] if told.finish_reason in ENDS else []
+        if parts:
+            display.say(f"{self._remote.model}: {', '.join(parts)}")
+
+
+class Conversation(Talk):
+    """With a model in this process. What it is asked goes back through its chat template each time."""
+
+    def __init__(self, llm: LLM, writing: Writing, system: str | None, color: bool) -> None:
+        super().__init__(system)
+        self._llm, self._writing, self._color = llm, writing, color
+        self._plain: float | None = None
+        self._plain_at = 0  # length of the conversation, in characters, when plain decoding was timed
 
     def _answer(self, line: str) -> None:
         page = display.Page(self._color)

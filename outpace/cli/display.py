@@ -69,11 +69,15 @@ class Page:
 
     def show(self, piece: Piece) -> None:
         """Writes one piece."""
-        if piece.text:
-            text = printable(piece.text) if self._console.is_terminal else piece.text
-            self._console.out(text, style=DRAFTED if self._color and piece.is_draft else None, end="")
+        self.write(piece.text, DRAFTED if self._color and piece.is_draft else None)
+
+    def write(self, text: str, style: str | None = None) -> None:
+        """Writes text."""
+        if text:
+            shown = printable(text) if self._console.is_terminal else text
+            self._console.out(shown, style=style, end="")
             self._console.file.flush()
-            self._last = piece.text[-1]
+            self._last = text[-1]
 
     def end(self) -> None:
         """Ends the line if one is begun."""

@@ -1,0 +1,120 @@
+"""`outpace chat --url`: the conversation with a server, ours and any that is worse."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from serving import Served, served
+from test_library import folder
+
+import outpace
+from outpace.cli.main import main
+from outpace.cli.remote import Remote
+from outpace.core.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with outpace.load(folder(tmp_path_factory.mktemp("served"), "target")) as llm, served(llm, names=("tiny",)) as site:
+        yield site
+
+
+def chat(lines: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *arguments])
+    return int(ended.value.code or 0)
+
+
+def test_a_conversation_with_a_server(site: Served, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    url = f"127.0.0.1:{site.port}"
+    asked = ("--url", url, "--max-tokens", "8", "--ignore-eos")
+    assert chat("hello\n12\n/reset\nhello\n", monkeypatch, *asked) == 0
+    out, err = capsys.readouterr()
+    fields = {"max_tokens": 8, "ignore_eos": True}
+    one = site.chat("hello", temperature=0, **fields).json["choices"][0]["message"]["content"]
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": one},
+        {"role": "user", "content": "12"},
+    ]
+    two = site.chat(turns, temperature=0, **fields).json["choices"][0]["message"]["content"]
+    expected = "".join(text if text.endswith("\n") else text + "\n" for text in (one, two, one))
+    assert out == expected
+    assert "tokens/s" in err
+    assert "the conversation is forgotten" in err
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ftp://x", "it must be an address"),
+        ("http://", "it must be an address"),
+        ("http://127.0.0.1:x", "its port must be"),
+        ("http://127.0.0.1:1", "does not answer as a server does"),
+    ],
+)
+def test_a_wrong_address_is_told(url: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert chat("hello\n", monkeypatch, "--url", url) == 2
+    assert says in capsys.readouterr().err
+
+
+class Odd(http.server.BaseHTTPRequestHandler):
+    """Answers with what the path says."""
+
+    replies: ClassVar[dict[str, tuple[int, bytes]]] = {}
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer()
+
+    def answer(self) -> None:
+        status, body = self.replies[self.path]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def odd() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (200, b"hello", "does not speak the OpenAI API"),
+        (200, b"[]", "does not speak the OpenAI API"),
+        (200, b'{"data": []}', "lists no model"),
+        (401, b'{"error": {"message": "a key is needed"}}', "status 401: a key is needed"),
+        (500, b"oh", "status 500"),
+    ],
+)
+def test_an_odd_server_is_told(odd: str, status: int, body: bytes, says: str) -> None:
+    Odd.replies = {"/v1/models": (status, body)}
+    with pytest.raises(UserError, match=says):
+        Remote(odd, None, None)
+
+
+def test_an_error_in_a_stream_is_told(odd: str) -> None:
+    stream = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\ndata: {"error": {"message": "no more"}}\n\n'
+    Odd.replies = {"/base/v1/chat/completions": (200, stream)}
+    shown: list[str] = []
+    with pytest.raises(UserError, match="the server ended the answer: no more"):
+        Remote(f"{odd}/base", "key", "x").answer([], {}, shown.append)
+    assert shown == ["hi"]
