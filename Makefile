@@ -5,7 +5,7 @@ RUN = .venv/bin/python
 # Processes that the tests run in.
 JOBS ?= 2
 
-.PHONY: demo test test-all check check-native mutations mutations-native same-text bench docs rooms clean
+.PHONY: demo test test-all check check-native mutations mutations-native same-text test-clients bench docs rooms clean
 
 demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
@@ -32,6 +32,9 @@ mutations-native: .venv/installed-kernels  # the same for the kernels: each mist
 
 same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchmarks.md
 	$(RUN) bench/same_text.py --data $(DATA)
+
+test-clients: .venv/installed-dev .venv/installed-kernels  # clients of others, each in an environment of its own
+	$(RUN) tests/clients/run.py
 
 bench: .venv/installed-bench
 	$(RUN) bench/plain_against_transformers.py

@@ -1,0 +1,241 @@
+"""Loads a server: tokens a second by number of clients, first tokens, disconnects, and more requests than it takes.
+
+outpace serve --port 8000
+python bench/server_load.py http://127.0.0.1:8000            # a table, and one JSON line last
+python bench/server_load.py URL --seconds 3600 --clients 32   # mixed requests for an hour, with the server's memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+PROMPTS = (
+    "Write a short story about a lighthouse keeper.",
+    "Explain how a bicycle stays upright.",
+    "List ten animals, and say one fact about each.",
+    "Write a Python function that reverses a linked list, with a comment a line.",
+    "Repeat this sentence five times: the quick brown fox jumps over the lazy dog.",
+)
+LEAVES = 0.2  # of the mixed requests end by a disconnect
+
+
+@dataclass
+class Seen:
+    """What clients met. Times in seconds."""
+
+    tokens: int = 0
+    texts: dict[str, set[str]] = field(default_factory=dict)  # by request
+    first: list[float] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    refusals: list[float] = field(default_factory=list)  # how long a 429 took
+
+    def note(self, status: int) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+
+
+class Client:
+    """One request a connection, over asyncio's streams."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+
+    async def ask(self, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> None:
+        """Streams one answer; `leave_after` so many seconds the connection is closed."""
+        began = time.perf_counter()
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+            await asyncio.wait_for(self._read(reader, body, seen, began), leave_after)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> None:
+        status = int((await reader.readline()).split()[1])
+        seen.note(status)
+        if status != 200:
+            seen.refusals.append(time.perf_counter() - began)
+            await reader.read()
+            return
+        text, is_first = "", True
+        while line := await reader.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                seen.note(599)
+                return
+            for choice in event["choices"]:
+                if choice["delta"].get("content") and is_first:
+                    seen.first.append(time.perf_counter() - began)
+                    is_first = False
+                text += choice["delta"].get("content") or ""
+            if event.get("usage"):
+                seen.tokens += event["usage"]["completion_tokens"]
+        key = json.dumps([body["messages"], body["max_tokens"], body["temperature"], body.get("seed")])
+        seen.texts.setdefault(key, set()).add(text)
+
+
+def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
+    """One of few different requests, so that equal ones meet often."""
+    messages = [{"role": "user", "content": draw.choice(PROMPTS)}]
+    asked = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": draw.choice([0, 0.8]),
+        "seed": draw.randrange(2),
+    }
+    return {**asked, "outpace": {"speculation": not plain}}
+
+
+async def rates(url: str, counts: list[int], each: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Tokens a second of all clients together, with and without speculation."""
+    rows = []
+    for plain in (False, True):
+        for count in counts:
+            seen, draw = Seen(), random.Random(1)
+            asked = [[request(draw, plain, max_tokens) for _ in range(each)] for _ in range(count)]
+
+            async def client(bodies: list[dict[str, Any]], seen: Seen = seen) -> None:
+                for body in bodies:
+                    await Client(url).ask(body, seen)
+
+            cpu, began = cpu_seconds(), time.perf_counter()
+            await asyncio.gather(*(client(bodies) for bodies in asked))
+            seconds = time.perf_counter() - began
+            row = {"method": "plain" if plain else "auto", "clients": count, "tokens_per_second": seen.tokens / seconds}
+            row |= {"first_p50": quantile(seen.first, 0.5), "first_p99": quantile(seen.first, 0.99)}
+            row |= {"statuses": seen.statuses, "client_cpu": (cpu_seconds() - cpu) / seconds}
+            row["differing_texts"] = sum(len(texts) - 1 for texts in seen.texts.values())
+            rows.append(row)
+            print(
+                "  ".join(
+                    f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in row.items()
+                )
+            )
+    return rows
+
+
+async def overload(url: str, count: int, max_tokens: int) -> dict[str, Any]:
+    """So many at once, most of them too many: how fast these are refused, and what is written meanwhile."""
+    seen, draw = Seen(), random.Random(2)
+    began = time.perf_counter()
+    await asyncio.gather(*(Client(url).ask(request(draw, False, max_tokens), seen) for _ in range(count)))
+    seconds = time.perf_counter() - began
+    told = {"requests": count, "statuses": seen.statuses, "tokens_per_second": seen.tokens / seconds}
+    return told | {"refused_p99": quantile(seen.refusals, 0.99)}
+
+
+async def disconnects(url: str, count: int) -> dict[str, Any]:
+    """Clients that leave at any moment, sixteen at a time."""
+    seen, draw, room = Seen(), random.Random(3), asyncio.Semaphore(16)
+
+    async def leave() -> None:
+        async with room:
+            await Client(url).ask(request(draw, False, 200), seen, leave_after=draw.random() ** 3)
+
+    await asyncio.gather(*(leave() for _ in range(count)))
+    return {"disconnects": count, "statuses": seen.statuses, "idle_after": await idle_after(url)}
+
+
+async def idle_after(url: str) -> float:
+    """Seconds until the server says that it runs nothing and that nothing waits."""
+    began = time.perf_counter()
+    while any(line.split()[-1] != b"0.0" for line in await metrics(url) if b":num_requests_" in line):
+        await asyncio.sleep(0.02)
+    return time.perf_counter() - began
+
+
+async def metrics(url: str) -> list[bytes]:
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    page = await reader.read()
+    writer.close()
+    return [line for line in page.splitlines() if b":" in line and not line.startswith(b"#")]
+
+
+async def soak(url: str, seconds: float, clients: int, pid: int | None) -> dict[str, Any]:
+    """Everything mixed for so long; the server's memory once a minute."""
+    seen, end, memory = Seen(), time.monotonic() + seconds, list[int]()
+
+    async def client(number: int) -> None:
+        draw = random.Random(number)
+        while time.monotonic() < end:
+            leaves = draw.random() * 2 if draw.random() < LEAVES else None
+            await Client(url).ask(request(draw, draw.random() < 0.2, draw.choice([8, 60, 200])), seen, leaves)
+
+    async def watch() -> None:
+        while time.monotonic() < end and pid is not None:
+            memory.append(resident(pid))
+            print(f"{len(memory):4d} min  {memory[-1] >> 20} MiB  {seen.statuses}  {seen.tokens} tokens", flush=True)
+            await asyncio.sleep(60)
+
+    await asyncio.gather(watch(), *(client(number) for number in range(clients)))
+    differing = sum(len(texts) - 1 for texts in seen.texts.values())
+    return {
+        "seconds": seconds,
+        "clients": clients,
+        "statuses": seen.statuses,
+        "differing_texts": differing,
+        "memory": memory,
+    }
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """None of nothing."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--each", type=int, default=3, help="requests of each client")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--overload", type=int, default=0, help="requests at once")
+    parser.add_argument("--disconnects", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="of mixed requests")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
+    given = parser.parse_args()
+    told: dict[str, Any] = {}
+    if given.seconds:
+        told["soak"] = asyncio.run(soak(given.url, given.seconds, given.clients, given.pid))
+    else:
+        told["rates"] = asyncio.run(rates(given.url, given.counts, given.each, given.max_tokens))
+        if given.overload:
+            told["overload"] = asyncio.run(overload(given.url, given.overload, given.max_tokens))
+        if given.disconnects:
+            told["disconnects"] = asyncio.run(disconnects(given.url, given.disconnects))
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
