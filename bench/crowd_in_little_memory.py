@@ -25,7 +25,7 @@ from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
 from outpace.engine.request import Running
-from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.load import Loaded
 
 THINGS = ("a lamp", "bread", "the moon", "a bridge", "salt", "a clock", "rain", "a wheel", "glass", "a seed")
 ASKS = (
@@ -83,15 +83,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--alone", type=int, help="how many are held against their single runs; all by default")
     args = parser.parse_args()
-    target = load_model(None)
-    draft = None if args.method == "autoregressive" else load_draft(None, target)
     prompts, params = make_prompts(args.requests), SamplingParams(max_tokens=args.max_tokens)
-    with closing(
-        LLM(target, draft, method=args.method, batch=args.batch, kv_memory=args.kv_memory, profile=False)
-    ) as llm:
-        runs, row = answer(llm, prompts, params)
     some = prompts[: args.requests if args.alone is None else args.alone]
-    row |= {"compared": len(some), "differ": count_different(target, some, params, runs)}
+    with closing(LLM(method=args.method, batch=args.batch, kv_memory=args.kv_memory, profile=False)) as llm:
+        runs, row = answer(llm, prompts, params)
+        row |= {"compared": len(some), "differ": count_different(llm.target, some, params, runs)}
     row["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 3)
     title = f"{args.requests} requests of {args.max_tokens} tokens, {args.kv_memory:g} GiB, {args.method}"
     table = Table("what", "figure", title=title)

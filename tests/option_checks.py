@@ -114,6 +114,28 @@ def memory_differences() -> Iterator[str]:
             yield "requests that begin alike have other texts together"
 
 
+def pause_differences() -> Iterator[str]:
+    """More texts than there is memory for."""
+    target = QuickToy(16, 3, 0)
+    requests = [make_request(STEM[number:], "gumbel", 150, temperature=1.0, seed=number) for number in range(0, 80, 20)]
+    options = EngineOptions(chunk=40, nodes=6, kv_memory=500 * target.token_bytes / (1 << 30))
+    with Engine(target, make_drafter("perfect", target, width=1), options=options) as parts:
+        runs = [parts.submit(request, speculative, speculative.Options()) for request in requests]
+        for _ in range(2000):
+            if all(run.finish_reason for run in runs):
+                break
+            parts.step()
+            if parts.memory.used > parts.memory.budget:
+                yield "more memory is used than there is"
+            for run in parts.running:
+                if run.session.tokens[: run.session.length].tolist() != run.committed[: run.session.length]:
+                    yield "a session holds another text than its request's"
+        if not any(run.history.pauses for run in runs):
+            yield "nobody paused"
+        if [run.tokens for run in runs] != [write(target, request) for request in requests]:
+            yield "a request that paused has another text"
+
+
 def _finished(parts: Engine, request: Request) -> list[int]:
     run = parts.submit(request, speculative, speculative.Options())
     while run.finish_reason is None:
@@ -143,4 +165,4 @@ def finder(*checks: Callable[[], Iterator[str]]) -> Callable[[], str | None]:
 
 find_in_options = finder(option_differences)
 find_in_rejection = finder(rejection_differences)
-find_in_memory = finder(memory_differences)
+find_in_memory = finder(memory_differences, pause_differences)

@@ -142,6 +142,23 @@ def forget_that_it_broke(close: Original) -> Original:
     return mutated
 
 
+def with_what_was_accepted(release: Original) -> Original:
+    def mutated(self: Any, run: Any) -> None:
+        kept = run.keep
+        release(self, run)
+        run.keep = kept
+
+    return mutated
+
+
+def beyond_the_budget(fit: Original) -> Original:
+    def mutated(self: Any, run: Any, rows: int) -> bool:
+        run.session.reserve(run.prefilled + rows)
+        return True
+
+    return mutated
+
+
 def drop_what_is_held(finish: Original) -> Original:
     def mutated(self: Any) -> str:
         finish(self)
@@ -213,5 +230,7 @@ OPTION_MUTATIONS = [
     mutation("reuse: a prefix copied one token too far", memory.Memory, "_best_start", one_too_far),
     mutation("reuse: what an end cut off is kept", memory.Memory, "close", not_cut_off),
     mutation("reuse: what a broken round left", memory.Memory, "close", forget_that_it_broke),
+    mutation("reuse: what was accepted before a pause", memory.Memory, "release", with_what_was_accepted),
+    mutation("reuse: slots beyond the budget", memory.Memory, "fit", beyond_the_budget),
     mutation("reuse: a prompt that is reported on", memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
 ]

@@ -22,11 +22,11 @@ class Token(int):
 
     def __eq__(self, other: object) -> bool:
         WORK["compared"] += 1
-        return int(self) == other
+        return int.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
         WORK["compared"] += 1
-        return int(self) != other
+        return int.__ne__(self, other)
 
     def __hash__(self) -> int:
         WORK["hashed"] += 1
@@ -65,7 +65,7 @@ def test_who_waits_for_another_to_read_compares_once(engine: Engine) -> None:
     submit(engine, 0, 1 + WAITING)
     assert WORK == {"hashed": (1 + WAITING) * (LENGTH - LENGTH % 16)}, "each block is hashed when its request comes"
     first = step(engine)
-    assert first["compared"] < 2 * WAITING * LENGTH
+    assert first["compared"] <= WAITING * LENGTH
     assert len(engine.waiting) == WAITING
     for _ in range(LENGTH // CHUNK - 3):
         assert step(engine) == {"passes": 1, "rows": CHUNK}, "nothing is looked up again"
