@@ -189,7 +189,7 @@ def test_chat_log_probabilities_have_exact_bytes(site: Served) -> None:
     written = b"".join(bytes(entry["bytes"]) for entry in content)
     assert written.decode("utf-8", "replace") == found["message"]["content"]
     for entry, token in zip(content, found["token_ids"], strict=True):
-        assert bytes(entry["bytes"]) == site.llm.tokenizer.token_bytes(token)
+        assert bytes(entry["bytes"]) == site.llm.tokenizer.spelled(token)
         assert [top["logprob"] for top in entry["top_logprobs"]] == sorted(
             (t["logprob"] for t in entry["top_logprobs"]), reverse=True
         )

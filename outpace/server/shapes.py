@@ -155,7 +155,7 @@ class TokenTexts:
     """What single tokens are called in log-probabilities."""
 
     def __init__(self, service: Service) -> None:
-        self._bytes_of = service.llm.tokenizer.token_bytes
+        self._bytes_of = service.llm.tokenizer.spelled
 
     def bytes_of(self, token: int) -> bytes:
         return self._bytes_of(token)

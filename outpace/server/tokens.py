@@ -45,7 +45,7 @@ def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
         tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)
     told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
     if body.return_token_strs:
-        told["token_strs"] = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        told["token_strs"] = [tokenizer.spelled(token).decode("utf-8", "replace") for token in tokens]
     return told
 
 

@@ -148,7 +148,7 @@ class Tokenizer:
         """What each id adds to an answer's text; special tokens, and those that end an answer, add nothing."""
         return TokenTexts([b"" if index in self.stop_ids else self._bytes_of(index) for index in range(self.size)])
 
-    def token_bytes(self, token: int) -> bytes:
+    def spelled(self, token: int) -> bytes:
         """What one token stands for, special ones as they are written; it may be a part of a character."""
         return self._spelling(token)
 
