@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -44,6 +44,11 @@ class QuickToy(Toy):
     def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0) -> None:
         super().__init__(vocab_size, order, seed, agreement)
         self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> QuickToy:
+        other = super().without(attention, mlp)
+        other._rows = {}
+        return other
 
     def _row(self, context: Sequence[int]) -> Tensor:
         seen = tuple(int(token) for token in context[-len(self._tables) :])

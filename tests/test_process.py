@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told a
 class Deaf(CandidateCache):
     """A cache that must not be waited for."""
 
-    def wait(self, layers: int, seconds: float) -> None:
+    def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
         raise AssertionError("the target waited for a drafter that does not stand yet")
 
 

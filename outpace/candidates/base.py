@@ -43,8 +43,9 @@ class Worker(ABC):
         """Runs the target's pass over `rows` rows, with the drafter working meanwhile."""
 
     @abstractmethod
-    def wait(self, cache: CandidateCache, layers: int) -> None:
-        """Lets the drafter add `layers` layers for one request, within a bound of some draft steps."""
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+        """Lets the drafter add `layers` layers for one request, and reach `depth` below its root, within a bound of
+        some draft steps."""
 
     @abstractmethod
     def stop(self) -> None:

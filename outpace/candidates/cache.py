@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outpace.core.tree import Role, TokenTree, best_nodes
+from outpace.core.tree import Role, TokenTree, best_nodes, depths
 from outpace.core.types import Verdict
+
+_GIVEN_UP = 1 << 30  # layers, of a drafter that adds no more
 
 
 class Candidate(NamedTuple):
@@ -153,10 +155,18 @@ class CandidateCache:
             self.counts[kind] += 1
             return kind, Correction(path, tokens, self._tree.ids[0], kind != "miss")
 
-    def wait(self, layers: int, seconds: float) -> None:
-        """Until `layers` layers came since the last correction, `seconds` passed, or the drafter gave up."""
+    def has(self, layers: int, depth: int = 0) -> bool:
+        """Whether `layers` layers came since the last correction and one reaches `depth` below the root; or the drafter
+        gave up."""
+        if self.layers < layers or not depth or self.layers >= _GIVEN_UP:
+            return self.layers >= layers
+        with self._lock:
+            return max(depths(self._tree.parents)) >= depth
+
+    def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
+        """Until the cache has that, or `seconds` passed."""
         deadline = time.monotonic() + seconds
-        while self.layers < layers and (left := deadline - time.monotonic()) > 0:
+        while not self.has(layers, depth) and (left := deadline - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
 
     def give_up(self) -> None:
@@ -178,7 +188,7 @@ class CandidateCache:
 
     def _give_up(self) -> None:
         self.counts["nothing to offer"] += 1
-        self.layers = 1 << 30
+        self.layers = _GIVEN_UP
 
     def _move(self, root: int | None, token: int) -> None:
         self.layers = 0

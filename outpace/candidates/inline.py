@@ -58,10 +58,10 @@ class InlineWorker(Worker):
             self._delay(drafting)
         return result
 
-    def wait(self, cache: CandidateCache, layers: int) -> None:
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         before = self.clock.now
-        for _ in range(2 * layers):  # a forward for an older tree may be under way, or other requests' turn
-            if cache.layers >= layers or not self._is_running():
+        for _ in range(2 * max(layers, depth)):  # a forward for an older tree may be under way, or other requests' turn
+            if cache.has(layers, depth) or not self._is_running():
                 break
             self._finish()
         self.clock.draft_busy += self.clock.now - before
@@ -120,7 +120,7 @@ class InTurn(Worker):
         self.clock.now += seconds
         return result
 
-    def wait(self, cache: CandidateCache, layers: int) -> None:
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         """There is no drafter to wait for."""
 
     def stop(self) -> None:

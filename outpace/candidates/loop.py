@@ -7,6 +7,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from outpace.candidates.cache import Candidate, Correction, Layer
+from outpace.core.errors import UserError
+from outpace.core.needs import NOTHING
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 
@@ -45,11 +47,22 @@ class Track:
     idle: bool = False  # the drafter had nothing to add; a correction wakes it
 
 
+def check_beside(drafter: Drafter) -> None:
+    """UserError for a drafter that cannot work beside the target."""
+    if drafter.needs != NOTHING:
+        raise UserError(
+            f"drafter {drafter.name} needs to see the target's passes, a worker beside the target does not: use it in"
+            " turn, with method auto or speculative"
+        )
+
+
 class DraftLoop:
     """One turn: read the mail, grow once, hand out what is new. Whoever owns the loop alone calls it."""
 
     def __init__(self, drafter: Drafter, most_requests: int = 16) -> None:
-        """`most_requests` share a forward; with more of them running, they take turns."""
+        """`most_requests` share a forward; with more of them running, they take turns. UserError for a drafter that
+        needs more of the target than its verdicts."""
+        check_beside(drafter)
         self._drafter = drafter
         self._most = most_requests
         self._tracks: dict[int, Track] = {}

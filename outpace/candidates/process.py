@@ -97,14 +97,14 @@ class ProcessWorker(Worker):
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
 
-    def wait(self, cache: CandidateCache, layers: int) -> None:
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         """Not for a child that is not ready, that does not know the request, or that let a wait pass in silence."""
         heard, ready = self._heard, self._ready
         known = any(told.cache is cache and told.child is ready for told in self._told.values())
         if ready is None or not known or heard == self._unanswered:
             return
-        cache.wait(layers, _PATIENCE * self._turn_seconds * (layers + 1) + _TRIP_SECONDS)
-        if self._heard == heard and cache.layers < layers:
+        cache.wait(layers, _PATIENCE * self._turn_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
+        if self._heard == heard and not cache.has(layers, depth):
             self._unanswered = heard
 
     def close(self) -> None:

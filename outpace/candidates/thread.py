@@ -43,9 +43,9 @@ class ThreadWorker(Worker):
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
 
-    def wait(self, cache: CandidateCache, layers: int) -> None:
+    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
-            cache.wait(layers, _PATIENCE * self._turn_seconds * (layers + 1))
+            cache.wait(layers, _PATIENCE * self._turn_seconds * (max(layers, depth) + 1), depth)
 
     def stop(self) -> None:
         self._stopping = True

@@ -11,6 +11,14 @@ from torch import Tensor
 _CHUNKS = 64  # a row is dealt into columns of so many values
 
 
+class Scored(NamedTuple):
+    """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
+    were asked for, before the final norm."""
+
+    logits: Tensor  # [wanted rows, vocab]
+    hidden: Tensor | None = None  # [layers, shown rows, width]
+
+
 class Held(NamedTuple):
     """Scores of the tokens that a model's output layer has rows for; all others score -inf.
 
@@ -40,6 +48,14 @@ def host_rows(scores: Tensor) -> np.ndarray | None:
         return None
     rows: np.ndarray = scores.detach().numpy()
     return rows
+
+
+def best_tokens(scores: Tensor, count: int) -> np.ndarray:
+    """The `count` tokens of the largest scores of each row, best first: int64 [rows, count]"""
+    host = host_rows(scores)
+    if host is None:
+        return scores.topk(min(count, scores.shape[-1])).indices.cpu().numpy()
+    return np.array([largest(row, count) for row in host])
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:

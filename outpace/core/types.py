@@ -13,6 +13,7 @@ from outpace.core.banned_text import BannedText
 from outpace.core.chance import Chance
 from outpace.core.constraint import Constraint
 from outpace.core.errors import check_range, check_whole
+from outpace.core.needs import NOTHING, Needs, Seen
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
@@ -32,6 +33,7 @@ class Rule:
     chance: Chance = Chance()  # decides what the rule, and a drafter that draws for it, leave to chance
     judges_greedy: bool = False  # requests of temperature 0
     judges_sampled: bool = True  # all others
+    needs: Needs = NOTHING  # its rows then carry hidden states
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
@@ -129,6 +131,7 @@ class Row(NamedTuple):
     path: tuple[int, ...] = ()
     node_id: int = 0
     is_open: bool = False
+    hidden: Tensor | None = None  # after the layers that its rule needs [layers, width]
 
     @property
     def position(self) -> int:
@@ -177,9 +180,11 @@ class Verify(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A coroutine that missed lets the drafter's worker add `layers` first, within the engine's patience."""
+    """A coroutine lets the drafter's worker add `layers` since the last correction, and grow the tree to `depth` below
+    its root, within the worker's patience. Before Verify it asks for itself alone; after Verify all requests wait."""
 
-    layers: int
+    layers: int = 0
+    depth: int = 0
 
 
 class Commit(NamedTuple):
@@ -211,19 +216,23 @@ class Step(NamedTuple):
 
 class Observation(NamedTuple):
     """What a drafter is told after a verdict: `tokens` were committed, `path` are the ids of the nodes that they follow
-    (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root."""
+    (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root. `seen`:
+    of all nodes that were judged, what the drafter needs."""
 
     path: Sequence[int]
     tokens: Sequence[int]
     tree: TokenTree
+    seen: Seen | None = None
 
 
 @dataclass
 class DraftState:
-    """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last."""
+    """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last. `base` is the
+    target's session where the drafter needs it, which has all but the root: pending nodes may be added to it."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
+    base: Any = None
 
 
 class Drafter:
@@ -231,6 +240,7 @@ class Drafter:
 
     name = "drafter"  # its file's
     runs_model = True  # False: what it proposes costs next to nothing
+    needs: Needs = NOTHING  # the same for all its requests
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -259,6 +269,11 @@ class Drafter:
 
     def observe(self, state: Any, seen: Observation) -> None:
         """The target has judged: follow it."""
+        raise NotImplementedError
+
+    def read(self, state: Any, seen: Seen) -> None:
+        """A chunk of the prompt was read; called where `needs.prompt`. The prompt's last token is the first tree's
+        root, which `observe` tells of."""
         raise NotImplementedError
 
     def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:

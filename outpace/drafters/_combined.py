@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
+from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 
@@ -22,6 +24,7 @@ class Combined(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = parts
+        self.needs = reduce(Needs.joined, (part.needs for part in parts))
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -48,6 +51,8 @@ class Combined(Drafter):
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
             if source is None or source in part.sources:
+                for state in states if part.needs.session else ():
+                    state.parts[number].base = state.base
                 before = [len(tree) for tree in trees]
                 more = part.grow_by(source, [state.parts[number] for state in states], trees)
                 for tree, first in zip(trees, before, strict=True):
@@ -67,7 +72,13 @@ class Combined(Drafter):
 
     def observe(self, state: CombinedState, seen: Observation) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            part.observe(inner, seen)
+            own = None if seen.seen is None else seen.seen.only(part.needs, self.needs.layers)
+            part.observe(inner, seen._replace(seen=own))
+
+    def read(self, state: CombinedState, seen: Seen) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            if part.needs.prompt:
+                part.read(inner, seen.only(part.needs, self.needs.layers))
 
     def close(self, state: CombinedState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

@@ -56,19 +56,33 @@ class Grower:
     With a `window` a session begins with the text's last `window` tokens, and anew when it holds `_FULL` times that.
     """
 
-    def __init__(self, model: Model, width: int, tree_nodes: int, floor: float = 0.0, window: int = 0) -> None:
-        """`floor`: the chance below which the target is not expected to reach a node; `window` 0: the whole text."""
-        self.model = model
+    def __init__(
+        self,
+        model: Model,
+        width: int,
+        tree_nodes: int,
+        floor: float = 0.0,
+        window: int = 0,
+        on_base: bool = False,
+    ) -> None:
+        """`floor`: the chance below which the target is not expected to reach a node; `window` 0: the whole text.
+        `on_base`: in pending slots of the target's own session, for a drafter that needs it, by a model of the same
+        sessions."""
+        self.model, self._on_base = model, on_base
         self._width, self._tree_nodes, self._window = width, tree_nodes, window
         self._floor = math.log(floor) if floor else -math.inf
 
     def open(self, request: Request) -> Any:
-        """A session of the model for this request."""
+        """A session of the model for this request; None where the target's is lent for each round."""
+        if self._on_base:
+            return None
         capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
         return self.model.open(capacity, self._tree_nodes + self._width + _CHUNK)
 
     def jobs(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[Job]:
         """What one forward would expand; trees with nothing to expand have no part in it."""
+        for state in states if self._on_base else ():
+            state.session = state.base
         found = zip(states, trees, strict=True)
         return [Job(state, tree, some) for state, tree in found if (some := self._frontier(state, tree))]
 
@@ -87,7 +101,13 @@ class Grower:
         return held, rows
 
     def follow(self, state: GrowState, seen: Observation) -> None:
-        """Commits what the target walked; of the rest only what lives on in its next tree stays."""
+        """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
+        target's session: that is the target's."""
+        state.tokens += seen.tokens
+        state.open, state.seen = [], 0
+        if self._on_base:
+            state.slots = {}
+            return
         slots, path = state.slots, []
         for node in seen.path:
             if node not in slots:
@@ -99,8 +119,6 @@ class Grower:
         else:
             state.session.keep(path, [slots[node] for node in live])
         state.slots = {node: slot for slot, node in enumerate(live)}
-        state.tokens += seen.tokens
-        state.open, state.seen = [], 0
 
     def _frontier(self, state: GrowState, tree: TokenTree) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
@@ -116,7 +134,10 @@ class Grower:
             if is_worthy and (count <= room or tree.depth(node) <= room):
                 heappush(state.open, (-scores[node], node))
         state.seen = count
-        return sorted([heappop(state.open)[1] for _ in range(min(self._width, len(state.open)))])
+        most = min(self._width, len(state.open))
+        if self._on_base:
+            most = min(most, state.session.free)
+        return sorted([heappop(state.open)[1] for _ in range(most)])
 
     def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""

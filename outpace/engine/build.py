@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from outpace.candidates.base import Worker
+from outpace.candidates.loop import check_beside
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.needs import Given
+from outpace.core.needs import NOTHING, Given
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
@@ -166,14 +167,15 @@ def build_engine(
     """An engine for a method, with drafters in turn or one in a worker. UserError for an option that no part has."""
     decoder = registry.find("decoders", parts.method)
     modules = {f"method {parts.method}": decoder}
+    needs = NOTHING
     if parts.rule != "auto":
         modules[f"rule {parts.rule}"] = registry.find("rules", parts.rule)
-        _build_rule(parts.rule, options)  # a wrong value is said at once
+        needs = _build_rule(parts.rule, options).needs  # a wrong value is said at once
     if decoder.NEEDS is None:
         if parts.drafter is not None:
             raise UserError(f"method {parts.method} uses no drafter, leave out {parts.drafter!r} or change the method")
         registry.check_known(modules, options)
-        return Engine(target.model, options=settings)
+        return Engine(target.model, options=settings, needs=needs)
     name = parts.drafter or default_drafter(parts.method, draft is not None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     registry.check_known(modules, options)
@@ -181,12 +183,13 @@ def build_engine(
         options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
     drafters = {one: build_drafter(one, _given(target, draft), options) for one in drafter_names(name)}
     if decoder.NEEDS == "drafter":
-        return Engine(target.model, drafters, options=settings)
+        return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {parts.method} has one drafter in its worker, not {name!r} to choose from")
+    check_beside(drafters[name])
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
     worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name])
-    return Engine(target.model, worker=worker, options=settings)
+    return Engine(target.model, worker=worker, options=settings, needs=needs)
 
 
 def _build_worker(parts: Parts, drafter: Drafter) -> Worker:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
 from outpace.core.errors import UserError, unknown
+from outpace.core.needs import NOTHING, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.decoders._costs import Costs
@@ -48,6 +49,8 @@ class Drafting:
         run.draft.name = self._names[0] if name is None else name
         if run.draft.name not in self._names:
             raise unknown("drafter of this engine", run.draft.name, self._names)
+        drafter = self._of(run)
+        run.draft.needs = drafter.needs if drafter is not None else NOTHING
 
     def open(self, run: Running) -> None:
         """A request begins."""
@@ -73,7 +76,7 @@ class Drafting:
             self.worker.close()
 
     def serve(self, running: Sequence[Running]) -> None:
-        """Answers Draft and Await until every coroutine asks for Verify; a drafter sees all its trees at once."""
+        """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""
         while True:
             drafting = [(run, run.ask.source) for run in running if isinstance(run.ask, Draft)]
             waiting = [run for run in running if isinstance(run.ask, Await)]
@@ -85,7 +88,7 @@ class Drafting:
                 self._grow(asking, name, source)
             for run in waiting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
-                    self.worker.wait(run.place.candidates, run.ask.layers)
+                    self.worker.wait(run.place.candidates, *run.ask)
                 run.advance(None)
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
@@ -97,12 +100,24 @@ class Drafting:
             self._warn(None, self.worker.failure)
         return result
 
-    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree) -> None:
-        """Tells the drafter in turn what was committed; `root` is the next tree."""
+    def read(self, run: Running, seen: Seen | None) -> None:
+        """Tells a drafter that needs it of a chunk of the prompt, once: the text of a request that had to give its
+        session back is read again."""
+        drafter = self._of(run)
+        if seen is None or drafter is None or run.draft.state is None:
+            return
+        start, end = run.draft.told, len(run.request.prompt) - 1
+        mine = slice(max(start - seen.ids[0], 0), max(end - seen.ids[0], 0))
+        if some := seen.ids[mine]:
+            run.draft.told = some[-1] + 1
+            self._guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
+
+    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
+        """Tells the drafter in turn of a verdict; of what it followed, too."""
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            seen = Observation([tree.ids[node] for node in path], tokens, root)
+            seen = seen._replace(path=[tree.ids[node] for node in path])
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
     def _of(self, run: Running) -> Drafter | None:
@@ -115,6 +130,9 @@ class Drafting:
         drafter = self._of(runs[0])
         if drafter is not None:
             began = self._clock()
+            if drafter.needs.session:
+                for run in runs:
+                    run.lend()
             trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
             before = [len(tree) for tree in trees]
             added = self._guarded(name, drafter.grow_by, source, [run.draft.state for run in runs], trees)

@@ -10,33 +10,27 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import reduce
 from types import ModuleType
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from outpace.candidates.base import Worker
 from outpace.core.errors import UserError
+from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Drafter, Request, Row, Verify, tree_rows
+from outpace.core.types import Commit, Drafter, Observation, Request, Verify
 from outpace.decoders._costs import Costs
 from outpace.engine.admission import Admission
+from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.request import Running, Watch, check_request
+from outpace.engine.passes import Judged, Passes
+from outpace.engine.request import Running, Watch
 from outpace.engine.sharing import share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
-from outpace.models.base import Model, Part, chain
-from outpace.rules.base import Fault, reduce_apart
-
-
-class _Judged(NamedTuple):
-    """One tree after the pass: the rule's reduced rows, whose they are, and, where they are reported, their scores."""
-
-    picks: list[Any]
-    rows: list[Row]
-    logits: Tensor | None  # [rows, vocab]
+from outpace.models.base import Model, Part, chain, check_needs
+from outpace.rules.base import Fault
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -52,15 +46,20 @@ class Engine(AbstractContextManager["Engine"]):
         worker: Worker | None = None,
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        needs: Needs = NOTHING,
     ) -> None:
         """`drafters`: one, or several by the names that requests choose them by, the first for those that choose none.
-        `clock` gives the seconds that everything is timed by."""
+        `clock` gives the seconds that everything is timed by. `needs` are those of the rules that requests may have.
+        """
         self.target = target
         self._clock = clock
         self.options = options or EngineOptions()
         self.costs = Costs()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = Drafting(named, worker, self.costs, clock)
+        self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
+        check_needs(target, self.needs)
+        self._passes = Passes(target, self.needs.layers)
         most_kept = self.options.batch if self.options.reuse else 0
         self.memory = Memory(target, self.options.nodes, self.options.kv_memory, most_kept)
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
@@ -107,6 +106,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self._is_closed:
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
+        check_rule_needs(request, self.needs)
         self.memory.check(request)
         run = Running(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
@@ -154,59 +154,46 @@ class Engine(AbstractContextManager["Engine"]):
         self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
     ) -> None:
         """One pass over prompts' chunks and requests' trees, and what follows from it for each."""
-        forest = [part for _, part in chunks]
-        forest += [Part(run.session, tuple(t.tokens), tuple(t.parents), range(len(t)), run.keep) for run, t in trees]
-        if not forest:
+        if not chunks and not trees:
             return
-        rows: list[Row] = []  # made now: CARD appends late children
-        for run, tree in trees:
-            rows += tree_rows(run.request, run.committed, tree)
         began = self._clock()
-        logits, picks = self._pass(forest, rows)
+        reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         seconds = self._clock() - began
-        first = 0
-        for run, part in chunks:
-            run.read(logits[first : first + len(part.wanted)], part.tokens)
-            first += len(part.wanted)
+        for (run, part), read in zip(chunks, reads, strict=True):
+            self.drafting.read(run, read.seen)
+            run.read(read.logits, part.tokens)
             run.is_due = run.ask is None and not run.is_prefilling
-        before = first
-        for (run, _), part in zip(trees, forest[len(chunks) :], strict=True):
-            end = first + len(part.wanted)
-            mine = slice(first - before, end - before)
-            scores = logits[first:end] if run.request.logprobs else None
+        settled = [(run, its) for (run, _), its in zip(trees, judged, strict=True)]
+        for run, its in settled:
             run.keep = ()
-            self._settle(run, _Judged(picks[mine], rows[mine], scores), seconds, start)
-            first = end
+            self._apart(run, self._hand, run, its)
+        self.drafting.serve([run for run, _ in settled])
+        for run, its in settled:
+            if isinstance(run.ask, Commit):
+                self._apart(run, self._commit, run, its, seconds, start)
+            elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
+                run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
 
-    def _pass(self, forest: Sequence[Part], rows: Sequence[Row]) -> tuple[Tensor, list[Any]]:
-        """The target's pass and the rules' first half, with the worker's drafter beside it."""
-        before = sum(len(part.wanted) for part in forest) - len(rows)  # rows of prompts, which are reported
-
-        def target_pass() -> tuple[Tensor, list[Any]]:
-            logits = self.target.score(forest)
-            return logits, reduce_apart(logits[before:] if before else logits, rows) if rows else []
-
-        return self.drafting.beside(target_pass, sum(len(part.tokens) for part in forest))
-
-    def _settle(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
-        """Hands a request its picks and commits its verdict. A fault in its rule, its options or who watches it ends
-        this request alone."""
+    @staticmethod
+    def _apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
+        """A fault in a request's rule, its options or who watches it ends this request alone."""
         try:
-            if isinstance(judged.picks[0], Fault):
-                raise judged.picks[0].error
-            self._commit(run, judged, seconds, start)
+            call(*arguments)
         except Exception as error:
             run.is_broken = True
             run.fail(error)
 
-    def _commit(self, run: Running, judged: _Judged, seconds: float, start: float) -> None:
+    @staticmethod
+    def _hand(run: Running, judged: Judged) -> None:
+        """Hands a request its picks."""
+        if isinstance(judged.picks[0], Fault):
+            raise judged.picks[0].error
         run.advance(judged.picks)
-        if run.finish_reason is not None:
-            return
-        if not isinstance(run.ask, Commit):
-            run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
-            return
+
+    def _commit(self, run: Running, judged: Judged, seconds: float, start: float) -> None:
+        """Carries out a request's verdict."""
         ask, rows = run.ask, len(judged.rows)
+        assert isinstance(ask, Commit)
         tree, verdict, _ = ask
         if judged.logits is not None:
             run.note_logprobs(tree, verdict, judged.rows, judged.logits)
@@ -216,7 +203,7 @@ class Engine(AbstractContextManager["Engine"]):
         if run.finish_reason is None:
             run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
             run.is_due, run.ask = True, None
-            self.drafting.observe(run, tree, verdict, tokens, run.root)
+            self.drafting.observe(run, tree, verdict, Observation((), tokens, run.root, judged.seen))
 
     def _allot(self, run: Running) -> None:
         """Tells a request how much room the load leaves it."""

@@ -194,8 +194,8 @@ class Memory:
         session.start_from(holder.session, length)
 
     def _may_reuse(self, run: Running) -> bool:
-        """A request that still reports on its prompt has to read it."""
-        return self._most_kept > 0 and not run.reports_prompt
+        """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
+        return self._most_kept > 0 and not run.must_read
 
     def _reserve(self, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
         """Makes slots, and lets kept texts go for them but the one that is spared; False: they are too many."""

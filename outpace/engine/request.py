@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outpace.core.alignment import Alignment
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
+from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import (
     Ask,
@@ -27,7 +28,7 @@ from outpace.core.types import (
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefixes import Text
-from outpace.models.base import Model, Session
+from outpace.models.base import Session
 
 TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
 Watch = Callable[[Sequence[int], int], int | None]
@@ -65,6 +66,8 @@ class Drafted:
     """A request's side of a drafter that works in turn, which the engine knows by `name`."""
 
     name: str | None = None
+    needs: Needs = NOTHING  # the drafter's
+    told: int = 0  # tokens of the prompt that a drafter with such needs was told of
     state: DraftState | None = None
     seconds: float = 0.0  # of the round under way
 
@@ -128,6 +131,22 @@ class Running:
         return len(self.committed) - 1 - self.prefilled
 
     @property
+    def must_read(self) -> bool:
+        """Whether all of its prompt goes through a pass, what is known of it too."""
+        return self.reports_prompt or self.tells_prompt
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether its drafter is still to be told of the prompt."""
+        return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
+
+    def lend(self) -> None:
+        """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""
+        if self.draft.state is not None:
+            self.settle()
+            self.draft.state.base = self.session
+
+    @property
     def is_prefilling(self) -> bool:
         return self.unread > 0
 
@@ -167,7 +186,7 @@ class Running:
         """A chunk of the text is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
         start = self.session.length
         self.keep = range(len(tokens))
-        if len(rows) and self.request.logprobs is not None:
+        if len(rows) and self.request.logprobs is not None and self.reports_prompt:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
@@ -254,27 +273,3 @@ class Running:
         nodes = self.alignment.nodes(tree) if self.request.prediction else set()
         written = nodes.intersection(accepted)
         return len({node for node in nodes if node < rows} | written), len(written)
-
-
-def check_request(request: Request, target: Model) -> None:
-    """UserError for a request that can never run on this target."""
-    if not request.prompt:
-        raise UserError("the prompt has no tokens, at least one is needed")
-    most = target.max_positions
-    if len(request.prompt) >= most:
-        raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {most}")
-    check_whole("max_tokens", request.max_tokens, 1)
-    check_whole("seed", request.seed, 0, 2**63 - 1)
-    last = target.vocab_size - 1
-    bad = next((token for token in request.prompt if not 0 <= token <= last), None)
-    if bad is not None:
-        raise UserError(f"the prompt has token {bad}, allowed are 0 to {last}")
-    if len(request.prediction) > most:
-        raise UserError(f"the prediction has {len(request.prediction)} tokens, the target's context holds {most}")
-    bad = next((token for token in request.prediction if not 0 <= token <= last), None)
-    if bad is not None:
-        raise UserError(f"the prediction has token {bad}, allowed are 0 to {last}")
-    if request.adjustments is not None:
-        check_whole("min_tokens", request.adjustments.min_tokens, 0, request.max_tokens)
-        for token, _ in request.adjustments.logit_bias:
-            check_range("a token of logit_bias", token, 0, last)

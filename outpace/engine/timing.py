@@ -38,7 +38,8 @@ def note_round(
             costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
         return
     histories = [run.history.steps for run, _ in trees]
-    if not trees or not all(histories):
+    is_whole = all(run.ask is None or run.finish_reason is not None for run, _ in trees)  # none asks for another pass
+    if not trees or not all(histories) or not is_whole:
         return
     rows, tokens = sum(steps[-1].verified_rows for steps in histories), sum(steps[-1].emitted for steps in histories)
     is_first = any(len(steps) == 1 for steps in histories)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from outpace.core.errors import UserError
-from outpace.core.scores import Held
+from outpace.core.errors import UserError, check_whole
+from outpace.core.needs import Needs
+from outpace.core.scores import Held, Scored
 from outpace.core.tree import PREFIX
+
+
+class Extra(Enum):
+    """What a model may do beside scoring trees, and the runtimes whose models do."""
+
+    HIDDEN = "give hidden states of its layers", ("llama", "transformers")
+    LENGTH = "score behind a part of a text alone", ("llama",)
+    STEER = "be steered in its MLPs", ("llama",)
+    INPUTS = "take vectors in place of tokens", ("llama",)
+    WITHOUT = "leave out sublayers", ("llama",)
+    PROJECT = "score a hidden state", ("llama",)
 
 
 class UnsupportedModel(UserError):
@@ -145,6 +158,10 @@ class Part(NamedTuple):
     `parents` point at pending nodes (the session's earlier ones, then these, counted on) or are PREFIX. `wanted` are
     the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
     committed and all others dropped; None leaves what is pending as it is.
+
+    The others need a model's `extras`. `shown` are the new nodes whose hidden states are asked for. `length`: only so
+    many committed tokens are there, and the nodes come behind them. `steer` [layers, MLP width] is added to what each
+    MLP's gate multiplies. `inputs` [nodes, width] stand where the tokens' embeddings would.
     """
 
     session: Any
@@ -152,6 +169,10 @@ class Part(NamedTuple):
     parents: Sequence[int]
     wanted: Sequence[int]
     keep: Sequence[int] | None = None
+    shown: Sequence[int] = ()
+    length: int | None = None
+    steer: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
@@ -171,7 +192,13 @@ class Model:
     notice: str | None = None  # what its users are to know of it, in a sentence
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
     draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
+    extras: frozenset[Extra] = frozenset()
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
+
+    @property
+    def deepest(self) -> int:
+        """The most layers after which it can give hidden states."""
+        return self.num_layers
 
     @property
     def precision(self) -> str:
@@ -205,17 +232,60 @@ class Model:
         """One forward over all parts: logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         raise NotImplementedError
 
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """As `score`, with hidden states of the shown nodes after so many layers each, before the final norm; 0: what
+        goes into the first layer."""
+        raise lacking(self, Extra.HIDDEN)
+
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the model has output rows for."""
         scores = self.score(forest)
         return Held(scores, None, scores.shape[-1])
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Model:
+        """The same weights on the same sessions, where the residual passes by these layers' attention and MLP."""
+        raise lacking(self, Extra.WITHOUT)
+
+    def project(self, hidden: Tensor) -> Held:
+        """Scores of hidden states as they are before the final norm. [rows, width] to [rows, held]"""
+        raise lacking(self, Extra.PROJECT)
 
     def shallow(self, layers: Sequence[int]) -> Model:
         """A model of these layers alone, sharing their weights; for a model that has `num_layers`."""
         raise NotImplementedError
 
 
+def lacking(model: Model, extra: Extra) -> UserError:
+    """The error for what a model cannot do."""
+    what, runtimes = extra.value
+    return UserError(f"{type(model).__name__} cannot {what}, models of the runtime {' or '.join(runtimes)} can")
+
+
+def check_needs(model: Model, needs: Needs) -> None:
+    """UserError where a target's passes cannot give what is needed."""
+    check_whole("top", needs.top, 0, model.vocab_size)
+    if needs.layers and Extra.HIDDEN not in model.extras:
+        raise lacking(model, Extra.HIDDEN)
+    for layer in needs.layers:
+        check_whole("a layer whose hidden states are needed", layer, 0, model.deepest)
+
+
+def check_forest(model: Model, forest: Sequence[Part]) -> None:
+    """UserError for a part that asks for more than the model can."""
+    for part in forest:
+        asked = ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS))
+        for value, extra in asked:
+            if value is not None and extra not in model.extras:
+                raise lacking(model, extra)
+
+
 def row_numbers(forest: Sequence[Part]) -> list[int]:
     """The forest's wanted rows, counted over all its nodes."""
     starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
     return [start + node for part, start in zip(forest, starts, strict=False) for node in part.wanted]
+
+
+def shown_numbers(forest: Sequence[Part]) -> list[int]:
+    """The forest's shown rows, counted over all its nodes."""
+    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
+    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.shown]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.models.base import Model, Part, Session
+from outpace.core.scores import Held, Scored
+from outpace.models.base import Extra, Model, Part, Session
 
 
 class ToySession(Session):
@@ -32,16 +34,20 @@ class ToySession(Session):
 
 
 class Toy(Model):
-    """logits = the sum over i of table_i[token i back], the last `order` tokens counted.
+    """A layer for each of the last `order` tokens. Its attention adds table_i[token i back] to the residual stream, its
+    MLP adds `mlp` * tanh of that; the stream after the last layer is the logits.
 
     `agreement` blends the tables with those of another seed: a drafter that agrees with a target of `seed` the more,
     the nearer it is to 1.
     """
 
     token_bytes = 8
+    extras = frozenset(Extra)
 
-    def __init__(self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self, vocab_size: int = 16, order: int = 3, seed: int = 0, agreement: float = 1.0, mlp: float = 0.0
+    ) -> None:
+        self.vocab_size, self.num_layers = vocab_size, order
         self.max_positions = 1 << 20
         self.device = torch.device("cpu")
         own, other = (torch.Generator().manual_seed(s) for s in (seed, seed + 7919))
@@ -49,28 +55,66 @@ class Toy(Model):
         tables = torch.randn(shape, generator=own, dtype=torch.float64)
         noise = torch.randn(shape, generator=other, dtype=torch.float64)
         self._tables = 2.0 * (agreement * tables + (1.0 - agreement) * noise)
+        self._mlp = [mlp] * order
+        self._skipped: frozenset[int] = frozenset()  # attention
 
     def open(self, capacity: int, room: int) -> ToySession:
         return ToySession(capacity, room)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """Logits of the wanted nodes, float64 [wanted rows, vocab]."""
+        return self.score_hidden(forest, ()).logits
+
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """As `score`, with hidden states, float64 [layers, shown rows, vocab]."""
         rows: list[Tensor] = []
+        shown: list[Tensor] = []
         for part in forest:
-            session = part.session
-            if part.keep is not None:
-                session.keep(part.keep)
-            before = session.pending
-            sees = session.extend(part.parents)
-            start = session.length
-            session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
+            contexts = self._contexts(part)
             for node in part.wanted:
-                seen = np.flatnonzero(sees[node]) + start
-                rows.append(self._row([*session.tokens[:start], *session.tokens[seen]]))
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size, dtype=torch.float64)
+                is_plain = part.inputs is None and part.steer is None
+                rows.append(self._row(contexts[node]) if is_plain else self._stream(contexts[node], part, node)[-1])
+            for node in part.shown:
+                stream = self._stream(contexts[node], part, node)
+                shown.append(torch.stack([stream[layer] for layer in layers]))
+        nothing = torch.empty(0, self.vocab_size, dtype=torch.float64)
+        return Scored(torch.stack(rows) if rows else nothing, torch.stack(shown, 1) if shown else None)
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Toy:
+        other = copy(self)
+        other._skipped = self._skipped.union(attention)
+        other._mlp = [0.0 if layer in mlp else strength for layer, strength in enumerate(self._mlp)]
+        return other
+
+    def project(self, hidden: Tensor) -> Held:
+        return Held(hidden, None, self.vocab_size)
+
+    def _contexts(self, part: Part) -> dict[int, list[int]]:
+        """Stores a part's tokens; the texts that the nodes see which are asked for, their own tokens last."""
+        session = part.session
+        if part.keep is not None:
+            session.keep(part.keep)
+        before = session.pending
+        sees = session.extend(part.parents)
+        start = session.length
+        session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
+        committed = session.tokens[: start if part.length is None else part.length]
+        asked = {*part.wanted, *part.shown}
+        return {node: [*committed, *session.tokens[np.flatnonzero(sees[node]) + start]] for node in asked}
 
     def _row(self, context: Sequence[int]) -> Tensor:
-        logits = torch.zeros(self.vocab_size, dtype=torch.float64)
-        for back, table in enumerate(self._tables, start=1):
-            logits += table[context[-back] if back <= len(context) else self.vocab_size]
-        return logits
+        return self._stream(context)[-1]
+
+    def _stream(self, context: Sequence[int], part: Part | None = None, node: int = 0) -> list[Tensor]:
+        """The residual stream before the first layer and after each of them. [vocab] each"""
+        inputs, steer = (part.inputs, part.steer) if part else (None, None)
+        x = torch.zeros(self.vocab_size, dtype=torch.float64) if inputs is None else inputs[node].double()
+        stream = [x]
+        for layer, table in enumerate(self._tables):
+            if layer not in self._skipped:
+                back = layer + 1
+                x = x + table[context[-back] if back <= len(context) else self.vocab_size]
+            if self._mlp[layer]:
+                x = x + self._mlp[layer] * torch.tanh(x if steer is None else x + steer[layer])
+            stream.append(x)
+        return stream

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outpace.models.base import Model, Part
+from outpace.core.scores import Scored
+from outpace.models.base import Extra, Model, Part, check_forest
 from outpace.models.hf.passes import Passes, TransformersSession
 from outpace.models.hf.probe import Found
 
@@ -21,6 +22,8 @@ class TransformersModel(Model):
 
     `trees`: a token tree is one forward; where it is False, `notice` says in a sentence what that means and why.
     """
+
+    extras = frozenset({Extra.HIDDEN})
 
     def __init__(self, passes: Passes, found: Found) -> None:
         """`found` is what the probe of these passes found."""
@@ -46,9 +49,29 @@ class TransformersModel(Model):
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         return self._passes.open(capacity, room)
 
+    @property
+    def deepest(self) -> int:
+        """What stands after the last layer is given after the final norm alone."""
+        return int(self.config.num_hidden_layers) - 1
+
     def score(self, forest: Sequence[Part]) -> Tensor:
         """A forward for each part, or more; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        check_forest(self, forest)
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.trees)
+
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """As `score`, with the model's own hidden states, those before the layers. [layers, shown rows, width]"""
+        check_forest(self, forest)
+        asked = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
+        rows = self._passes.score(asked, width=self.vocab_size, as_trees=self.trees, layers=layers)
+        wanted, shown, first = [], [], 0
+        for part, of in zip(forest, asked, strict=True):
+            places = {node: first + place for place, node in enumerate(of.wanted)}
+            wanted += [places[node] for node in part.wanted]
+            shown += [places[node] for node in part.shown]
+            first += len(of.wanted)
+        hidden = rows[shown][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [shown rows, layers, width]
+        return Scored(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
 
 
 def _notice(objection: str | None) -> str:

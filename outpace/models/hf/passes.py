@@ -6,8 +6,8 @@ Nothing here knows which of the two the model takes, nor what becomes of its sco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,13 @@ class TransformersSession(Session):
             mine.copy(others, length)
 
 
+class Columns(NamedTuple):
+    """What a row holds: scores of `width` tokens, then the hidden states before each of `layers`."""
+
+    width: int
+    layers: tuple[int, ...]
+
+
 class Passes:
     """The forwards of a model object of transformers, or of one that behaves so."""
 
@@ -69,17 +76,19 @@ class Passes:
         return TransformersSession(min(capacity, self.max_positions), room, self.config)
 
     @torch.inference_mode()
-    def score(self, forest: Sequence[Part], *, width: int, as_trees: bool) -> Tensor:
-        """Rows of the wanted nodes, part after part, cut to `width` tokens. [wanted rows, width]
+    def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
+        """Rows of the wanted nodes, part after part, cut to `width` tokens; behind them their hidden states before each
+        of `layers`. [wanted rows, width + hidden]
 
         A tree is one forward with a mask where `as_trees`, else one for each branch; a chain is one without a mask.
         """
+        columns = Columns(width, tuple(layers))
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
-        rows = [self._score_part(part, width, as_trees) for part in forest if part.tokens]
+        rows = [self._score_part(part, columns, as_trees) for part in forest if part.tokens]
         rows = [row for row in rows if len(row)]
-        return torch.cat(rows) if rows else torch.empty(0, width, dtype=self.dtype, device=self.device)
+        return torch.cat(rows) if rows else self._zeros(columns)[:0]
 
     def plain(self, tokens: Sequence[int]) -> Tensor:
         """Scores after every token of a text without any cache, what all else must agree with. [tokens, vocab]"""
@@ -91,20 +100,22 @@ class Passes:
             raise UserError(f"{name} gives no scores for the next token, load it with AutoModelForCausalLM")
         return logits[0]
 
-    def _score_part(self, part: Part, width: int, as_trees: bool) -> Tensor:
+    def _score_part(self, part: Part, columns: Columns, as_trees: bool) -> Tensor:
         """The wanted rows of one session's part."""
         session = part.session
         before = session.pending
         sees = session.extend(part.parents)
         nodes = np.arange(len(part.tokens))
         if _is_chain(sees, before):
-            return self._chains(part, sees, [nodes], before, width)
+            return self._chains(part, sees, [nodes], before, columns)
         if not as_trees:
-            return self._chains(part, sees, _branches(part.parents, before), before, width)
+            return self._chains(part, sees, _branches(part.parents, before), before, columns)
         mask = self._mask(session, sees)
-        return self._forward(part, nodes, np.arange(before), mask, list(part.wanted))[:, :width]
+        return self._forward(part, nodes, np.arange(before), mask, list(part.wanted), columns)
 
-    def _chains(self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, width: int) -> Tensor:
+    def _chains(
+        self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: Columns
+    ) -> Tensor:
         """A forward for each branch, whose nodes follow one another below what stands already; no mask is needed.
 
         Nodes beyond the context, which are never committed, are not computed: their rows are 0.
@@ -116,11 +127,16 @@ class Passes:
             inside = branch[: max(0, self.max_positions - session.length - len(above))]
             wanted = [node for node in inside.tolist() if node in part.wanted]
             if len(inside):
-                found = self._forward(part, inside, above, None, wanted, before)[:, :width]
+                found = self._forward(part, inside, above, None, wanted, columns, before)
                 rows.update(zip(wanted, found, strict=True))
-        missing = torch.zeros(width, dtype=self.dtype, device=self.device)
-        wanted_rows = [rows.get(node, missing) for node in part.wanted]
-        return torch.stack(wanted_rows) if wanted_rows else missing.new_empty(0, width)
+        missing = self._zeros(columns)
+        wanted_rows = [rows.get(node, missing[0]) for node in part.wanted]
+        return torch.stack(wanted_rows) if wanted_rows else missing[:0]
+
+    def _zeros(self, columns: Columns) -> Tensor:
+        """A row that was not computed. [1, width + hidden]"""
+        hidden = int(self.config.hidden_size) * len(columns.layers) if columns.layers else 0
+        return torch.zeros(1, columns.width + hidden, dtype=self.dtype, device=self.device)
 
     def _forward(
         self,
@@ -129,6 +145,7 @@ class Passes:
         above: np.ndarray,
         mask: Any,
         wanted: Sequence[int],
+        columns: Columns,
         before: int | None = None,
     ) -> Tensor:
         """One forward of new nodes, which come after the prefix and the pending nodes `above`: the wanted rows."""
@@ -144,10 +161,10 @@ class Passes:
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, wanted).tolist() if len(wanted) else [len(nodes) - 1]
         try:
-            logits = self._call(session, tokens, positions, mask, places)
+            scores = self._call(session, tokens, positions, mask, places, columns)
         finally:
             session.show(ShownSlots(0, np.arange(0), None))  # what was gathered for this pass is not held
-        return logits[: len(wanted)]
+        return scores[: len(wanted)]
 
     def _call(
         self,
@@ -156,18 +173,33 @@ class Passes:
         positions: Sequence[int],
         mask: Any,
         rows: Sequence[int],
+        columns: Columns,
     ) -> Tensor:
-        """The model's own forward, with those of its arguments that it has. [rows, vocab]"""
+        """The model's own forward, with those of its arguments that it has. [rows, width + hidden]"""
         given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
         if mask is not None:
             given["attention_mask"] = mask
         if "position_ids" in self.arguments:
             given["position_ids"] = torch.tensor([list(positions)], device=self.device)
         index = torch.tensor(rows, device=self.device)
+        if columns.layers:
+            given["output_hidden_states"] = True
         if "logits_to_keep" in self.arguments:
-            return self.module(**given, logits_to_keep=index).logits[0]
-        logits = self.module(**given).logits[0]
-        return logits[index.to(logits.device)]
+            output = self.module(**given, logits_to_keep=index)
+            logits = output.logits[0]
+        else:
+            output = self.module(**given)
+            logits = output.logits[0][index.to(output.logits.device)]
+        logits = logits[:, : columns.width]
+        return torch.cat([logits, *self._hidden(output, index, columns.layers)], 1) if columns.layers else logits
+
+    def _hidden(self, output: Any, rows: Tensor, layers: Sequence[int]) -> Iterator[Tensor]:
+        """What went into each of these layers. [rows, hidden]"""
+        states = getattr(output, "hidden_states", None)
+        if states is None or len(states) != self.config.num_hidden_layers + 1:
+            raise UserError(f"{type(self.module).__name__} does not give the hidden states of its layers")
+        for layer in layers:
+            yield states[layer][0][rows.to(states[layer].device)].to(self.device)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.device)  # [1, tokens]

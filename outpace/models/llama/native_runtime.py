@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.scores import Held
-from outpace.models.base import Model, Part, Session
+from outpace.models.base import Model, Part, Session, check_forest
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.native_weights import Fetch, fetcher, load_layer, middle_size
@@ -203,6 +203,7 @@ class NativeLlama(Model):
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the output layer has rows for."""
+        check_forest(self, forest)
         spans: list[tuple[Any, ...]] = []
         tokens: list[int] = []
         positions: list[int] = []

@@ -10,7 +10,8 @@ Layers with a sliding window read the last tokens only, but a session keeps all 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.models.base import Model, Part, Session, row_numbers
+from outpace.core.scores import Held, Scored
+from outpace.models.base import Extra, Model, Part, Session, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
@@ -68,6 +70,8 @@ class LlamaSession(Session):
 class Llama(Model):
     """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
+    extras = frozenset(Extra)
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -100,6 +104,7 @@ class Llama(Model):
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
         self._kv_dtype = self._attention[0].dtype
+        self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
 
     @property
     def token_bytes(self) -> int:
@@ -155,9 +160,22 @@ class Llama(Model):
         self._rotary.reach(min(capacity + room, self.max_positions))
         return LlamaSession(capacity, room, self.config, self._kv_dtype, self.device)
 
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Llama:
+        other = copy(self)
+        other._skipped = (self._skipped[0].union(attention), self._skipped[1].union(mlp))
+        return other
+
     @torch.inference_mode()
+    def project(self, hidden: Tensor) -> Held:
+        return Held(self._logits(hidden), None, self.vocab_size)
+
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
+        return self.score_hidden(forest, ()).logits
+
+    @torch.inference_mode()
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """As `score`, with hidden states in the model's dtype. [layers, shown rows, hidden]"""
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
@@ -169,13 +187,28 @@ class Llama(Model):
         positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
         x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
         turns = self._turns(padded(positions, self.row_counts))
-        for number in range(len(self._layers)):
-            x = self._forward(number, x, turns, spans)
+        for span in spans:
+            if span.inputs is not None:
+                x[span.rows] = span.inputs.to(x)
+        shown = torch.tensor(shown_numbers(forest), dtype=torch.int64, device=self.device) if layers else None
+        taps = {}
+        for number in range(len(self._layers) + 1):
+            if shown is not None and number in layers:
+                taps[number] = x[shown]
+            if number < len(self._layers):
+                x = self._forward(number, x, turns, spans)
         rows = row_numbers(forest)
-        return self._logits(x[torch.tensor(rows, dtype=torch.int64, device=self.device)])
+        logits = self._logits(x[torch.tensor(rows, dtype=torch.int64, device=self.device)])
+        return Scored(logits, torch.stack([taps[layer] for layer in layers]) if layers else None)
 
     def _forward(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
+        if number not in self._skipped[0]:
+            x = self._mix(number, x, turns, spans)
+        return x if number in self._skipped[1] else self._feed(number, x, spans)
+
+    def _mix(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
+        """A layer's attention."""
         layer, attention = self._layers[number], self._attention[number]
         mixed = self._apply_normed(layer.qkv, x)
         if layer.head_norm is not None:
@@ -184,8 +217,15 @@ class Llama(Model):
         attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
         for span in spans:
             self._attend(number, span, mixed[span.rows], attended[span.rows])
-        x = self._apply(layer.output, attended, x)
+        return self._apply(layer.output, attended, x)
+
+    def _feed(self, number: int, x: Tensor, spans: Sequence[Span]) -> Tensor:
+        """A layer's MLP."""
+        layer = self._layers[number]
         gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
+        for span in spans:
+            if span.steer is not None:
+                up[span.rows] += span.steer[number].to(up)
         return self._apply(layer.down, F.silu(gate).mul_(up), x)
 
     def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:

@@ -1,0 +1,138 @@
+"""One pass of the target over prompts' chunks and requests' trees, and what each request gets of it.
+
+Who needs more of the target than its scores is told in the same pass; where nobody does, the target is asked for scores
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from outpace.core.needs import Needs, Seen, pick_layers
+from outpace.core.scores import Scored, best_tokens
+from outpace.core.tree import TokenTree
+from outpace.core.types import Row, tree_rows
+from outpace.engine.request import Running
+from outpace.models.base import Model, Part
+from outpace.rules.base import reduce_apart
+
+Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
+
+
+class Read(NamedTuple):
+    """What a pass says of a chunk of a prompt."""
+
+    logits: Tensor  # [rows, vocab]; rows where they are reported or needed
+    seen: Seen | None
+
+
+class Judged(NamedTuple):
+    """One tree after the pass: the rule's reduced rows, whose they are, and, where they are reported, their scores."""
+
+    picks: list[Any]
+    rows: list[Row]
+    logits: Tensor | None  # [rows, vocab]
+    seen: Seen | None
+
+
+class _Share(NamedTuple):
+    """Where a part's rows lie in the pass."""
+
+    wanted: slice
+    shown: slice
+
+
+class Passes:
+    """The target's passes. `layers` are those whose hidden states anybody may need."""
+
+    def __init__(self, target: Model, layers: Sequence[int]) -> None:
+        self._target, self._layers = target, layers
+
+    def run(
+        self,
+        chunks: Sequence[tuple[Running, Part]],
+        trees: Sequence[tuple[Running, TokenTree]],
+        beside: Beside,
+    ) -> tuple[list[Read], list[Judged]]:
+        """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
+        forest = [_of_prompt(run, part) for run, part in chunks] + [_of_tree(run, tree) for run, tree in trees]
+        rows = [row for run, tree in trees for row in tree_rows(run.request, run.committed, tree)]
+        shares = list(_shares(forest))
+        before = sum(len(part.wanted) for part in forest[: len(chunks)])
+
+        def target_pass() -> tuple[Scored, list[Any]]:
+            scored = self._score(forest)
+            if scored.hidden is not None:
+                self._show_rules(rows, trees, shares[len(chunks) :], scored.hidden)
+            return scored, reduce_apart(scored.logits[before:] if before else scored.logits, rows) if rows else []
+
+        scored, picks = beside(target_pass, sum(len(part.tokens) for part in forest))
+        reads = [self._read(run, part, scored, s) for (run, part), s in zip(chunks, shares, strict=False)]
+        judged = []
+        for (run, tree), share in zip(trees, shares[len(chunks) :], strict=True):
+            mine = slice(share.wanted.start - before, share.wanted.stop - before)
+            logits = scored.logits[share.wanted] if run.request.logprobs else None
+            seen = self._seen(run.draft.needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
+            judged.append(Judged(picks[mine], rows[mine], logits, seen))
+        return reads, judged
+
+    def _score(self, forest: Sequence[Part]) -> Scored:
+        if any(part.shown for part in forest):
+            return self._target.score_hidden(forest, self._layers)
+        return Scored(self._target.score(forest))
+
+    def _show_rules(
+        self, rows: list[Row], trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], hidden: Tensor
+    ) -> None:
+        """Gives the rows of a rule that needs hidden states theirs."""
+        first = 0
+        for (run, tree), share in zip(trees, shares, strict=True):
+            own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.needs.layers)
+            if own is not None:
+                mine = slice(first, first + len(tree))
+                rows[mine] = [row._replace(hidden=own[:, node]) for node, row in enumerate(rows[mine])]
+            first += len(tree)
+
+    def _read(self, run: Running, part: Part, scored: Scored, share: _Share) -> Read:
+        needs, logits = run.draft.needs, scored.logits[share.wanted]
+        if not run.tells_prompt:
+            return Read(logits, None)
+        start = run.session.length
+        seen = self._seen(needs, range(start, start + len(part.tokens)), part.tokens, scored, share)
+        return Read(logits, seen or Seen(range(start, start + len(part.tokens)), part.tokens))
+
+    def _seen(
+        self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], scored: Scored, share: _Share
+    ) -> Seen | None:
+        """What a drafter is told of these nodes; None where it needs nothing."""
+        if not (needs.top or needs.layers):
+            return None
+        top = best_tokens(scored.logits[share.wanted], needs.top) if needs.top else None
+        hidden = None if scored.hidden is None else scored.hidden[:, share.shown]
+        return Seen(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
+
+
+def _of_prompt(run: Running, part: Part) -> Part:
+    """A chunk, with the rows that the request's drafter needs of it."""
+    needs = run.draft.needs
+    if not run.tells_prompt:
+        return part
+    every = range(len(part.tokens))
+    return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())
+
+
+def _of_tree(run: Running, tree: TokenTree) -> Part:
+    every = range(len(tree))
+    part = Part(run.session, tuple(tree.tokens), tuple(tree.parents), every, run.keep)
+    return part._replace(shown=every) if run.draft.needs.layers or run.request.rule.needs.layers else part
+
+
+def _shares(forest: Sequence[Part]) -> Iterator[_Share]:
+    wanted = shown = 0
+    for part in forest:
+        share = _Share(slice(wanted, wanted + len(part.wanted)), slice(shown, shown + len(part.shown)))
+        wanted, shown = share.wanted.stop, share.shown.stop
+        yield share

@@ -1,0 +1,220 @@
+"""One small part for each contract: a drafter that is told the best tokens, a head, a rule on hidden states, a drafter
+of skipped layers. Each is as a method's file would have it; the tests of the contracts use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from outpace.core.needs import Needs, Seen
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
+from outpace.drafters._grower import Grower, GrowState
+from outpace.models.base import Model
+from outpace.rules.base import best_rows
+from outpace.rules.greedy import Greedy
+
+
+class Successors(Drafter):
+    """Proposes what the target held for the likeliest after the same token, when it last judged it."""
+
+    name, runs_model = "successors", False
+    needs = Needs(top=2, prompt=True)
+
+    def __init__(self) -> None:
+        self._after: dict[int, list[int]] = {}
+
+    def open(self, request: Request) -> DraftState:
+        return DraftState(request, list(request.prompt))
+
+    def read(self, state: DraftState, seen: Seen) -> None:
+        assert seen.top is not None
+        self._after.update(zip(seen.tokens, seen.top.tolist(), strict=True))
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        state.tokens += seen.tokens
+        assert seen.seen is not None
+        self.read(state, seen.seen)
+
+    def grow(self, states: Sequence[DraftState], trees: Sequence[TokenTree]) -> list[int]:
+        return [self._grow_one(tree) for tree in trees]
+
+    def _grow_one(self, tree: TokenTree) -> int:
+        before = len(tree)
+        leaves = [node for node in range(before) if not tree.children(node)]
+        for node in leaves[:4]:
+            for token in self._after.get(tree.tokens[node], ()):
+                tree.add(node, token, tree.scores[node] + math.log(0.4))
+        return len(tree) - before
+
+
+@dataclass
+class HeadState(DraftState):
+    """`last`: the hidden state of the last verified position."""
+
+    last: Tensor | None = None
+
+
+class Head(Drafter):
+    """One matrix on the hidden state of the last verified position and the token after it: the token after that. It is
+    fitted to the prompt by least squares."""
+
+    name = "head"
+
+    def __init__(self, target: Model, layer: int) -> None:
+        self.needs = Needs(layers=(layer,), prompt=True)
+        self._vocab = target.vocab_size
+        self._inputs: list[Tensor] = []  # one row each: a position's feature beside its next token
+        self._outputs: list[int] = []  # the token after that
+
+    def open(self, request: Request) -> HeadState:
+        return HeadState(request, list(request.prompt))
+
+    def read(self, state: HeadState, seen: Seen) -> None:
+        assert seen.hidden is not None
+        for place, feature in zip(seen.ids, seen.hidden[0], strict=True):
+            state.last = feature
+            if place + 2 < len(state.tokens):
+                self._inputs.append(self._input(feature, state.tokens[place + 1]))
+                self._outputs.append(state.tokens[place + 2])
+
+    def observe(self, state: HeadState, seen: Observation) -> None:
+        state.tokens += seen.tokens
+        assert seen.seen is not None
+        assert seen.seen.hidden is not None
+        state.last = seen.seen.hidden[0, list(seen.seen.ids).index(seen.path[-1])]
+
+    def grow(self, states: Sequence[HeadState], trees: Sequence[TokenTree]) -> list[int]:
+        return [self._grow_one(state, tree) for state, tree in zip(states, trees, strict=True)]
+
+    def _grow_one(self, state: HeadState, tree: TokenTree) -> int:
+        if len(tree) > 1 or state.last is None or not self._inputs:
+            return 0
+        outputs = torch.nn.functional.one_hot(torch.tensor(self._outputs), self._vocab).double()
+        matrix = torch.linalg.lstsq(torch.stack(self._inputs), outputs).solution
+        chances = self._input(state.last, state.tokens[-1]) @ matrix
+        return int(tree.add(0, int(chances.argmax()), math.log(0.5)) is not None)
+
+    def _input(self, feature: Tensor, token: int) -> Tensor:
+        one_hot = torch.nn.functional.one_hot(torch.tensor(token), self._vocab)
+        return torch.cat([feature.double(), one_hot.double()])
+
+
+class Forgiving(Greedy):
+    """A drafted token stands, match or not, where a probe on the hidden state after a layer says that it matters
+    little: the shape of AutoJudge. Lossy."""
+
+    lossless = keyed = False
+
+    def __init__(self, layer: int, probe: Sequence[float], threshold: float) -> None:
+        self.needs = Needs(layers=(layer,))
+        self._probe, self._threshold = torch.tensor(probe, dtype=torch.float64), threshold
+
+    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[tuple[int, bool]]:
+        hidden = torch.stack([row.hidden[0] for row in rows if row.hidden is not None])
+        forgives = torch.sigmoid(hidden.double() @ self._probe) < self._threshold
+        return list(zip(super().reduce(logits, rows), forgives.tolist(), strict=True))
+
+    def walk(self, tree: TokenTree, picks: Sequence[tuple[int, bool]]) -> Verdict:
+        path = [0]
+        while path[-1] < len(picks):
+            pick, forgives = picks[path[-1]]
+            child = tree.child(path[-1], pick)
+            if child is None and forgives:
+                child = next(iter(tree.children(path[-1])), None)
+            if child is None:
+                return Verdict(path, pick)
+            path.append(child)
+        return Verdict(path, None)
+
+
+class Skipping(Drafter):
+    """The target without some sublayers, on the target's own session: Draft & Verify's shape."""
+
+    name = "skipping"
+    needs = Needs(session=True)
+
+    def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
+        self._grower = Grower(target.without(attention, mlp), width, tree_nodes=24, on_base=True)
+        self._width = width
+
+    def open(self, request: Request) -> GrowState:
+        return GrowState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[int]:
+        jobs = self._grower.jobs(states, trees)
+        before = [len(tree) for tree in trees]
+        held, rows = self._grower.score(jobs)
+        offers = iter(best_rows(held, rows, self._width))
+        for _, tree, frontier in jobs:
+            for node in frontier:
+                for token in next(offers)[0]:
+                    tree.add(node, token, tree.scores[node] + math.log(0.6))
+        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
+
+    def observe(self, state: GrowState, seen: Observation) -> None:
+        self._grower.follow(state, seen)
+
+
+@dataclass
+class WitnessState(DraftState):
+    """What was shown of each text: (layers, top) by all tokens up to the one that was judged."""
+
+    paths: dict[int, tuple[int, ...]] = field(default_factory=dict)  # of the tree's nodes, by id
+    told: list[tuple[list[int], list[int] | None, Tensor | None]] = field(default_factory=list)
+
+
+class Witness(Drafter):
+    """Grows branches from a list and keeps what it is told of every text."""
+
+    name, runs_model = "witness", False
+
+    def __init__(self, needs: Needs, branches: Sequence[Sequence[int]]) -> None:
+        self.needs, self._branches = needs, branches
+        self.states: list[WitnessState] = []
+
+    def open(self, request: Request) -> WitnessState:
+        self.states.append(WitnessState(request, list(request.prompt)))
+        return self.states[-1]
+
+    def grow(self, states: Sequence[WitnessState], trees: Sequence[TokenTree]) -> list[int]:
+        added = []
+        for state, tree in zip(states, trees, strict=True):
+            before = len(tree)
+            state.paths = {tree.ids[0]: ()}
+            for branch in self._branches:
+                node = 0
+                for token in branch:
+                    known = tree.child(node, token)
+                    child = tree.add(node, token, tree.scores[node] - 0.5) if known is None else known
+                    assert child is not None
+                    state.paths[tree.ids[child]] = (*state.paths[tree.ids[node]], token)
+                    node = child
+            added.append(len(tree) - before)
+        return added
+
+    def read(self, state: WitnessState, seen: Seen) -> None:
+        for number, place in enumerate(seen.ids):
+            assert seen.tokens[number] == state.tokens[place]
+            self._keep(state, seen, number, state.tokens[: place + 1])
+
+    def observe(self, state: WitnessState, seen: Observation) -> None:
+        if self.needs.top or self.needs.layers:
+            assert seen.seen is not None
+            for number, node in enumerate(seen.seen.ids):
+                if node not in state.paths:  # another drafter's, on the same tree
+                    continue
+                path = state.paths[node]
+                assert seen.seen.tokens[number] == [*state.tokens, *path][-1]
+                self._keep(state, seen.seen, number, [*state.tokens, *path])
+        else:
+            assert seen.seen is None
+        state.tokens += seen.tokens
+
+    def _keep(self, state: WitnessState, seen: Seen, number: int, text: list[int]) -> None:
+        top = None if seen.top is None else seen.top[number].tolist()
+        state.told.append((text, top, None if seen.hidden is None else seen.hidden[:, number]))

@@ -1,0 +1,133 @@
+"""What a coroutine may ask for after the target's judgement: drafts, a wait, another pass; and a wait for depth."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doubles import QuickToy, make_drafter, make_request, write
+
+from outpace.candidates.cache import Candidate, CandidateCache, Layer
+from outpace.candidates.inline import InlineWorker, SimulatedClock
+from outpace.core.tree import Role, TokenTree, depths
+from outpace.core.types import Await, Commit, Draft, Request, Verify
+from outpace.decoders import speculative
+from outpace.decoders.base import Coroutine, Place
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+
+TARGET = QuickToy(16, 3, 0)
+PROMPT = (3, 1, 4, 1, 5)
+GAMMA = 3
+
+
+def module(decode: Any, needs: str) -> Any:
+    return SimpleNamespace(decode=decode, NEEDS=needs, __name__="tests.a_decoder")
+
+
+def pearl(place: Place, seen: list[int]) -> Coroutine:
+    """PEARL's shape: whatever the target says, the next chain is waited for until it is GAMMA deep."""
+    candidates = place.candidates
+    while True:
+        yield Await(depth=GAMMA)
+        tree = candidates.query(place.budget)
+        seen.append(max(depths(tree.parents)))
+        picks = yield Verify(tree)
+        yield Await(depth=GAMMA + 2)
+        seen.append(candidates.has(0, GAMMA + 2))
+        candidates.late(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        hit, correction = candidates.correct(tree, verdict, len(picks))
+        place.correct(correction)
+        yield Commit(tree, verdict, hit)
+
+
+def second_look(place: Place, passes: list[int]) -> Coroutine:
+    """Drafts below what the target accepted, and lets it judge again before anything is committed."""
+    tree = TokenTree(place.last_token)
+    while True:
+        yield Draft(tree)
+        picks = yield Verify(tree)
+        walked = place.request.rule.walk(tree, picks)
+        tree = tree.copy(walked.path)
+        if len(tree) > 1:
+            yield Draft(tree)
+            picks = yield Verify(tree)
+        passes.append(len(picks))
+        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+
+
+def finish(engine: Engine, runs: list[Running]) -> None:
+    for _ in range(300):
+        if all(run.finish_reason for run in runs):
+            return
+        engine.step()
+    raise AssertionError("no end")
+
+
+def requests() -> list[Request]:
+    return [make_request(PROMPT, max_tokens=25), make_request(PROMPT[1:], "gumbel", 25, temperature=0.8, seed=4)]
+
+
+def test_a_wait_for_depth_is_served_before_and_after_the_pass() -> None:
+    clock = SimulatedClock(lambda: 1.0, lambda rows: 0.5)  # the drafter would never be in time
+    worker = InlineWorker(make_drafter("perfect", TARGET, width=1), clock)
+    seen: list[Any] = []
+    with Engine(TARGET, worker=worker, options=EngineOptions(nodes=12)) as engine:
+        runs = [engine.submit(one, module(pearl, "worker"), seen) for one in requests()]
+        finish(engine, runs)
+        assert worker.failure is None
+    assert [run.tokens for run in runs] == [write(TARGET, one) for one in requests()]
+    assert all(seen)
+    assert min(seen[::2]) >= 1
+    assert max(len(run.history.steps) for run in runs) <= 12, "chains of three, and a perfect draft"
+
+
+def test_another_pass_and_drafts_between() -> None:
+    passes: list[int] = []
+    with Engine(TARGET, make_drafter("model", TARGET, width=2), options=EngineOptions(nodes=12)) as engine:
+        runs = [engine.submit(one, module(second_look, "drafter"), passes) for one in requests()]
+        runs.append(engine.submit(requests()[0], speculative, speculative.Options()))
+        finish(engine, runs)
+    texts = [write(TARGET, one) for one in requests()]
+    assert [run.tokens for run in runs] == [*texts, texts[0]]
+    assert any(count > 1 for count in passes), "nothing was judged twice"
+    assert len(passes) == sum(len(run.history.steps) for run in runs[:2]), "a round is what is committed"
+
+
+def test_a_fault_after_the_pass_ends_its_own_request() -> None:
+    def raising(place: Place, options: None) -> Coroutine:
+        tree = TokenTree(place.last_token)
+        yield Verify(tree)
+        raise KeyError("after the pass")
+
+    def senseless(place: Place, options: None) -> Any:
+        yield Verify(TokenTree(place.last_token))
+        yield "nothing that there is"
+
+    with Engine(TARGET) as engine:
+        broken = engine.submit(requests()[0], module(raising, ""), None)
+        mistaken = engine.submit(requests()[0], module(senseless, ""), None)
+        plain = engine.submit(requests()[0], module(lambda place, _: speculative_less(place), ""), None)
+        finish(engine, [broken, mistaken, plain])
+    assert isinstance(mistaken.error, TypeError)
+    assert isinstance(broken.error, KeyError)
+    assert plain.tokens == write(TARGET, requests()[0])
+
+
+def speculative_less(place: Place) -> Coroutine:
+    tree = TokenTree(place.last_token)
+    while True:
+        picks = yield Verify(tree)
+        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+
+
+@pytest.mark.parametrize(("layers", "depth", "has"), [(1, 0, True), (2, 0, False), (0, 2, True), (1, 3, False)])
+def test_a_cache_knows_its_layers_and_its_depth(layers: int, depth: int, has: bool) -> None:
+    cache = CandidateCache(5)
+    cache.insert(Layer(0, [Candidate(1, 0, 7, -0.1, Role.PRIMARY), Candidate(2, 1, 8, -0.1, Role.PRIMARY)]))
+    assert cache.has(layers, depth) is has
+    cache.wait(layers, 0.0, depth)
+    cache.give_up()
+    assert cache.has(layers, depth), "there is nothing to wait for"

@@ -1,0 +1,296 @@
+"""What parts may need of the target's passes: told as it is, refused where it cannot be, and free for all others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from contract_parts import Forgiving, Head, Skipping, Successors, Witness
+from doubles import Empty, QuickToy, make_drafter, make_request, write
+from torch import Tensor
+
+from outpace.candidates.inline import InlineWorker
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.core.needs import Needs, Seen
+from outpace.core.scores import Scored
+from outpace.core.types import LogprobsOptions, Request
+from outpace.decoders import card, speculative
+from outpace.drafters._combined import Combined
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.base import Part
+from outpace.models.toy import Toy
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+BRANCHES = ((1, 2, 3), (1, 4), (7,))
+LAYERED = Toy(16, 3, 0, mlp=0.5)
+
+
+def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+    for _ in range(800):
+        if all(run.finish_reason for run in runs):
+            for run in runs:
+                if run.error:
+                    raise run.error
+            return [run.tokens for run in runs]
+        engine.step()
+    raise AssertionError("no end")
+
+
+def decode_by(target: Any, drafter: Any, requests: Sequence[Request], **options: Any) -> list[list[int]]:
+    settings = EngineOptions(nodes=12, rows=100, chunk=4, **options)
+    needs = requests[0].rule.needs
+    with Engine(target, drafter, options=settings, needs=needs) as engine:
+        runs = [engine.submit(one, speculative, speculative.Options(draft_length=1)) for one in requests]
+        return finish(engine, runs)
+
+
+def check_told(witness: Witness, target: Toy, texts: Sequence[Sequence[int]]) -> None:
+    """Every word of what was told, against a fresh look at each text; nothing is told twice or missing."""
+    needs = witness.needs
+    for state, text in zip(witness.states, texts, strict=True):
+        length = len(state.tokens)  # the last round's tokens are told to nobody
+        assert length > len(state.request.prompt)
+        assert state.tokens == [*state.request.prompt, *text][:length]
+        for context, top, hidden in state.told:
+            stream = target._stream(context)
+            if needs.top:
+                ranked = sorted(range(16), key=lambda token: -float(stream[-1][token]))
+                assert top == ranked[: needs.top]
+            if needs.layers:
+                assert hidden is not None
+                assert torch.equal(hidden, torch.stack([stream[layer] for layer in needs.layers]))
+        told = [tuple(context) for context, _, _ in state.told]
+        first = 1 if needs.prompt else len(state.request.prompt)
+        walked = {tuple(state.tokens[:end]) for end in range(first, length)}
+        assert walked <= set(told) if needs.top or needs.layers else not told
+        assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        Needs(top=1),
+        Needs(top=3, prompt=True),
+        Needs(layers=(2, 0)),
+        Needs(layers=(3,), prompt=True),
+        Needs(top=2, layers=(0, 1, 3), prompt=True),
+    ],
+)
+def test_a_drafter_is_told_what_it_needs_of_every_node_and_of_the_prompt(needs: Needs) -> None:
+    witness = Witness(needs, BRANCHES)
+    requests = [make_request(PROMPT[:length], max_tokens=12) for length in (1, 2, 7, 10)]
+    texts = decode_by(LAYERED, witness, requests)
+    assert texts == [write(LAYERED, request) for request in requests]
+    check_told(witness, LAYERED, texts)
+
+
+def test_each_of_several_parts_gets_its_own_share() -> None:
+    one, two, three = (
+        Witness(needs, BRANCHES[:count])
+        for count, needs in enumerate((Needs(3, (1,), True), Needs(1, (3, 0)), Needs()), 1)
+    )
+    asked = make_request(PROMPT, max_tokens=10)
+    reported = make_request(PROMPT, max_tokens=10, logprobs=LogprobsOptions(1))
+    plain = write(LAYERED, asked)
+    with Engine(LAYERED, {"a": one, "b": two, "c": three}, options=EngineOptions(chunk=3)) as engine:
+        pairs = [(request, name) for request in (asked, reported) for name in "abc"]
+        runs = [engine.submit(one, speculative, speculative.Options(1), drafter=name) for one, name in pairs]
+        assert finish(engine, runs) == [plain] * 6
+        assert not any(run.history.prompt_logprobs for run in runs)
+    for witness in (one, two, three):
+        check_told(witness, LAYERED, [plain] * 2)
+
+
+def test_parts_on_one_tree_get_their_shares_too() -> None:
+    shown = Witness(Needs(2, (3, 1), True), ())
+    with Engine(LAYERED, Combined([shown, Successors(), Empty()]), options=EngineOptions(chunk=3)) as engine:
+        run = engine.submit(make_request(PROMPT, max_tokens=10), speculative, speculative.Options(1))
+        (text,) = finish(engine, [run])
+    assert len(shown.states[0].told) >= len(PROMPT) + 5
+    for context, top, hidden in shown.states[0].told:
+        stream = LAYERED._stream(context)
+        assert top == stream[-1].topk(2).indices.tolist()
+        assert hidden is not None
+        assert torch.equal(hidden, torch.stack([stream[3], stream[1]]))
+    assert text == write(LAYERED, make_request(PROMPT, max_tokens=10))
+
+
+def test_a_prompt_that_begins_like_another_is_told_all_the_same() -> None:
+    witness = Witness(Needs(top=1, prompt=True), BRANCHES)
+    request = make_request(PROMPT * 3, max_tokens=6)
+    with Engine(LAYERED, witness) as engine:
+        texts = [finish(engine, [engine.submit(request, speculative, speculative.Options(1))])[0] for _ in range(2)]
+    check_told(witness, LAYERED, texts)
+
+
+@pytest.mark.parametrize("kind", ["witness", "skipping"])
+def test_a_request_that_is_paused_is_told_nothing_twice(kind: str) -> None:
+    witness = Witness(Needs(2, (1, 3), True), BRANCHES)
+    drafter = witness if kind == "witness" else Skipping(LAYERED, (2,), (2,))
+    requests = [make_request(PROMPT[number:] * 3, max_tokens=200) for number in range(3)]
+    settings = EngineOptions(nodes=8, chunk=8, kv_memory=LAYERED.session_bytes(330) / (1 << 30))
+    with Engine(LAYERED, drafter, options=settings) as engine:
+        runs = [engine.submit(one, speculative, speculative.Options(1)) for one in requests]
+        texts = finish(engine, runs)
+    assert sum(run.history.pauses for run in runs) > 0
+    assert texts == [write(LAYERED, one) for one in requests]
+    if kind == "witness":
+        check_told(witness, LAYERED, texts)
+
+
+def test_a_table_of_successors_is_accepted_and_changes_nothing() -> None:
+    target = QuickToy(16, 1, 4)  # the next token follows from the last
+    request = make_request(PROMPT, max_tokens=40)
+    with Engine(target, Successors()) as engine:
+        run = engine.submit(request, speculative, speculative.Options())
+        assert finish(engine, [run]) == [write(target, request)]
+    assert sum(step.accepted for step in run.history.steps) > 15
+
+
+def test_a_head_learns_from_the_prompts_features() -> None:
+    target = Toy(8, 2, 1)
+    rng = random.Random(0)
+    request = make_request([rng.randrange(8) for _ in range(20)], max_tokens=120)
+    long = make_request([*request.prompt, *write(target, request)], max_tokens=30)
+    with Engine(target, Head(target, 1), options=EngineOptions(chunk=16)) as engine:
+        run = engine.submit(long, speculative, speculative.Options(1))
+        assert finish(engine, [run]) == [write(target, long)]
+    assert sum(step.accepted for step in run.history.steps) >= 10
+
+
+def test_a_rule_gets_the_hidden_states_of_its_rows_alone() -> None:
+    probe = torch.randn(16, generator=torch.Generator().manual_seed(2)).tolist()
+    strict, lossy = (Forgiving(2, probe, threshold) for threshold in (0.0, 0.6))
+    greedy = make_request(PROMPT, max_tokens=25)
+    requests = [make_request(PROMPT, rule, 25) for rule in (strict, lossy)]
+    drafters = {"mine": make_drafter("garbage", QuickToy(16, 3, 0)), "told": Witness(Needs(layers=(0,)), BRANCHES)}
+    with Engine(LAYERED, drafters, needs=Needs(layers=(2,))) as engine:
+        runs = [engine.submit(one, speculative, speculative.Options(3)) for one in requests]
+        runs += [engine.submit(greedy, speculative, speculative.Options(1), drafter="told")]
+        texts = finish(engine, runs)
+    assert texts[0] == texts[2] == write(LAYERED, greedy)
+    assert texts[1] != texts[0]
+    forgiven = 0
+    for place, token in enumerate(texts[1]):
+        stream = LAYERED._stream([*PROMPT, *texts[1][:place]])
+        if token != int(stream[-1].argmax()):
+            assert float(torch.sigmoid(stream[2] @ torch.tensor(probe, dtype=torch.float64))) < 0.6
+            forgiven += 1
+    assert forgiven
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_drafter_on_the_targets_session_leaves_its_text_alone(width: int) -> None:
+    request = make_request(PROMPT, max_tokens=30)
+    accepted = {}
+    for skipped in ((), (2,), (1, 2)):
+        drafter = Skipping(LAYERED, skipped, skipped, width)
+        with Engine(LAYERED, drafter, options=EngineOptions(nodes=10, chunk=4)) as engine:
+            runs = [engine.submit(request, speculative, speculative.Options()) for _ in range(2)]
+            for _ in range(100):
+                engine.step()
+                for run in engine.running:
+                    length = run.session.length
+                    assert run.session.tokens[:length].tolist() == run.committed[:length]
+            assert finish(engine, runs) == [write(LAYERED, request)] * 2
+        accepted[skipped] = sum(step.accepted for step in runs[0].history.steps)
+    assert accepted[()] >= accepted[(2,)] >= accepted[(1, 2)] > 0
+    assert accepted[()] >= 20
+    assert accepted[()] > accepted[(1, 2)] or width > 1
+
+
+def test_without_and_project_agree_with_a_slow_twin() -> None:
+    less = LAYERED.without((1,), (0, 2))
+    x = torch.zeros(16, dtype=torch.float64)
+    for layer, table in enumerate(LAYERED._tables):
+        x = x + table[PROMPT[-1 - layer]] if layer != 1 else x
+        x = x + 0.5 * torch.tanh(x) if layer == 1 else x
+    assert torch.equal(less._row(PROMPT), x)
+    assert torch.equal(LAYERED.project(LAYERED._stream(PROMPT)[-1][None]).values[0], LAYERED._row(PROMPT))
+    assert less.without((), (1,))._row(PROMPT).equal(LAYERED.without((1,), (0, 1, 2))._row(PROMPT))
+
+
+class Spied(Toy):
+    """A toy that notes how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 3, 0)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def score(self, *given: Any, **named: Any) -> Tensor:
+        self.calls.append(("score", given, named))
+        return Toy.score_hidden(self, *given, (), **named).logits
+
+    def score_hidden(self, *given: Any, **named: Any) -> Scored:
+        self.calls.append(("score_hidden", given, named))
+        return super().score_hidden(*given, **named)
+
+
+@pytest.mark.parametrize("method", registry.names("decoders"))
+def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> None:
+    """One argument, a list of parts; of each part the five fields that there always were."""
+    target, decoder = Spied(), registry.find("decoders", method)
+    drafter = make_drafter("both", QuickToy(16, 3, 0))
+    worker = InlineWorker(drafter) if decoder.NEEDS == "worker" else None
+    with Engine(target, None if worker else drafter, worker, EngineOptions(chunk=3, nodes=6)) as engine:
+        finish(engine, [engine.submit(make_request(PROMPT, max_tokens=9), decoder, decoder.Options()) for _ in "ab"])
+    assert {(name, len(given), *named) for name, given, named in target.calls} == {("score", 1)}
+    for _, (forest,), _ in target.calls:
+        assert type(forest) is list
+        for part in forest:
+            assert part == Part(*part[:5])
+
+
+def test_a_pass_in_which_nobody_is_shown_anything_is_a_plain_one() -> None:
+    """The prompt's chunks of a drafter that needs no prompt."""
+    target = Spied()
+    decode_by(target, Witness(Needs(layers=(1,)), ()), [make_request(PROMPT, max_tokens=2)])
+    assert [name for name, _, _ in target.calls] == ["score"] * 3 + ["score_hidden"] * 2
+
+
+class Blind(Toy):
+    """A model that gives its scores and no more."""
+
+    extras = frozenset()
+
+
+@pytest.mark.parametrize(
+    ("target", "needs", "says"),
+    [
+        (Blind(), Needs(layers=(1,)), "Blind cannot give hidden states of its layers, .* llama or transformers can"),
+        (Toy(), Needs(layers=(4,)), "a layer whose hidden states are needed is 4, it must be between 0 and 3"),
+        (Toy(), Needs(layers=(-1,)), "is -1, it must be between 0 and 3"),
+        (Toy(), Needs(top=17), "top is 17, it must be between 0 and 16"),
+    ],
+)
+def test_needs_that_a_target_cannot_meet_are_refused_at_once(target: Toy, needs: Needs, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Engine(target, Witness(needs, BRANCHES))
+    with pytest.raises(UserError, match=says):
+        Engine(target, needs=needs)
+
+
+def test_a_rule_whose_layers_are_not_shown_is_refused() -> None:
+    rule = Forgiving(2, [0.0] * 16, 0.5)
+    says = r"the rule Forgiving needs hidden states after layers \[2\]"
+    with Engine(LAYERED, needs=Needs(layers=(1,))) as engine, pytest.raises(UserError, match=says):
+        engine.submit(make_request(PROMPT, rule), speculative, speculative.Options())
+
+
+def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:
+    with pytest.raises(UserError, match="drafter successors needs to see the target's passes"):
+        InlineWorker(Successors())
+    assert card.NEEDS == "worker"
+
+
+def test_what_is_seen_can_be_cut() -> None:
+    hidden = torch.arange(24.0).reshape(2, 4, 3)
+    seen = Seen(range(5, 9), (1, 2, 3, 4), None, hidden)
+    part = seen.slice(slice(1, 3))
+    assert (list(part.ids), part.tokens) == ([6, 7], (2, 3))
+    assert torch.equal(part.only(Needs(layers=(7,)), (2, 7)).hidden, hidden[1:, 1:3])  # type: ignore[arg-type]
