@@ -23,6 +23,7 @@ FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tok
     "mean_accepted_length",
     "draft_acceptance",
     "hit_rate",
+    "lossless",
 }
 PROMPT = "hello world 12 hello world 12 hello"
 
