@@ -214,6 +214,13 @@ def test_stop_strings_and_tokens_end_a_text_and_are_told(site: Served) -> None:
         assert whole.text.startswith(text)
 
 
+def test_the_model_s_own_end_is_no_stop_reason(site: Served) -> None:
+    (end,) = site.llm.tokenizer.stop_ids
+    asked = {"logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 5}
+    assert told_of(site.chat(**asked)) == ("", "stop", None)
+    assert told_of(site.chat(stop_token_ids=[end], **asked)) == ("", "stop", end)
+
+
 def told_of(answered: Any) -> tuple[str, str, Any]:
     """Text, finish reason and stop reason, whole or streamed."""
     if answered.headers["content-type"].startswith("application/json"):

@@ -55,8 +55,9 @@ class Choice:
     """One answer that is computed. `indices`: under which numbers the client gets it, more than one where choices
     are alike."""
 
-    def __init__(self, asked: Prepared, indices: Sequence[int]) -> None:
-        self.asked, self.indices = asked, tuple(indices)
+    def __init__(self, asked: Prepared, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
+        """`stop_ids`: those that the client named, one of which it is told if that ends the text."""
+        self.asked, self.indices, self.stop_ids = asked, tuple(indices), frozenset(stop_ids)
         self.run: Running | None = None  # set by the engine's thread
         self.ended: Ended | None = None
         self.written = 0  # tokens that were taken

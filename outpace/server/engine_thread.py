@@ -164,9 +164,7 @@ class EngineThread:
             text.finish()
         if run.finish_reason == "stop":
             last = run.committed[-1]
-            stop = (
-                text.stop_string if text.stop_string is not None else (last if last in run.request.stop_ids else None)
-            )
+            stop = text.stop_string if text.stop_string is not None else last if last in choice.stop_ids else None
         return Ended(run.finish_reason, stop, run.error, run.history, len(run.committed) - len(run.request.prompt))
 
     def _forget(self, choice: Choice) -> None:

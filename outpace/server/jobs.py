@@ -58,10 +58,11 @@ def choices_of(job: Job, llm: LLM) -> Iterator[Choice]:
     for number, prompt in enumerate(job.prompts):
         first = number * job.n
         if params.sampling.is_greedy:
-            yield Choice(_prepared(llm, prompt, params, 0, job), range(first, first + job.n))
+            yield Choice(_prepared(llm, prompt, params, 0, job), range(first, first + job.n), params.stop_token_ids)
             continue
         for choice in range(max(job.best_of, job.n)):
-            yield Choice(_prepared(llm, prompt, params, choice, job), [first + choice] if choice < job.n else [])
+            indices = [first + choice] if choice < job.n else []
+            yield Choice(_prepared(llm, prompt, params, choice, job), indices, params.stop_token_ids)
 
 
 def _prepared(llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, job: Job) -> Prepared:

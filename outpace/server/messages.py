@@ -106,9 +106,9 @@ class MessagesShape(Shape):
     def _reason(self, ended: Ended) -> tuple[str, str | None]:
         if isinstance(ended.stop, str):
             return "stop_sequence", ended.stop
-        if self._splitter.calls:
-            return "tool_use", None
-        return ("max_tokens" if ended.reason == "length" else "end_turn"), None
+        if ended.reason == "length":
+            return "max_tokens", None
+        return ("tool_use" if self._splitter.calls else "end_turn"), None
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: dict[str, Any]
