@@ -204,6 +204,18 @@ def test_keys_are_asked_for(llm: outpace.LLM) -> None:
         assert [site.ask(path).status for path in ("/health", "/ready")] == [200, 200]
 
 
+def test_what_one_key_s_prompts_left_is_no_other_s(llm: outpace.LLM) -> None:
+    keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
+    with served(llm, keys=keys) as site:
+        cached = []
+        for key in ("one", "one", "two", "two"):
+            body = {"prompt": "12 world hello " * 5, "max_tokens": 4}
+            found = site.ask("/v1/completions", body, x_api_key=key).json
+            cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached[0] == cached[2] == 0
+        assert cached[1] == cached[3] > 0
+
+
 def test_other_hosts_are_refused_where_there_are_no_keys(site: Served) -> None:
     for host, status in (("evil.example", 400), ("localhost:1", 200), ("[::1]:5", 200), ("127.0.0.1", 200), ("", 400)):
         assert site.ask("/health", Host=host).status == status, host

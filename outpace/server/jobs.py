@@ -52,24 +52,26 @@ def room(llm: LLM, prompt: Sequence[int]) -> int:
     return most - len(prompt)
 
 
-def choices_of(job: Job, llm: LLM) -> Iterator[Choice]:
-    """The choices that are computed. Greedy ones of a prompt are all alike: one is computed for all."""
+def choices_of(job: Job, llm: LLM, key: str) -> Iterator[Choice]:
+    """The choices that are computed for the owner of a key. Greedy ones of a prompt are alike: one stands for all."""
     params = replace(job.params, n=1)
     for number, prompt in enumerate(job.prompts):
         first = number * job.n
         if params.sampling.is_greedy:
-            yield Choice(_prepared(llm, prompt, params, 0, job), range(first, first + job.n), params.stop_token_ids)
+            yield Choice(
+                _prepared(llm, prompt, params, 0, job, key), range(first, first + job.n), params.stop_token_ids
+            )
             continue
         for choice in range(max(job.best_of, job.n)):
             indices = [first + choice] if choice < job.n else []
-            yield Choice(_prepared(llm, prompt, params, choice, job), indices, params.stop_token_ids)
+            yield Choice(_prepared(llm, prompt, params, choice, job, key), indices, params.stop_token_ids)
 
 
-def _prepared(llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, job: Job) -> Prepared:
+def _prepared(llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, job: Job, key: str) -> Prepared:
     own = job.own or OutpaceOptions()
     is_plain = own.speculation is False or own.method == PLAIN
     asked = llm.prepare(prompt, params, choice, is_plain, None if is_plain else own.drafter)
-    changes: dict[str, Any] = {"rounds": job.rounds, "nodes": own.nodes}
+    changes: dict[str, Any] = {"rounds": job.rounds, "nodes": own.nodes, "reuse_key": key or None}
     if own.rule is not None:
         changes["rule"] = find_rule(own.rule, params.sampling)
     asked = replace(asked, request=replace(asked.request, **changes))

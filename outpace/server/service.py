@@ -77,7 +77,7 @@ class Service:
     async def start(self, job: Job, key: str) -> Group:
         """Takes a request in: it is admitted, and each of its choices can run. ApiError or UserError where not."""
         self.check_ready()
-        choices = await self.apart(lambda: list(choices_of(job, self.llm)))
+        choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
         group = Group(choices, job.prompts, key)
         try:
             self.admission.admit(group)
