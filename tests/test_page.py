@@ -20,8 +20,10 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(BROWSER is None, reason="no C
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=4096)
-    with outpace.load(model, "layers:0") as llm, served(llm) as site:
-        yield site
+    with outpace.load(model, "layers:0") as llm:
+        llm.tokenizer.stop_ids = frozenset()  # an answer is as long as it may be
+        with served(llm) as site:
+            yield site
 
 
 @pytest.fixture
