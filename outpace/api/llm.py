@@ -34,6 +34,7 @@ from outpace.engine.build import (
     drafter_modules,
     find_rule,
     may_draft,
+    needs_same_tokens,
 )
 from outpace.engine.engine import EngineOptions
 from outpace.engine.profile import Profile, subject
@@ -114,6 +115,7 @@ class LLM(AbstractContextManager["LLM"]):
             tokenizer=tokenizer,
             progress=progress,
             may_draft=may_draft(method, drafter),
+            same_tokens=needs_same_tokens(drafter),
         )
         self.tokenizer = self.target.tokenizer
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
@@ -248,7 +250,7 @@ class LLM(AbstractContextManager["LLM"]):
         """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
         if params.prediction and not plain:
-            check_prediction(self._drafter)
+            check_prediction(drafter or self._drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids

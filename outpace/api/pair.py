@@ -22,8 +22,10 @@ def load_pair(
     tokenizer: Any,
     progress: Progress,
     may_draft: bool,
+    same_tokens: bool = True,
 ) -> tuple[Loaded, Loaded | None]:
-    """What is not loaded yet is loaded. The shipped target brings its own draft where a draft `may_draft`."""
+    """What is not loaded yet is loaded. The shipped target brings its own draft where a draft `may_draft`; the
+    draft may have other tokens where they need not be the `same_tokens`."""
     is_alone = draft is None or draft == NO_DRAFT
     if isinstance(target, Loaded) and (is_alone or isinstance(draft, Loaded)):
         given = {"draft_device": draft_device, "draft_dtype": draft_dtype, "tokenizer": tokenizer}
@@ -40,7 +42,7 @@ def load_pair(
         draft = shipped_draft(target.name)
     if draft is None or draft == NO_DRAFT or isinstance(draft, Loaded):
         return target, draft if isinstance(draft, Loaded) else None
-    return target, load_draft(draft, target, of_draft, progress=progress)
+    return target, load_draft(draft, target, of_draft, progress=progress, same_tokens=same_tokens)
 
 
 def _refuse_all(options: LoadOptions, given: dict[str, Any]) -> None:

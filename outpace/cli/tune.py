@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from outpace.cli import display
+from outpace.cli.files import check_file
 from outpace.cli.options import Json, Loading, flags
+from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from outpace.bench.tune import Tuned
@@ -20,9 +23,23 @@ def tune(
     loading: Loading,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each timed answer.")] = 96,
     rounds: Annotated[int, typer.Option(help="How often each method answers each prompt.")] = 2,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Measure nothing: make the file that --drafter cacheback or retrieval looks things up in, from this"
+            " text file or .jsonl file (text or turns in each line); may be repeated."
+        ),
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="With --corpus: the file to make, or to replace.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this pair of models on this machine, and keep a profile for method auto."""
+    """Measure this pair of models on this machine, and keep a profile for method auto.
+
+    With --corpus: make a drafter's file from text of your own.
+    """
+    if corpus or to is not None:
+        _make(loading, corpus or [], to, as_json)
+        return
     from outpace.bench.tune import TuneOptions, tune
 
     options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
@@ -37,6 +54,22 @@ def tune(
     display.stdout().print(_table(found))
     kept = f"kept in {found.path}" if found.path else "not kept: the cache folder cannot be written"
     display.say(f"method auto will be {found.chosen!r} for this pair; {kept}")
+
+
+def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) -> None:
+    """The file of a drafter, and a line on what it was made of."""
+    if not corpus:
+        raise UserError(f"--to is {to}, the file to make from a --corpus; name one")
+    check_file("--to", to)
+    from outpace.bench.tables import make
+
+    with display.LoadingBar(as_json, 0.0) as progress:
+        made = make(loading.drafter, corpus, loading.target, to, progress)
+    if as_json:
+        display.print_json(made._asdict() | {"path": str(made.path)})
+        return
+    size = f"{made.tokens} tokens of {made.texts} texts, {made.bytes / 1e6:.1f} MB"
+    display.say(f"{made.path}: {size}, for --drafter {made.drafter}")
 
 
 def _record(found: Tuned) -> dict[str, Any]:

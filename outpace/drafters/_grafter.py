@@ -35,9 +35,9 @@ class Grade(IntEnum):
 _SHARES = {Grade.SURE: 1.0, Grade.LIKELY: 0.7, Grade.OTHER: 0.3}  # of the prior
 
 
-def kind_of(length: int, grade: Grade = Grade.SURE) -> int:
-    """The kind of a token that is copied from behind `length` equal tokens."""
-    return (bisect_right(_LENGTHS, length) - 1) * len(Grade) + grade
+def kind_of(length: int, grade: Grade = Grade.SURE, origin: int = 0) -> int:
+    """The kind of a token that is copied from behind `length` equal tokens, of one of a source's several origins."""
+    return (origin * len(_LENGTHS) + bisect_right(_LENGTHS, length) - 1) * len(Grade) + grade
 
 
 @dataclass
@@ -57,8 +57,10 @@ class Grafter(Drafter, Generic[State]):
 
     runs_model = False
 
-    def __init__(self) -> None:
-        self._rates = [Rate(prior * _SHARES[grade]) for prior in _PRIORS for grade in Grade]
+    def __init__(self, origins: int = 1) -> None:
+        """`origins`: places of different worth that it copies from."""
+        priors = [prior * _SHARES[grade] for prior in _PRIORS for grade in Grade] * origins
+        self._rates = [Rate(prior) for prior in priors]
 
     def open(self, request: Request) -> State:
         raise NotImplementedError

@@ -8,21 +8,17 @@ places where the last tokens stood, those with the longest match are looked at, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import islice
-from typing import NamedTuple
 
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
+from outpace.drafters._copies import Copy, grow_copies, limits_of
+from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK, Index
 
 _LENGTHS = (1, 2, 4, 8, 16)  # n-grams that are looked up; what is longer is compared token by token
-_AGREED = 0.8  # of the places' weight, behind one token: the source is sure of it
 
 
 @dataclass(frozen=True)
@@ -59,13 +55,6 @@ class SuffixState(GraftState):
     index: Index = field(default_factory=lambda: Index((1,), 1))
 
 
-class _Copy(NamedTuple):
-    """What stood at one place, behind so many tokens that are the text's last ones."""
-
-    length: int
-    tokens: Sequence[int]
-
-
 class Suffix(Grafter[SuffixState]):
     """Grows the tree of all that followed, the likeliest nodes first."""
 
@@ -83,18 +72,8 @@ class Suffix(Grafter[SuffixState]):
         return state
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
-        """Best first: a node's children are what stands behind it at the places that led to it."""
-        least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
-        waiting = [(0.0, 0, 0, list(self._copies(state)))]  # -W, depth, node, places
-        left = self._options.offered
-        while waiting and left > 0:
-            loss, depth, node, copies = heappop(waiting)
-            for token, grade, those in islice(_choices(copies, depth), self._options.branches):
-                kind = kind_of(max(copy.length for copy in those) + depth, grade)
-                if math.log(self.rate(state, kind)) - loss >= least:
-                    child = self.plant(state, tree, node, token, kind)
-                    heappush(waiting, (-tree.scores[child], depth + 1, child, those))
-                    left -= 1
+        """The tree of what followed at the best places of the text and of past answers."""
+        grow_copies(self, state, tree, list(self._copies(state)), limits_of(self._options))
 
     def observe(self, state: SuffixState, seen: Observation) -> None:
         super().observe(state, seen)
@@ -104,28 +83,12 @@ class Suffix(Grafter[SuffixState]):
         if self._past is not None:
             self._past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
-    def _copies(self, state: SuffixState) -> Iterator[_Copy]:
-        """What followed at the best places of the text and of past answers."""
+    def _copies(self, state: SuffixState) -> Iterator[Copy]:
         options = self._options
         for index in (state.index, self._past):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth):
-                    yield _Copy(min(length, options.depth), index.after(place, options.copies))
-
-
-def _choices(copies: Sequence[_Copy], depth: int) -> Iterator[tuple[int, Grade, list[_Copy]]]:
-    """The tokens that stand so deep, the weightiest first: how sure the places are of each, and those that have it. A
-    place weighs as the square of its match."""
-    by_token: dict[int, list[_Copy]] = {}
-    for copy in copies:
-        if depth < len(copy.tokens):
-            by_token.setdefault(copy.tokens[depth], []).append(copy)
-    weights = {token: sum(copy.length**2 for copy in those) for token, those in by_token.items()}
-    total = sum(weights.values())
-    grade = Grade.LIKELY
-    for token in sorted(weights, key=weights.__getitem__, reverse=True):
-        yield token, Grade.SURE if weights[token] >= _AGREED * total else grade, by_token[token]
-        grade = Grade.OTHER
+                    yield Copy(min(length, options.depth), index.after(place, options.copies))
 
 
 def build(options: Options, **_: object) -> Suffix:

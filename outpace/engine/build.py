@@ -20,6 +20,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
+COPIERS = "prediction+suffix+cacheback"  # beside the draft model, where every round is planned
 PLANNED = "auto"  # the decoder that plans every round
 
 
@@ -42,14 +43,16 @@ def _device(loaded: Loaded) -> Any:
 def default_drafter(method: str, has_draft: bool) -> str:
     """The drafter where none is named: the draft model, if there is one, and for a planner what costs nothing too."""
     if not has_draft:
-        return "prediction+ngram" if method == PLANNED else "ngram"
-    return "model+prediction+ngram" if method == PLANNED else "model"
+        return COPIERS if method == PLANNED else "ngram"
+    return f"model+{COPIERS}" if method == PLANNED else "model"
 
 
 def check_prediction(drafter: str | None) -> None:
-    """UserError where a prediction would be of no use: for drafters, joined by +, of which none takes it."""
-    if drafter is not None and "prediction" not in drafter.split("+"):
-        raise UserError(f"a prediction needs drafter prediction, this is {drafter}: name {drafter}+prediction")
+    """UserError where a prediction would be of no use: for drafters, joined by +, of which none takes it. Of several to
+    choose from the first is meant."""
+    name = drafter_names(drafter)[0] if drafter is not None else "prediction"
+    if "prediction" not in name.split("+"):
+        raise UserError(f"a prediction needs drafter prediction, this is {name}: name {name}+prediction")
 
 
 def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
@@ -126,7 +129,13 @@ def drafter_modules(drafter: str) -> dict[str, ModuleType]:
 def may_draft(method: str, drafter: str | None) -> bool:
     """Whether a draft model would have anything to do by this method with this drafter."""
     needs_none = method != "auto" and registry.find("decoders", method).NEEDS is None
-    return not needs_none and (drafter is None or "model" in drafter_modules(drafter))
+    return not needs_none and (drafter is None or bool({"model", "translated"} & drafter_modules(drafter).keys()))
+
+
+def needs_same_tokens(drafter: str | None) -> bool:
+    """Whether a draft model must have the target's tokens: what drafts with it does not translate."""
+    modules = {} if drafter is None else drafter_modules(drafter)
+    return "translated" not in modules or "model" in modules
 
 
 def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter:

@@ -59,10 +59,12 @@ def load_draft(
     *,
     tokenizer: Any = None,
     progress: Progress = silent,
+    same_tokens: bool = True,
     **changes: Any,
 ) -> Loaded:
     """A draft for this target: another model with the same tokens, some of the target's own layers, or "auto" for the
-    small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named."""
+    small sibling that is known for it. A model that is loaded already has the target's tokenizer if none is named.
+    Without `same_tokens` it may have others, which whoever drafts with it translates."""
     if str(spec).startswith(LAYERS):
         if target.inflate != 1:
             raise UserError(f"{spec} skips layers, which inflate adds without effect: its cost would mean nothing")
@@ -77,9 +79,12 @@ def load_draft(
     found = spec if is_whole else _whole(Path(spec), target)
     draft = load_model(found, options, tokenizer=tokenizer, progress=progress, **changes)
     draft = draft if is_whole else replace(draft, name=str(spec))
+    if not same_tokens:
+        return draft
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
-        raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}")
+        advice = "drafter translated takes a draft with another tokenizer"
+        raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}; {advice}")
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
     return draft
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -169,6 +170,23 @@ class Tokenizer:
             if mine != others and mine is not None and others is not None:
                 return f"id {index} is {mine!r} in one and {others!r} in the other"
         return None
+
+    @property
+    def words(self) -> Mapping[int, str]:
+        """Every token as the vocabulary writes it, by id."""
+        return self._words
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
+
+    @property
+    def fingerprint(self) -> str:
+        """All tokens with their ids in a word: the same where ids mean the same."""
+        words = "\0".join(f"{index} {self._words[index]}" for index in sorted(self._words))
+        return hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:

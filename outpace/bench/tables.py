@@ -1,0 +1,92 @@
+"""Files for drafters that look things up: made from a corpus of the user's own, for one tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.drafters import _store
+from outpace.models.files.find import resolve
+from outpace.models.load import Progress
+from outpace.models.text.tokenizer import Tokenizer
+
+FORM = 'a JSON object with "text" or "turns" in each line'
+
+
+class Made(NamedTuple):
+    """A file that was made, and of what."""
+
+    drafter: str
+    path: Path
+    texts: int
+    tokens: int
+    bytes: int
+
+
+def make(drafter: str | None, corpus: Sequence[Path], target: str | None, to: Path | None, progress: Progress) -> Made:
+    """Reads a corpus, cuts it into tokens, and replaces the drafter's file by what it makes of them. UserError for a
+    drafter without a file, and for a corpus that cannot be read or is empty."""
+    module = _maker(drafter)
+    texts = [text for file in corpus for text in _texts(file)]
+    tokenizer = Tokenizer.from_folder(resolve(target, progress=progress))
+    tokens = []
+    for place, text in enumerate(texts):
+        tokens.append(tokenizer.continuation(text))
+        progress("corpus", (place + 1) / len(texts))
+    path = to or _store.place_of(drafter or "", tokenizer.fingerprint)
+    arrays = module.make(tokens, tokenizer.size, module.Options())
+    _make_folder(path.parent)
+    _store.write(path, drafter or "", tokenizer.fingerprint, arrays)
+    return Made(drafter or "", path, len(texts), sum(map(len, tokens)), path.stat().st_size)
+
+
+def makers() -> list[str]:
+    """The drafters that have a file."""
+    return [name for name in registry.names("drafters") if hasattr(registry.find("drafters", name), "make")]
+
+
+def _maker(drafter: str | None) -> ModuleType:
+    if drafter not in makers():
+        raise UserError(f"--corpus makes a file for --drafter {' or '.join(makers())}, not for {drafter}")
+    return registry.find("drafters", str(drafter))
+
+
+def _texts(file: Path) -> Iterator[str]:
+    """A text file is one text, a .jsonl file has one in each line."""
+    try:
+        content = file.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason})") from error
+    if not content.strip():
+        raise UserError(f"{file} is empty, a corpus needs text")
+    if file.suffix != ".jsonl":
+        yield content
+        return
+    for place, line in enumerate(content.splitlines(), start=1):
+        yield from _entry(line, f"{file}, line {place}")
+
+
+def _entry(line: str, where: str) -> list[str]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON ({error})") from error
+    found = [entry.get("text")] if isinstance(entry, dict) and "text" in entry else []
+    found = entry.get("turns", found) if isinstance(entry, dict) else found
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) for text in found):
+        raise UserError(f"{where} must be {FORM}")
+    return found
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be made ({error.strerror})") from error

@@ -1,0 +1,127 @@
+"""A file of token tables that a drafter looks things up in: memory-mapped, with a checksum, made for one tokenizer.
+
+A line that names the format, a line of JSON (kind, tokenizer, arrays, checksum), then the arrays. It is written beside
+its place and moved there whole, so that whoever has the old file open keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.models.files.find import cache_folder
+
+_MAGIC = b"outpace token tables, version 1\n"
+_LONGEST = 1 << 20  # bytes of the line of JSON
+_BLOCK = 1 << 24  # bytes that the checksum reads at a time
+Arrays = Mapping[str, np.ndarray]
+
+
+def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
+    """Writes a file whole or not at all; UserError where the place cannot be written."""
+    bodies = [np.ascontiguousarray(array) for array in arrays.values()]
+    shapes = {name: [str(body.dtype), list(body.shape)] for name, body in zip(arrays, bodies, strict=True)}
+    head: dict[str, Any] = {"kind": kind, "tokenizer": tokenizer, "arrays": shapes}
+    head["sha256"] = _checksum(head, bodies)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                line = json.dumps(head).encode()
+                file.write(_MAGIC + line + b" " * (-(len(_MAGIC) + len(line) + 1) % 64) + b"\n")  # arrays are aligned
+                for body in bodies:
+                    file.write(body.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+
+
+def read(path: Path, kind: str, tokenizer: str | None) -> dict[str, np.ndarray]:
+    """The arrays of a file, mapped into memory; `tokenizer` None: whoever asks has checked it. UserError for a file
+    that is torn, of another kind or for another tokenizer."""
+    again = f"build it again with outpace tune --drafter {kind} --corpus ..."
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise UserError(f"{path} is no file of token tables of this version; {again}")
+            line = file.readline(_LONGEST)
+        head = json.loads(line)
+        arrays = _mapped(path, len(_MAGIC) + len(line), head["arrays"])
+        found = (str(head["kind"]), str(head["tokenizer"]), str(head.pop("sha256")))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {again}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); {again}") from error
+    if found[0] != kind:
+        raise UserError(f"{path} holds the tables of drafter {found[0]}, not of {kind}")
+    if tokenizer is not None and found[1] != tokenizer:
+        raise UserError(f"{path} was made with another tokenizer than the target's; {again}")
+    if _checksum(head, list(arrays.values())) != found[2]:
+        raise UserError(f"{path} is damaged (its checksum is wrong); {again}")
+    return arrays
+
+
+def find(kind: str, named: str, given: Given | None) -> Path | None:
+    """The file that an option names; for "" that of the target's tokenizer, if there is one; None for "none"."""
+    if named == "none":
+        return None
+    if named:
+        return Path(named).expanduser()
+    tokenizer = tokenizer_of(given)
+    path = place_of(kind, tokenizer) if tokenizer else None
+    return path if path is not None and path.is_file() else None
+
+
+def place_of(kind: str, tokenizer: str) -> Path:
+    """Where the file of a tokenizer lies unless another place is named."""
+    return cache_folder() / "tables" / f"{kind}-{tokenizer[:16]}.tables"
+
+
+def tokenizer_of(given: Given | None) -> str | None:
+    """The target's tokenizer in a word; None where it is not known."""
+    return given.tokenizer.fingerprint if given is not None and given.tokenizer is not None else None
+
+
+def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays where they lie; ValueError unless the file ends where the last one does."""
+    arrays: dict[str, np.ndarray] = {}
+    for name, (kind, shape) in shapes.items():
+        dtype = np.dtype(kind)
+        if dtype.kind not in "iu" or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"{name} is {kind} {shape}")
+        count = int(np.prod(shape, dtype=object))
+        size = count * dtype.itemsize
+        if start + size > path.stat().st_size:
+            raise ValueError(f"it has {path.stat().st_size} bytes, {name} needs {start + size}")
+        whole = np.memmap(path, dtype, "r", start, (count,)) if count else np.zeros(0, dtype)
+        arrays[name] = whole.reshape(shape)
+        start += size
+    if start != path.stat().st_size:
+        raise ValueError(f"it has {path.stat().st_size} bytes, {start} are expected")
+    return arrays
+
+
+def _checksum(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
+    """Of all that the file holds, but for the checksum itself."""
+    digest = hashlib.sha256(json.dumps(head).encode())
+    for array in arrays:
+        flat = array.reshape(-1).view(np.uint8)
+        for start in range(0, len(flat), _BLOCK):
+            digest.update(flat[start : start + _BLOCK].tobytes())
+    return digest.hexdigest()

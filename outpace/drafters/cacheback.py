@@ -1,0 +1,190 @@
+"""Phrases that followed each token lately, chained phrase by phrase: a table that learns, and one made from a corpus.
+
+Cacheback: Ma et al., 2025, arXiv:2511.21699; no training, no model.
+
+A leader is one token, its followers the three tokens behind it; both lists forget what was used longest ago. The frozen
+table (outpace tune --drafter cacheback --corpus ...) helps where the text itself has taught nothing yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.needs import Given
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters import _store
+from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
+
+STORE = "table"  # the option that names the file
+PHRASE = 3  # tokens of a follower
+LEARNT, FROZEN = 0, 1  # where a follower comes from
+Phrase = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold `leaders` tokens with `followers` phrases each; offer `branches` of these behind a token, and `offered`
+    tokens in all, as far as they are expected to be reached with a chance of `least_chance`. `table`: a file that
+    outpace tune made, "" for that of this tokenizer, if there is one, or "none"."""
+
+    leaders: int = 32768
+    followers: int = 8
+    branches: int = 8
+    offered: int = 64
+    least_chance: float = 0.02
+    table: str = ""
+
+    def __post_init__(self) -> None:
+        check_whole("leaders", self.leaders, 1)
+        check_whole("followers", self.followers, 1, 256)
+        check_whole("branches", self.branches, 1, 64)
+        check_whole("offered", self.offered, 1, 4096)
+        check_range("least_chance", self.least_chance, 0.0, 1.0)
+
+
+@dataclass
+class CachebackState(GraftState):
+    """`last`: the end of the text, whose last phrase is not in the table yet."""
+
+    last: list[int] = field(default_factory=list)
+
+
+class Table:
+    """Leaders and their followers, each the latest last; of both the one that was not seen longest goes first."""
+
+    def __init__(self, leaders: int, followers: int) -> None:
+        self._leaders: OrderedDict[int, OrderedDict[Phrase, None]] = OrderedDict()
+        self._most_leaders, self._most_followers = leaders, followers
+
+    def __len__(self) -> int:
+        """Phrases that are held."""
+        return sum(map(len, self._leaders.values()))
+
+    def learn(self, leader: int, phrase: Phrase) -> None:
+        """The phrase was seen behind the leader."""
+        followers = self._leaders.setdefault(leader, OrderedDict())
+        self._leaders.move_to_end(leader)
+        followers[phrase] = None
+        followers.move_to_end(phrase)
+        if len(followers) > self._most_followers:
+            followers.popitem(last=False)
+        if len(self._leaders) > self._most_leaders:
+            self._leaders.popitem(last=False)
+
+    def followers(self, leader: int) -> list[Phrase]:
+        """The phrases behind a leader, the latest first."""
+        return list(reversed(self._leaders.get(leader, {})))
+
+
+class Frozen:
+    """A table that does not change, from a file: by token the row of its followers, the most frequent first."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._rows, self._phrases = arrays["rows"], arrays["phrases"]  # [vocab], [leaders, followers, PHRASE]
+
+    def followers(self, leader: int) -> list[Phrase]:
+        """The phrases behind a leader."""
+        row = int(self._rows[leader]) if leader < len(self._rows) else -1
+        return [tuple(phrase) for phrase in self._phrases[row].tolist() if phrase[0] >= 0] if row >= 0 else []
+
+
+class Cacheback(Grafter[CachebackState]):
+    """Grows the followers of the last token, then those of their last tokens, the likeliest first. One table serves all
+    requests."""
+
+    name = "cacheback"
+
+    def __init__(self, options: Options, frozen: Frozen | None) -> None:
+        super().__init__(origins=2)
+        self._options, self._frozen = options, frozen
+        self._table = Table(options.leaders, options.followers)
+
+    def open(self, request: Request) -> CachebackState:
+        state = CachebackState(request, list(request.prompt))
+        self._learn(state, request.prompt)
+        return state
+
+    def propose(self, state: CachebackState, tree: TokenTree) -> None:
+        """Best first; a node is grown once, however many phrases end there."""
+        least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
+        waiting, known = [(0.0, 0)], {0}  # -W, node
+        size = len(tree) + self._options.offered
+        while waiting and len(tree) < size:
+            node = heappop(waiting)[1]
+            for phrase, origin, grade in islice(self._phrases(tree.tokens[node]), self._options.branches):
+                end = self._plant(state, tree, node, phrase, (origin, grade, least))
+                if end not in known:
+                    known.add(end)
+                    heappush(waiting, (-tree.scores[end], end))
+
+    def observe(self, state: CachebackState, seen: Observation) -> None:
+        super().observe(state, seen)
+        self._learn(state, seen.tokens)
+
+    def _phrases(self, leader: int) -> Iterator[tuple[Phrase, int, Grade]]:
+        """What is known to follow a token: each phrase, where it comes from, and how sure that is of it."""
+        for origin, table in ((LEARNT, self._table), (FROZEN, self._frozen)):
+            phrases = table.followers(leader) if table is not None else []
+            grade = Grade.SURE if len(phrases) == 1 else Grade.LIKELY
+            for phrase in phrases:
+                yield phrase, origin, grade
+                grade = Grade.OTHER
+
+    def _plant(
+        self, state: CachebackState, tree: TokenTree, node: int, phrase: Phrase, how: tuple[int, Grade, float]
+    ) -> int:
+        """Plants a phrase below a node as far as its tokens are likely enough; the node where that ends."""
+        origin, grade, least = how
+        for place, token in enumerate(phrase):
+            kind = kind_of(1 + place, grade, origin)
+            if tree.scores[node] + math.log(self.rate(state, kind)) < least:
+                break
+            is_new = token not in state.planted.get(tree.ids[node], ())
+            node = self.plant(state, tree, node, token, kind)
+            grade = Grade.SURE if is_new else grade
+        return node
+
+    def _learn(self, state: CachebackState, tokens: Sequence[int]) -> None:
+        """Puts the phrases into the table that these tokens complete."""
+        text = [*state.last, *tokens]
+        for place in range(len(text) - PHRASE):
+            self._table.learn(text[place], tuple(text[place + 1 : place + 1 + PHRASE]))
+        state.last = text[-PHRASE:]
+
+
+def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
+    """The arrays of a frozen table: of the most frequent leaders the most frequent phrases. UserError for a corpus in
+    which nothing follows anything."""
+    found = [np.lib.stride_tricks.sliding_window_view(np.asarray(t, np.int32), PHRASE + 1) for t in texts if len(t) > 3]
+    if not found:
+        raise UserError(f"the corpus has no text of more than {PHRASE} tokens")
+    windows, counts = np.unique(np.concatenate(found), axis=0, return_counts=True)  # [windows, 1 + PHRASE]
+    totals = np.bincount(windows[:, 0], counts, vocab_size)
+    leaders = np.flatnonzero(totals >= max(np.sort(totals)[::-1][: options.leaders][-1], 1))[: options.leaders]
+    rows = np.full(vocab_size, -1, np.int32)
+    rows[leaders] = np.arange(len(leaders))
+    phrases = np.full((len(leaders), options.followers, PHRASE), -1, np.int32)
+    order = np.lexsort((-counts, windows[:, 0]))
+    windows = windows[order]
+    firsts = np.searchsorted(windows[:, 0], leaders)
+    for row, (leader, first) in enumerate(zip(leaders, firsts, strict=True)):
+        mine = windows[first : first + options.followers]
+        mine = mine[mine[:, 0] == leader]
+        phrases[row, : len(mine)] = mine[:, 1:]
+    return {"rows": rows, "phrases": phrases}
+
+
+def build(options: Options, *, given: Given | None = None, **_: Any) -> Cacheback:
+    """The drafter; a frozen table is read where there is one for the target's tokenizer."""
+    path = _store.find("cacheback", options.table, given)
+    return Cacheback(options, Frozen(_store.read(path, "cacheback", _store.tokenizer_of(given))) if path else None)

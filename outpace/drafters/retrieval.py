@@ -1,0 +1,158 @@
+"""Copies what followed the longest end of the text in a datastore of the user's own text.
+
+REST: He et al., 2023, arXiv:2311.08252; no training, no model.
+
+The datastore (outpace tune --drafter retrieval --corpus ...) is memory-mapped: the texts' tokens, and all places in
+them sorted by the tokens before each, the nearest first. One binary search comes to the places with the longest match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.needs import Given
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request
+from outpace.drafters import _store
+from outpace.drafters._copies import Copy, grow_copies, limits_of
+from outpace.drafters._grafter import Grafter, GraftState
+from outpace.drafters._index import BREAK
+
+STORE = "datastore"  # the option that names the file
+DEPTH = 32  # tokens before a place by which places are sorted; a power of two
+LARGEST = 1 << 30  # tokens of a datastore
+
+
+@dataclass(frozen=True)
+class Options:
+    """Match between `shortest` and `longest` tokens, at `places` places; copy `copies` tokens of each, and offer those
+    that are expected to be reached with a chance of `least_chance`, `offered` in all and `branches` behind the same
+    token. `datastore`: a file that outpace tune made, or "" for that of this tokenizer."""
+
+    shortest: int = 2
+    longest: int = 16
+    places: int = 16
+    copies: int = 16
+    offered: int = 64
+    branches: int = 4
+    least_chance: float = 0.1
+    datastore: str = ""
+
+    def __post_init__(self) -> None:
+        check_whole("longest", self.longest, 1, DEPTH)
+        check_whole("shortest", self.shortest, 1, self.longest)
+        check_whole("places", self.places, 1, 1024)
+        check_whole("copies", self.copies, 1, 256)
+        check_whole("offered", self.offered, 1, 4096)
+        check_whole("branches", self.branches, 1, 64)
+        check_range("least_chance", self.least_chance, 0.0, 1.0)
+
+
+class Datastore:
+    """Texts one behind the other, each ended by a break, and their places in order of what stands before them."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._tokens, self._order = arrays["tokens"], arrays["order"]
+
+    def matches(self, text: Sequence[int], count: int, shortest: int, longest: int) -> Iterator[tuple[int, int]]:
+        """(length, place) of the places with the longest match, the longest first."""
+        last = list(text[-longest:])[::-1]
+        above = self._insertion(last)
+        below = above - 1
+        lengths = [self._length(below, last), self._length(above, last)]
+        for _ in range(count):
+            side = int(lengths[1] > lengths[0])
+            if lengths[side] < shortest:
+                return
+            rank = above if side else below
+            yield lengths[side], int(self._order[rank])
+            above, below = above + side, below - 1 + side
+            lengths[side] = self._length(above if side else below, last)
+
+    def after(self, place: int, count: int) -> list[int]:
+        """The tokens that stand at a place and behind it, as far as their text goes."""
+        tokens: list[int] = self._tokens[place : place + count].tolist()
+        return tokens[: tokens.index(BREAK)] if BREAK in tokens else tokens
+
+    def _insertion(self, last: list[int]) -> int:
+        """The first rank whose tokens, read backwards, are not before the text's."""
+        low, high = 0, len(self._order)
+        while low < high:
+            middle = (low + high) // 2
+            if self._before(middle, len(last)) < last:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _length(self, rank: int, last: list[int]) -> int:
+        """How many tokens before the place of this rank are the text's last ones; -1 where there is no such rank."""
+        if not 0 <= rank < len(self._order):
+            return -1
+        length = 0
+        for mine, other in zip(self._before(rank, len(last)), last, strict=False):
+            if mine != other:
+                break
+            length += 1
+        return length
+
+    def _before(self, rank: int, count: int) -> list[int]:
+        """The tokens before the place of this rank, the nearest first."""
+        place = int(self._order[rank])
+        tokens: list[int] = self._tokens[max(place - count, 0) : place].tolist()
+        return tokens[::-1]
+
+
+class Retrieval(Grafter[GraftState]):
+    """Grows the tree of what followed in the datastore, the likeliest nodes first."""
+
+    name = "retrieval"
+
+    def __init__(self, options: Options, datastore: Datastore) -> None:
+        super().__init__()
+        self._options, self._datastore = options, datastore
+
+    def open(self, request: Request) -> GraftState:
+        return GraftState(request, list(request.prompt))
+
+    def propose(self, state: GraftState, tree: TokenTree) -> None:
+        """What followed at the places with the longest match."""
+        options, store = self._options, self._datastore
+        found = store.matches(state.tokens, options.places, options.shortest, options.longest)
+        copies = [Copy(length, store.after(place, options.copies)) for length, place in found]
+        grow_copies(self, state, tree, copies, limits_of(options))
+
+
+def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
+    """The arrays of a datastore. UserError for a corpus in which nothing follows anything, or one too large."""
+    tokens = np.concatenate([np.append(np.asarray(text, np.int32), BREAK) for text in texts] or [np.zeros(0, np.int32)])
+    tokens = tokens.astype(np.int32)
+    if len(tokens) > LARGEST:
+        raise UserError(f"the corpus has {len(tokens)} tokens, a datastore holds {LARGEST}")
+    places = np.flatnonzero((tokens[1:] != BREAK) & (tokens[:-1] != BREAK)) + 1
+    if not len(places):
+        raise UserError("the corpus has no text of more than one token")
+    ranks = np.unique(np.append(BREAK, tokens[:-1]), return_inverse=True)[1].astype(np.int64)  # of the token before
+    width = 1
+    while width < DEPTH:  # places are ranked by twice as many tokens in each turn
+        further = np.zeros_like(ranks)
+        further[width:] = ranks[:-width]
+        ranks = np.unique(ranks * (ranks.max() + 1) + further, return_inverse=True)[1].astype(np.int64)
+        width *= 2
+    order = places[np.argsort(ranks[places], kind="stable")]
+    return {"tokens": tokens, "order": order.astype(np.int32)}
+
+
+def build(options: Options, *, given: Given | None = None, **_: Any) -> Retrieval:
+    """The drafter; UserError without a datastore for the target's tokenizer."""
+    path = _store.find("retrieval", options.datastore, given)
+    if path is None:
+        raise UserError(
+            "drafter retrieval needs a datastore: make one with outpace tune --drafter retrieval --corpus FILE"
+        )
+    return Retrieval(options, Datastore(_store.read(path, "retrieval", _store.tokenizer_of(given))))

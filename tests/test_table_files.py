@@ -1,0 +1,190 @@
+"""Files of tables: whole, refused or replaced; made by `outpace tune --corpus`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from files import model_folder
+
+import outpace
+from outpace.bench import tables
+from outpace.cli.main import main
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.drafters import _store, cacheback, retrieval
+from outpace.models.text.tokenizer import Tokenizer
+
+
+class Named:
+    """A tokenizer of which only the name counts."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    arrays = retrieval.make([[1, 2, 3, 4, 5, 1, 2, 3]], 16, retrieval.Options())
+    _store.write(tmp_path / "store", "retrieval", "mine", arrays)
+    return tmp_path / "store"
+
+
+def test_a_file_is_read_as_it_was_written(file: Path) -> None:
+    read = _store.read(file, "retrieval", "mine")
+    assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1]
+    assert all(isinstance(array, np.memmap) for array in read.values())
+    assert not read["order"].flags.writeable
+
+
+def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            read = _store.read(file, "retrieval", "mine")
+        except UserError:
+            continue
+        assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], f"byte {place} was read wrongly"
+
+
+@pytest.mark.parametrize("length", [0, 5, 40, 100, 150, -1])
+def test_a_torn_file_is_refused(file: Path, length: int) -> None:
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(UserError, match="build it again with outpace tune --drafter retrieval"):
+        _store.read(file, "retrieval", "mine")
+
+
+def test_a_file_of_another_kind_or_tokenizer_is_refused(file: Path) -> None:
+    with pytest.raises(UserError, match="tables of drafter retrieval, not of cacheback"):
+        _store.read(file, "cacheback", "mine")
+    with pytest.raises(UserError, match="another tokenizer than the target's"):
+        _store.read(file, "retrieval", "another")
+    options = retrieval.Options(datastore=str(file))
+    with pytest.raises(UserError, match="another tokenizer"):
+        retrieval.build(options, given=Given(tokenizer=Named("another")))
+    assert retrieval.build(options, given=Given(tokenizer=Named("mine"))).name == "retrieval"
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    given = Given(tokenizer=Named("mine"))
+    with pytest.raises(UserError, match="needs a datastore: make one with outpace tune --drafter retrieval"):
+        retrieval.build(retrieval.Options(), given=given)
+    with pytest.raises(UserError, match="cannot be read"):
+        cacheback.build(cacheback.Options(table=str(tmp_path / "none")), given=given)
+    assert cacheback.build(cacheback.Options(), given=given)._frozen is None
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, before = _store.read(file, "retrieval", "mine"), file.read_bytes()
+    arrays = retrieval.make([[7, 8, 9] * 10], 16, retrieval.Options())
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(UserError, match="cannot be written"):
+            _store.write(file, "retrieval", "mine", arrays)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+    _store.write(file, "retrieval", "mine", arrays)
+    assert _store.read(file, "retrieval", "mine")["tokens"][0] == 7
+    assert opened["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], "who has the old one open keeps it"
+
+
+# outpace tune --corpus
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"), "target", 0)
+
+
+def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("drafter", ["cacheback", "retrieval"])
+def test_a_file_is_made_and_drafted_from(
+    drafter: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    with outpace.load(tiny, method="autoregressive") as llm:
+        plain = llm.generate("hello", max_tokens=40, ignore_eos=True)[0]
+    text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("hello" + plain.text, encoding="utf-8")
+    lines.write_text(json.dumps({"text": "hello world"}) + "\n" + json.dumps({"turns": ["12 12", "hello"]}) + "\n")
+    words = ["tune", "--target", str(tiny), "--drafter", drafter, "--corpus", str(text), "--corpus", str(lines)]
+    code, out, _ = run([*words, "--json"], capsys)
+    assert code == 0
+    made = json.loads(out)
+    assert (made["drafter"], made["texts"], made["bytes"]) == (drafter, 4, Path(made["path"]).stat().st_size)
+    with outpace.load(tiny, method="speculative", drafter=drafter) as llm:
+        found = llm.generate("hello", max_tokens=40, ignore_eos=True)[0]
+    assert found.tokens == plain.tokens
+    assert found.figures.accepted > 0
+    other = tmp_path / "other.tables"
+    assert run([*words, "--to", str(other)], capsys)[0] == 0
+    assert other.read_bytes() == Path(made["path"]).read_bytes()
+
+
+def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    _store.write(path, "retrieval", "another", retrieval.make([[1, 2, 3]], 16, retrieval.Options()))
+    with pytest.raises(UserError, match="another tokenizer"):
+        outpace.load(tiny, method="speculative", drafter="retrieval", datastore=str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "said"),
+    [
+        (b"hello world", ["--drafter", "ngram"], "cacheback or retrieval, not for ngram"),
+        (b"hello world", [], "cacheback or retrieval, not for None"),
+        (b"", ["--drafter", "retrieval"], "is empty"),
+        (b" \n", ["--drafter", "retrieval"], "is empty"),
+        (b"\xff\xfe", ["--drafter", "retrieval"], "not UTF-8"),
+        (b"h", ["--drafter", "cacheback"], "no text of more than 3 tokens"),
+        (None, ["--drafter", "retrieval"], "cannot be read"),
+        (b"hello world", ["--drafter", "retrieval", "--to", "/no/such/folder/x"], "there is no folder"),
+    ],
+)
+def test_a_bad_corpus_is_one_sentence(
+    content: bytes | None,
+    words: list[str],
+    said: str,
+    tiny: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "corpus.txt"
+    if content is not None:
+        file.write_bytes(content)
+    code, _, err = run(["tune", "--target", str(tiny), "--corpus", str(file), *words], capsys)
+    assert (code, said in err) == (2, True), err
+    assert not (tmp_path / "cache" / "tables").exists() or not list((tmp_path / "cache" / "tables").iterdir())
+
+
+@pytest.mark.parametrize("line", ["{", "7", "{}", '{"turns": []}', '{"text": 7}'])
+def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "hello"}\n' + line + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        tables.make("retrieval", [file], None, None, lambda stage, fraction: None)
+
+
+def test_a_tokenizers_name_is_its_vocabularys(tiny: Path, tmp_path: Path) -> None:
+    mine, again = Tokenizer.from_folder(tiny), Tokenizer.from_folder(tiny)
+    assert mine.fingerprint == again.fingerprint
+    again._words[max(again._words)] = "changed"
+    assert mine.fingerprint != again.fingerprint

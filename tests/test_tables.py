@@ -1,0 +1,172 @@
+"""Drafters that look things up: their tables against twins that look everywhere, and their bounds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles import QuickToy, decode, make_request, write
+
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters import cacheback, retrieval
+from outpace.rules.greedy import Greedy
+
+TARGET = QuickToy(16, 3, 0)
+
+
+def request(prompt: Sequence[int]) -> Request:
+    return Request(tuple(prompt), Greedy(), 50)
+
+
+def some_texts(chance: random.Random, count: int = 4) -> list[list[int]]:
+    return [[chance.randrange(4) for _ in range(chance.randrange(60))] for _ in range(count)] + [[1, 2, 3, 0, 1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_datastore_finds_the_longest_matches(seed: int) -> None:
+    chance = random.Random(seed)
+    texts = some_texts(chance)
+    store = retrieval.Datastore(retrieval.make(texts, 16, retrieval.Options()))
+    flat = [token for text in texts for token in (*text, -1)]
+    text = [chance.randrange(4) for _ in range(20)]
+    lengths = []
+    for place in range(1, len(flat)):
+        length = 0
+        while length < min(place, 16) and flat[place - length - 1] == text[-length - 1]:
+            length += 1
+        if length and flat[place] != -1:
+            lengths.append(length)
+    found = list(store.matches(text, 9, 1, 16))
+    assert [length for length, _ in found] == sorted(lengths, reverse=True)[:9]
+    for length, place in found:
+        assert flat[place - length : place] == text[len(text) - length :]
+        behind = flat[place : place + 5]
+        assert store.after(place, 5) == (behind[: behind.index(-1)] if -1 in behind else behind)
+
+
+def test_the_datastore_is_searched_in_few_steps() -> None:
+    """Two reads of the order for each halving and each place, however large the corpus is."""
+    chance = random.Random(0)
+    store = retrieval.Datastore(retrieval.make([[chance.randrange(9) for _ in range(50_000)]], 16, retrieval.Options()))
+    reads = 0
+    before = store._before
+
+    def counted(rank: int, count: int) -> list[int]:
+        nonlocal reads
+        reads += 1
+        return before(rank, count)
+
+    store._before = counted  # type: ignore[method-assign]
+    list(store.matches([1, 2, 3, 4, 5, 6, 7, 8], 16, 2, 16))
+    assert reads <= 17 + 2 + 16
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_table_holds_the_latest_phrases_of_the_latest_leaders(seed: int) -> None:
+    """Against a list of all that was ever learnt."""
+    chance, table, learnt = random.Random(seed), cacheback.Table(5, 3), []
+    for _ in range(300):
+        leader, phrase = chance.randrange(8), (chance.randrange(3), chance.randrange(3), 0)
+        table.learn(leader, phrase)
+        learnt.append((leader, phrase))
+        latest = list(dict.fromkeys(leader for leader, _ in reversed(learnt)))[:5]
+        for number in range(8):
+            since = _since_it_came_back(learnt, number)
+            expected = list(dict.fromkeys(phrase for phrase in reversed(since)))[:3] if number in latest else []
+            assert table.followers(number) == expected
+        assert len(table) <= 15
+
+
+def _since_it_came_back(learnt: Sequence[tuple[int, Any]], leader: int) -> list[Any]:
+    """The phrases of a leader since it was last pushed out by five others."""
+    phrases: list[Any] = []
+    others: set[int] = set()
+    for other, phrase in learnt:
+        if other == leader:
+            phrases = [*phrases, phrase] if len(others) < 5 else [phrase]
+            others = set()
+        else:
+            others.add(other)
+    return phrases if len(others) < 5 else []
+
+
+def test_a_table_is_bounded_over_many_tokens() -> None:
+    drafter = cacheback.Cacheback(cacheback.Options(leaders=64, followers=4), None)
+    chance, state = random.Random(0), drafter.open(request([1]))
+    for turn in range(1000):
+        written = [chance.randrange(500) for _ in range(100)]
+        root = TokenTree(written[-1], turn + 1, turn + 2)
+        drafter.observe(state, Observation([turn], written, root))
+        assert len(drafter._table) <= 64 * 4
+        assert len(state.last) <= 3
+
+
+def test_followers_of_followers_are_offered() -> None:
+    drafter = cacheback.Cacheback(cacheback.Options(least_chance=0.0), None)
+    tree = TokenTree(1)
+    drafter.grow([drafter.open(request([1, 2, 3, 4, 5, 6, 7, 1]))], [tree])
+    assert tree.tokens[1:7] == [2, 3, 4, 5, 6, 7]
+    assert tree.parents[1:7] == [0, 1, 2, 3, 4, 5]
+
+
+def test_one_table_serves_all_requests() -> None:
+    drafter = cacheback.Cacheback(cacheback.Options(), None)
+    drafter.close(drafter.open(request([1, 2, 3, 4])))
+    tree = TokenTree(1)
+    assert drafter.grow([drafter.open(request([9, 1]))], [tree]) == [3]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_frozen_table_is_that_of_counting(seed: int) -> None:
+    texts = some_texts(random.Random(seed), 12)
+    arrays = cacheback.make(texts, 16, cacheback.Options(leaders=3, followers=5))
+    counts = Counter(tuple(text[place : place + 4]) for text in texts for place in range(len(text) - 3))
+    leaders: Counter[int] = Counter()
+    for window, count in counts.items():
+        leaders[window[0]] += count
+    frozen = cacheback.Frozen(arrays)
+    kept = [token for token in range(16) if frozen.followers(token)]
+    assert len(kept) == min(3, len(leaders))
+    assert sum(leaders[token] for token in kept) == sum(count for _, count in leaders.most_common(3))
+    for token in kept:
+        mine = sorted((count for window, count in counts.items() if window[0] == token), reverse=True)[:5]
+        assert [counts[(token, *phrase)] for phrase in frozen.followers(token)] == mine
+
+
+def test_a_frozen_table_helps_a_text_that_taught_nothing_yet() -> None:
+    asked = make_request((3, 1, 4), max_tokens=30)
+    arrays = cacheback.make([[3, 1, 4, *write(TARGET, asked)]], 16, cacheback.Options())
+    cold, warm = (cacheback.Cacheback(cacheback.Options(), table) for table in (None, cacheback.Frozen(arrays)))
+    rounds = [len(decode([asked], "speculative", drafter, target=TARGET).steps[0]) for drafter in (cold, warm)]
+    assert rounds[1] < rounds[0]
+
+
+@pytest.mark.parametrize("module", [cacheback, retrieval])
+@pytest.mark.parametrize("texts", [[], [[]], [[1]], [[1], [2], []]])
+def test_a_corpus_in_which_nothing_follows_is_refused(module: Any, texts: list[list[int]]) -> None:
+    with pytest.raises(UserError, match="the corpus has no text of more than"):
+        module.make(texts, 16, module.Options())
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (cacheback, {"leaders": 0}, "leaders is 0"),
+        (cacheback, {"followers": 0}, "followers is 0"),
+        (cacheback, {"offered": 0}, "offered is 0"),
+        (cacheback, {"least_chance": 2.0}, "least_chance is 2"),
+        (retrieval, {"longest": 33}, "longest is 33"),
+        (retrieval, {"shortest": 17}, "shortest is 17"),
+        (retrieval, {"places": 0}, "places is 0"),
+        (retrieval, {"copies": 0}, "copies is 0"),
+        (retrieval, {"branches": 0}, "branches is 0"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(module: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        module.Options(**options)
