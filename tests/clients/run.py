@@ -47,7 +47,8 @@ def started() -> tuple[subprocess.Popen[str], str]:
             break
     else:
         sys.exit("the server did not start")
-    log = (ROOT / "build" / "clients.log").open("w")
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    log = (ENVIRONMENTS / "server.log").open("w")
     subprocess.Popen(["cat"], stdin=server.stderr, stdout=log)
     end = time.monotonic() + STARTS
     while time.monotonic() < end:
