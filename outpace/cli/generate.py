@@ -138,7 +138,6 @@ def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
         "tokens": list(result.tokens),
         "finish_reason": result.finish_reason,
         "method": result.method,
-        "lossless": result.lossless,
         "precision": precision,
         "seed": result.seed,
         **display.figures(result),
@@ -148,6 +147,8 @@ def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
         record["rejected_prediction_tokens"] = result.figures.predicted_rejected
     if several:
         record["choice"] = result.choice
+    if not result.lossless:
+        record["lossless"] = False
     for name, records in (("logprobs", result.logprobs), ("prompt_logprobs", result.prompt_logprobs)):
         if records:
             record[name] = [
