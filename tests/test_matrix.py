@@ -220,15 +220,16 @@ def quick() -> Iterator[Cell]:
 
 
 def sample() -> list[Any]:
-    """Every rule with everything that drafts, by one of the decoders each time, so that every decoder meets every rule
-    and every drafter; all others in the long tests."""
-    rules = registry.names("rules")
-    decoders = [name for name in registry.names("decoders") if registry.find("decoders", name).NEEDS is not None]
+    """Every rule with everything that drafts, by each lossless decoder that drafts in turn; where the text is keyed by
+    all others too, else by one of them each time. What is left is for the long tests."""
+    rules, decoders = registry.names("rules"), registry.names("decoders")
+    in_turn = [name for name in decoders if (m := registry.find("decoders", name)).NEEDS == "drafter" and m.LOSSLESS]
+    always = {rule for rule in rules if is_keyed(rule)}
     drafts = {draft: number for number, draft in enumerate(dict.fromkeys((c.drafter, c.draft) for c in quick()))}
     found = []
     for cell in quick():
         turn = (drafts[cell.drafter, cell.draft] + rules.index(cell.rule)) % len(decoders)
-        is_tried = cell.drafter is None or cell.decoder == decoders[turn]
+        is_tried = cell.rule in always or cell.decoder in (*in_turn, decoders[turn]) or cell.drafter is None
         found.append(pytest.param(cell, id=str(cell), marks=[] if is_tried else pytest.mark.long))
     return found
 
