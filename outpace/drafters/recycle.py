@@ -1,0 +1,74 @@
+"""Copies from a table of the tokens that the target held likeliest after each token when it judged it last.
+
+Token Recycling: Luo et al., 2024, arXiv:2408.08696; no training, no model.
+
+The paper's tree of 80 nodes has one shape; here the likeliest nodes are taken, by how often a successor of each rank
+was what the target wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from outpace.core.errors import check_range, check_whole
+from outpace.core.needs import Needs
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters._grafter import Grafter, GraftState, kind_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keep the `branches` likeliest tokens after each; offer `offered` nodes in all, as far as they are expected to
+    be reached with a chance of `least_chance`."""
+
+    branches: int = 8
+    offered: int = 80
+    least_chance: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_whole("branches", self.branches, 1, 64)
+        check_whole("offered", self.offered, 1, 4096)
+        check_range("least_chance", self.least_chance, 0.0, 1.0)
+
+
+class Recycle(Grafter[GraftState]):
+    """Grows the successors of the last token, then theirs, the likeliest first. One table serves all requests; it has a
+    row for each token of the vocabulary at most."""
+
+    name = "recycle"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(origins=options.branches)
+        self.needs = Needs(top=options.branches)
+        self._options = options
+        self._successors: dict[int, Sequence[int]] = {}
+
+    def open(self, request: Request) -> GraftState:
+        return GraftState(request, list(request.prompt))
+
+    def propose(self, state: GraftState, tree: TokenTree) -> None:
+        """Best first; a successor's kind is its rank and whether it stands below the root."""
+        least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
+        waiting, left = [(0.0, 0, 0)], self._options.offered  # -W, depth, node
+        while waiting and left > 0:
+            loss, depth, node = heappop(waiting)
+            for rank, token in enumerate(self._successors.get(tree.tokens[node], ())):
+                kind = kind_of(min(depth, 1), origin=rank)
+                if math.log(self.rate(state, kind)) - loss >= least:
+                    child = self.plant(state, tree, node, token, kind)
+                    heappush(waiting, (-tree.scores[child], depth + 1, child))
+                    left -= 1
+
+    def observe(self, state: GraftState, seen: Observation) -> None:
+        super().observe(state, seen)
+        if seen.seen is not None and seen.seen.top is not None:
+            self._successors.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
+
+
+def build(options: Options, **_: object) -> Recycle:
+    """The drafter; it needs no model."""
+    return Recycle(options)
