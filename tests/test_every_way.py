@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from constraints import Table
 from doubles import make_request
 from enumerating import Enumerating, texts_by_chance
 from test_rejection import Planted, copied, draft_of, siblings
@@ -65,6 +67,25 @@ def test_the_products_of_all_ways_add_up_to_the_targets_own(
     request = make_request(PROMPT, by_chance(chance), LENGTH, **ASKED[asked])
     found = texts_by_chance(chance, lambda: write(request, name, gamma, nodes, beside))
     exact = Ways(TARGET, None, ASKED[asked], gamma, LENGTH).chances()
+    assert set(found) == set(exact)
+    assert all(abs(found[text] - exact[text]) < 1e-12 for text in exact)
+
+
+@pytest.mark.parametrize("name", ["plain", "perfect", "garbage", "copied", "siblings"])
+def test_within_a_constraint_the_products_are_the_targets_own_of_what_it_allows(name: str) -> None:
+    follows = [frozenset({0, 1}), frozenset({2}), frozenset({0, 1, 2})]
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for text, chance_of_text in exact.items():
+            allowed = sorted(follows[[*PROMPT, *text][-1]])
+            p = torch.softmax(TARGET._row([*PROMPT, *text])[allowed], 0).tolist()
+            longer |= {(*text, token): chance_of_text * own for token, own in zip(allowed, p, strict=True)}
+        exact = longer
+    chance = Enumerating()
+    constraint = Table(len(PROMPT), follows)
+    request = make_request(PROMPT, by_chance(chance), LENGTH, temperature=1.0, constraint=constraint)
+    found = texts_by_chance(chance, lambda: write(request, name, 2, 8))
     assert set(found) == set(exact)
     assert all(abs(found[text] - exact[text]) < 1e-12 for text in exact)
 

@@ -35,9 +35,11 @@ from outpace.engine.build import (
     find_rule,
     may_draft,
     needs_same_tokens,
+    with_grammar,
 )
 from outpace.engine.engine import EngineOptions
 from outpace.engine.profile import Profile, subject
+from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 
@@ -118,6 +120,7 @@ class LLM(AbstractContextManager["LLM"]):
             same_tokens=needs_same_tokens(drafter),
         )
         self.tokenizer = self.target.tokenizer
+        self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
         sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory}
         self._build(parts, {name: numbers.plain(value) for name, value in sizes.items()}, reuse, more)
@@ -139,6 +142,7 @@ class LLM(AbstractContextManager["LLM"]):
         if self._decoder.NEEDS:
             drafter = drafter or default_drafter(self.method, self.draft is not None)
         check_rule(self.rule, self._decoder, drafter)
+        drafter, self._structured = with_grammar(parts.drafter is None, self.rule, drafter, self._decoder)
         parts = replace(parts, method=self.method, drafter=drafter, rule=self.rule)
         self._drafter = drafter
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
@@ -146,6 +150,11 @@ class LLM(AbstractContextManager["LLM"]):
         self._shared = SharedEngine(self.engine)
         if self._profile:
             self._profile.begin(self.engine)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compiles what the answer has to be, before it is asked for; UserError for what cannot be enforced."""
+        if params.structure:
+            self.grammars.compile(params.structure)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -240,12 +249,7 @@ class LLM(AbstractContextManager["LLM"]):
         return Stream(self._shared, run, asked.text, asked.method, asked.echo, owner=self)
 
     def prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        choice: int = 0,
-        plain: bool = False,
-        drafter: str | None = None,
+        self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False, drafter: str | None = None
     ) -> Prepared:
         """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
@@ -253,6 +257,8 @@ class LLM(AbstractContextManager["LLM"]):
             check_prediction(drafter or self._drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
+        structure = params.structure
+        drafter = drafter or (self._structured if structure and not plain else None)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         request = Request(
             prompt=tuple(tokens),
@@ -265,15 +271,16 @@ class LLM(AbstractContextManager["LLM"]):
             adjustments=params.adjustments(self.tokenizer),
             logprobs=params.logprobs_options,
             prediction=params.predicted(self.tokenizer),
+            constraint=self.grammars.constraint(structure, len(tokens)) if structure else None,
         )
         include_stop = params.include_stop_str_in_output
         hidden = self.tokenizer.stop_ids.union(() if include_stop else params.stop_token_ids)
         stops = StopStrings(params.stop, include_stop)
-        text = TextAssembler(self.tokenizer.stream(), stops, hidden, params.min_tokens)
+        text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
         decoder = self._plain if plain else self._decoder
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        options = decoder.Options() if plain else self._options
-        return Prepared(request, decoder, options, text, "autoregressive" if plain else self.method, echo, drafter)
+        options, method = (decoder.Options(), "autoregressive") if plain else (self._options, self.method)
+        return Prepared(request, decoder, options, text, method, echo, drafter)
 
     def _rule(self, params: SamplingParams, plain: bool) -> Rule:
         key = params.sampling.is_greedy, plain

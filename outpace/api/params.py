@@ -12,6 +12,8 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.numbers import plain
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions
+from outpace.grammar.structure import Structure
+from outpace.grammar.structure import read as read_structure
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -51,10 +53,17 @@ class SamplingParams:
     What is known beforehand:
         prediction: what the answer is expected to be, a text or token ids: the drafter `prediction` copies it where it
             comes true. It changes the speed alone.
+    Structure (see `outpace.grammar`):
+        response_format: {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}, as in the
+            OpenAI API: the text is such JSON.
+        structured_outputs: one of {"json": schema}, {"json_object": True}, {"regex": ...}, {"choice": [...]} and
+            {"grammar": ...} (Lark's syntax), as in vLLM. Beside it, {"disable_any_whitespace": True} fixes how JSON is
+            spaced.
 
     What is told beside the text:
         logprobs: so many of the best tokens' log-probabilities beside each written token's, 0 to 1024; None for none.
         logprobs_mode: "raw" as the model gave them, or "processed" after penalties, temperature and filters.
+        skip_special_tokens: special tokens leave no text; without it they do, but for those that end the answer.
         echo: the text begins with the prompt, and `logprobs` are given for the prompt's tokens too.
     """
 
@@ -79,6 +88,9 @@ class SamplingParams:
     n: int = 1
     stop_token_ids: Sequence[int] = ()
     prediction: str | Sequence[int] = ()
+    skip_special_tokens: bool = True
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | Structure | None = None
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -92,7 +104,13 @@ class SamplingParams:
         self._check_logprobs()
         self._check_choices()
         _ = self.sampling
+        _ = self.structure
         self._adjustments(None)
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text has to be, None for anything."""
+        return read_structure(self.response_format, self.structured_outputs)
 
     @property
     def sampling(self) -> Sampling:
@@ -232,5 +250,5 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _token_ids,
     "logit_bias": _bias,
     "prediction": _prediction,
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo"), _switch),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens"), _switch),
 }

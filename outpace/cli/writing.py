@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from outpace.core.errors import UserError
+from outpace.models.files.reading import read_text
 
 TEXT = "Text"
 PENALTIES = "Penalties and bans"
+STRUCTURE = "Structured output"
 
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=TEXT)]
 Seed = Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same text.", rich_help_panel=TEXT)]
@@ -20,6 +23,24 @@ MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.", r
 
 def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **options)
+
+
+@dataclass(frozen=True)
+class Structured:
+    """What an answer has to be."""
+
+    json_schema: Annotated[str | None, _flag("Answer in JSON that the schema in this file allows.", STRUCTURE)] = None
+    regex: Annotated[str | None, _flag("Answer with text that this regex matches.", STRUCTURE)] = None
+    grammar: Annotated[str | None, _flag("Answer by the Lark grammar in this file.", STRUCTURE)] = None
+
+    def asked(self) -> dict[str, str] | None:
+        """The field `structured_outputs` of `SamplingParams`; UserError for more than one, or a file that is none."""
+        files = {"json": self.json_schema, "grammar": self.grammar}
+        asked = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
+        asked |= {} if self.regex is None else {"regex": self.regex}
+        if len(asked) > 1:
+            raise UserError("--json-schema, --regex and --grammar each say what the answer is, give one of them")
+        return asked or None
 
 
 @dataclass(frozen=True)
@@ -55,10 +76,12 @@ class Writing:
         _flag("A string that the answer never contains, not even inside a longer word; may be repeated."),
     ] = None
     min_tokens: Annotated[int, _flag("The shortest answer, in tokens.")] = 0
+    structured_outputs: Structured = field(default_factory=Structured)
 
     def options(self) -> dict[str, Any]:
         """The options of `SamplingParams` by name."""
         given = asdict(self)
+        given["structured_outputs"] = self.structured_outputs.asked()
         for name in ("stop", "bad_words"):
             given[name] = tuple(given[name] or ())
         return given | {"logit_bias": _bias(self.logit_bias or ())}

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request
+from outpace.drafters._allowed import allowed
 from outpace.drafters._chance import Rate
 
 _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
@@ -89,7 +90,7 @@ class Grafter(Drafter, Generic[State]):
         """Plants tokens that stand one behind the other, below the root. `length` tokens before them are equal; the
         grade is that of the first token that another branch has no part in."""
         node = 0
-        for place, token in enumerate(tokens):
+        for place, token in enumerate(allowed(state, tokens)):
             is_new = token not in state.planted.get(tree.ids[node], ())
             node = self.plant(state, tree, node, token, kind_of(length + place, grade))
             grade = Grade.SURE if is_new else grade

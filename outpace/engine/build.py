@@ -112,6 +112,19 @@ def _draws(drafter: str | None) -> bool:
     return drafter is not None and any(getattr(module, "DRAWS", False) for module in drafter_modules(drafter).values())
 
 
+def with_grammar(
+    is_default: bool, rule: str, drafter: str | None, decoder: ModuleType
+) -> tuple[str | None, str | None]:
+    """The drafters, and which of them is for structured answers (None: the first): where the user named none, what a
+    grammar forces is proposed too."""
+    structured = f"grammar+{drafter}"
+    if not is_default or drafter is None or decoder.NEEDS != "drafter":
+        return drafter, None
+    if rule != "auto" and _misfit(rule, decoder, structured) is not None:
+        return drafter, None
+    return f"{drafter},{structured}", structured
+
+
 def drafter_names(drafter: str) -> list[str]:
     """Those from which each request chooses, which commas separate; UserError for one that is named twice."""
     names = drafter.split(",")

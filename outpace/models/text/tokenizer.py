@@ -13,7 +13,7 @@ from outpace.core.banned_text import TokenTexts
 from outpace.core.errors import UserError
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.text_stream import TextStream, TokenText, stream_maker
+from outpace.models.text.text_stream import DAMAGED, TextStream, TokenText, stream_maker
 
 if TYPE_CHECKING:
     import tokenizers
@@ -106,6 +106,11 @@ class Tokenizer:
         """Special tokens as they are written, by name: bos_token, eos_token, ..."""
         return dict(self._special)
 
+    @property
+    def template_text(self) -> str:
+        """The chat templates themselves, all of them; empty where there is none."""
+        return "\n".join(template.text for template in self._templates.values())
+
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:
         """The conversation as the text that the model was trained on; `values` (tools, ...) go to the template.
 
@@ -160,6 +165,21 @@ class Tokenizer:
             return stream.bytes_of
         return lambda token: self.decode([token], skip_special=False).encode()
 
+    def bytes_by_id(self) -> dict[int, bytes]:
+        """What each id adds to a text, special tokens by their names; ids whose bytes cannot be told are left out."""
+        special = self.special_ids
+        found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self._words.items()}
+        return {index: text for index, text in found.items() if text and DAMAGED.encode() not in text}
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name, None where there is none."""
+        return self._id(token)
+
     def tokens_differ(self, other: Tokenizer) -> str | None:
         """None if both name the same strings for all ids that both have, else a phrase with the first that differs.
 
@@ -198,7 +218,7 @@ class Tokenizer:
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """The ids that end an answer. Ids that the vocabulary does not have are never written."""
-        special = {index for index, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        special = set(self.special_ids)
         ends = {self._id(self._special.get("eos_token")), *named, *(special & {self._id(end) for end in TURN_ENDS})}
         found = {index for index in ends if index in self._words}
         found = found or special & {self._id(end) for end in TEXT_ENDS}

@@ -1,0 +1,128 @@
+"""Proposes the tokens that the answer's grammar forces: separators, names of fields, the frame of a tool call.
+
+As jump-forward decoding (L. Zheng et al., SGLang, arXiv:2312.07104), but verified like any other draft: the text stays.
+
+For requests with a constraint. What is forced is certain as text; how the model cuts it into tokens is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest
+
+from outpace.core.errors import UserError, check_whole
+from outpace.core.tree import Role, TokenTree, path_to
+from outpace.core.types import Drafter, DraftState, Observation, Request
+from outpace.drafters._chance import Rate
+
+_LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
+
+
+@dataclass(frozen=True)
+class Options:
+    """Propose at most `forced` tokens below the last token, and below each of the `leaves` likeliest leaves of what
+    others have proposed."""
+
+    forced: int = 24
+    leaves: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole("forced", self.forced, 1, 256)
+        check_whole("leaves", self.leaves, 0, 256)
+
+
+@dataclass
+class GrammarState(DraftState):
+    """`asked`: nodes below which nothing more is to be had; `proposed`: the token that stands below a node, and whether
+    it begins a forced text. Both by the node's id."""
+
+    asked: set[int] = field(default_factory=set)
+    proposed: dict[int, tuple[int, bool]] = field(default_factory=dict)
+
+
+class Grammar(Drafter):
+    """Grows the forced text below the root; asked again, below what other drafters have planted since."""
+
+    name = "grammar"
+    runs_model = False
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._rates = {True: Rate(0.8), False: Rate(0.9)}  # by: is it the first of a forced text
+
+    def open(self, request: Request) -> GrammarState:
+        return GrammarState(request, list(request.prompt))
+
+    def grow(self, states: Sequence[GrammarState], trees: Sequence[TokenTree]) -> list[int]:
+        """Nodes added to each tree; 0 where nothing is forced."""
+        return [
+            self._grow(state, tree) if state.request.constraint is not None else 0
+            for state, tree in zip(states, trees, strict=True)
+        ]
+
+    def observe(self, state: GrammarState, seen: Observation) -> None:
+        for node, written in zip(seen.path, seen.tokens, strict=False):
+            if node in state.proposed:
+                token, is_first = state.proposed[node]
+                self._rates[is_first].learn(token == written)
+        state.tokens.extend(seen.tokens)
+        alive = set(seen.tree.ids)
+        state.asked &= alive
+        state.proposed = {node: known for node, known in state.proposed.items() if node in alive}
+
+    def close(self, state: GrammarState) -> None:
+        state.proposed.clear()
+
+    def remember(self) -> list[float]:
+        """What a profile keeps: how often the first and the later forced tokens came true."""
+        return [rate.remember() for rate in self._rates.values()]
+
+    def recall(self, kept: Sequence[float]) -> None:
+        """Begins from a profile."""
+        for rate, value in zip(self._rates.values(), kept, strict=False):
+            rate.recall(float(value))
+
+    def _grow(self, state: GrammarState, tree: TokenTree) -> int:
+        before = len(tree)
+        for node in self._places(state, tree):
+            state.asked.add(tree.ids[node])
+            self._graft(state, tree, node, self._forced(state, tree, node))
+        return len(tree) - before
+
+    def _places(self, state: GrammarState, tree: TokenTree) -> list[int]:
+        """The root, and the likeliest leaves, where they were not asked before."""
+        leaves = [
+            node
+            for node in range(1, len(tree))
+            if not tree.children(node) and tree.roles[node] is not Role.PROBE and tree.ids[node] not in state.asked
+        ]
+        root = [0] if tree.ids[0] not in state.asked else []
+        return [*root, *nlargest(self._options.leaves, leaves, key=tree.scores.__getitem__)]
+
+    def _forced(self, state: GrammarState, tree: TokenTree, node: int) -> list[int]:
+        assert state.request.constraint is not None
+        path = [tree.tokens[above] for above in path_to(tree, node)[1:]]
+        try:
+            return state.request.constraint.forced(state.tokens, path)[: self._options.forced]
+        except UserError:  # its request ends where the target asks it
+            return []
+
+    def _graft(self, state: GrammarState, tree: TokenTree, node: int, tokens: Sequence[int]) -> None:
+        """Adds the branch as far as it is new."""
+        for place, token in enumerate(tokens):
+            is_first = place == 0
+            state.proposed.setdefault(tree.ids[node], (token, is_first))
+            state.asked.add(tree.ids[node])
+            child = tree.child(node, token)
+            if child is None:
+                chance = min(max(self._rates[is_first].value, _LEAST), _MOST)
+                child = tree.add(node, token, tree.scores[node] + math.log(chance))
+                assert child is not None
+            node = child
+
+
+def build(options: Options, **_: object) -> Grammar:
+    """The drafter; it needs no model."""
+    return Grammar(options)

@@ -1,0 +1,136 @@
+"""Structures to grammars, in bounded time and memory: each is compiled once and serves all requests that ask for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+from outpace.grammar import schema
+from outpace.grammar.matcher import GrammarConstraint, unpacked
+from outpace.grammar.structure import NAMES, Structure
+from outpace.grammar.vocabulary import tokenizer_of
+from outpace.models.text.tokenizer import Tokenizer
+
+SECONDS = 5.0  # for one grammar
+KEPT = 64  # grammars that are remembered
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+_FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+_COMPACT = {"whitespace_flexible": False, "whitespace_pattern": None, "item_separator": ", ", "key_separator": ": "}
+_FIXED = {"coerce_one_of": False, "lenient": False}  # what a schema may not change by itself
+_LIMITS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,  # of at most 2 kB each
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,
+}
+_LONGEST = 300  # characters of llguidance's own words that are shown
+
+
+class Grammars:
+    """The grammars of one tokenizer. Several threads may ask."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: Any = None
+        self._known: OrderedDict[Structure, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self.compiled = 0  # grammars so far
+        self.seconds = 0.0  # that they took together
+
+    def constraint(self, structure: Structure, start: int) -> GrammarConstraint:
+        """The limits of one answer, behind a prompt of `start` tokens; compiles what is new. UserError for what cannot
+        be enforced, or takes too much."""
+        matcher = self.compile(structure)
+        return GrammarConstraint(matcher, start, self._tokenizer, frozenset(self._vocabulary.eos_tokens))
+
+    def compile(self, structure: Structure) -> Any:
+        """The grammar at its beginning, a `llguidance.LLMatcher` to be copied."""
+        with self._lock:
+            if structure in self._known:
+                self._known.move_to_end(structure)
+                return self._known[structure]
+        if structure.kind == "json":
+            schema.check(json.loads(structure.text))
+        began = time.perf_counter()
+        matcher = _within(SECONDS, structure, self._matcher)
+        with self._lock:
+            self.compiled, self.seconds = self.compiled + 1, self.seconds + time.perf_counter() - began
+            self._known[structure] = matcher
+            while len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return matcher
+
+    def _matcher(self, structure: Structure) -> Any:
+        llguidance = _library()
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = tokenizer_of(self._tokenizer)
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        try:
+            text = _written(llguidance.LLMatcher, structure)
+        except ValueError as error:
+            raise _refused(structure, str(error)) from error
+        matcher = llguidance.LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
+        allowed: set[int] = set()
+        if not matcher.is_error():  # the first mask costs most: it belongs to the time that is bounded
+            allowed = set(np.flatnonzero(unpacked(matcher.compute_bitmask())).tolist())
+        if matcher.is_error():
+            raise _refused(structure, matcher.get_error())
+        if allowed <= set(self._vocabulary.eos_tokens):
+            raise UserError(f"the {NAMES[structure.kind]} allows no text but the empty one")
+        return matcher
+
+
+def _written(library: Any, structure: Structure) -> str:
+    """A structure in llguidance's own form."""
+    if structure.kind == "json":
+        options = (_COMPACT if structure.compact else _FREE) | _FIXED
+        text: str = library.grammar_from_json_schema(structure.text, overrides=options)
+    elif structure.kind == "regex":
+        text = library.grammar_from_regex(structure.text)
+    else:
+        text = library.grammar_from_lark(structure.text)
+    return text
+
+
+def _within(seconds: float, structure: Structure, work: Any) -> Any:
+    """What the work gives, done in a thread that is left alone where it takes too long: its own limits end it."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            results.append(work(structure))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, name="outpace-grammar", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise UserError(f"the {NAMES[structure.kind]} takes more than {seconds:g} seconds to compile, make it simpler")
+    return results[0]
+
+
+def _refused(structure: Structure, said: str) -> UserError:
+    words = " ".join(said.partition("<state>")[0].split()) or "no reason given"
+    return UserError(f"the {NAMES[structure.kind]} cannot be enforced: {words[:_LONGEST]}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UserError("structured output needs the package llguidance: pip install 'outpace[grammar]'") from error
+    return llguidance

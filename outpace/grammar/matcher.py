@@ -1,0 +1,144 @@
+"""A compiled grammar as the constraint of one answer: walkers that stand in the text and step forward and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from outpace.core.constraint import Constraint
+from outpace.core.errors import UserError
+from outpace.models.text.tokenizer import Tokenizer
+
+_AHEAD = 64  # forced tokens that are told at most
+_WALKERS = 4  # of one answer that are kept
+
+
+class _Walker:
+    """One matcher, and the text behind which it stands. `text` only ever grows, so what was read of it stays read."""
+
+    def __init__(self, matcher: Any, start: int) -> None:
+        self.matcher, self.start = matcher, start
+        self.text: Sequence[int] | None = None
+        self.tokens: list[int] = []  # of the answer, that were read
+
+    def follow(self, text: Sequence[int]) -> None:
+        """Goes to the end of a text; UserError where the grammar refuses it."""
+        same = len(self.tokens)
+        if text is not self.text or len(text) < self.start + same:
+            same = _common(self.tokens, list(text[self.start :]))
+            self._back(len(self.tokens) - same)
+            del self.tokens[same:]
+            self.text = text
+        fresh = list(text[self.start + same :])
+        count = self.matcher.try_consume_tokens(fresh) if fresh else 0
+        self.tokens += fresh[:count]
+        self.check()
+        if count < len(fresh):
+            raise UserError(f"the grammar refuses token {fresh[count]}, number {len(self.tokens)} of the answer")
+
+    def check(self) -> None:
+        """UserError where the grammar became too much for its limits."""
+        if self.matcher.is_error():
+            words = " ".join(self.matcher.get_error().partition("<state>")[0].split())
+            raise UserError(f"the grammar failed after {len(self.tokens)} tokens: {words[:200]}")
+
+    @contextmanager
+    def beyond(self, path: Sequence[int]) -> Iterator[bool]:
+        """For a while, further on behind drafted tokens; False where they are refused."""
+        count = self.matcher.try_consume_tokens(list(path)) if path else 0
+        try:
+            yield count == len(path)
+        finally:
+            self._back(count)
+
+    def _back(self, count: int) -> None:
+        if count:
+            self.matcher.rollback(count)
+
+
+class GrammarConstraint(Constraint):
+    """What a grammar allows of one request's answer, which begins behind `start` tokens. Several threads may ask: each
+    takes a walker for the time of its question."""
+
+    def __init__(self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        """`matcher` stands at the grammar's beginning and is copied; `ends` are the tokens that end an answer."""
+        self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
+        self._idle: deque[_Walker] = deque()
+
+    def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
+        with self._walker(text) as walker:
+            count: int = walker.matcher.validate_tokens(list(path)) if path else 0
+            if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even its end
+                with walker.beyond(path[: count - 1]):
+                    count -= self._is_complete(walker)
+            return count
+
+    def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
+        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
+            if not is_allowed or self._is_complete(walker):
+                return None
+            return unpacked(walker.matcher.compute_bitmask())
+
+    def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
+        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
+            return is_allowed and self._is_complete(walker)
+
+    def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
+        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
+            if not is_allowed or self._is_complete(walker):
+                return []
+            written = walker.matcher.compute_ff_bytes().decode("utf-8", "ignore")
+            tokens: list[int] = walker.matcher.compute_ff_tokens()
+            return self._whole(tokens, written)[:_AHEAD]
+
+    def _is_complete(self, walker: _Walker) -> bool:
+        """Whether nothing but an end may follow. llguidance says that it stopped, but sometimes only later."""
+        matcher = walker.matcher
+        if matcher.is_stopped() or not matcher.is_accepting():
+            return bool(matcher.is_stopped())
+        following = np.flatnonzero(unpacked(matcher.compute_bitmask()))
+        return len(following) <= len(self._ends) and self._ends.issuperset(following.tolist())
+
+    def _whole(self, tokens: list[int], written: str) -> list[int]:
+        """The tokens of all forced text: llguidance leaves out the last ones, which what follows may change."""
+        known = self._tokenizer.decode(tokens, skip_special=False)
+        rest = written[len(known) :]
+        return [*tokens, *self._tokenizer.continuation(rest)] if rest and written.startswith(known) else tokens
+
+    @contextmanager
+    def _walker(self, text: Sequence[int]) -> Iterator[_Walker]:
+        """A walker at the end of a text. One that failed is not used again."""
+        walker = self._taken(text)
+        walker.follow(text)
+        yield walker
+        walker.check()
+        self._idle.append(walker)
+
+    def _taken(self, text: Sequence[int]) -> _Walker:
+        """The walker that knows this text, if it is idle: the target and its drafter each grow a list of their own."""
+        with suppress(IndexError):  # another thread may take the last one
+            for _ in range(len(self._idle)):
+                walker = self._idle.popleft()
+                if walker.text is text:
+                    return walker
+                self._idle.append(walker)
+            if len(self._idle) >= _WALKERS:
+                return self._idle.popleft()
+        return _Walker(self._first.deep_copy(), self._start)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """With how many equal tokens both begin."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    return next(place for place in range(count) if one[place] != other[place])
+
+
+def unpacked(bits: bytes) -> np.ndarray:
+    """A mask of one bit a token as bool [vocab, or a little more]."""
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little").view(bool)

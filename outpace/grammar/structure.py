@@ -1,0 +1,137 @@
+"""What a user may ask an answer to be: a JSON schema, any JSON object, a regex, one of several texts, a Lark grammar.
+
+The fields are those of the OpenAI API (`response_format`) and of vLLM (`structured_outputs`). Here their shape is read;
+`schema.py` judges a schema, `compiler.py` makes it a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.core.errors import UserError, unknown
+
+LARGEST = 2**16  # bytes of a schema, a regex or a grammar
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+FORMATS = ("text", "json_object", "json_schema")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One kind of answer. `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written
+    with ", " and ": " between its parts and no other whitespace."""
+
+    kind: str  # json, regex or lark
+    text: str
+    compact: bool = False
+
+    def __post_init__(self) -> None:
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > LARGEST:
+            raise UserError(f"the {NAMES[self.kind]} has {size} bytes, at most {LARGEST} are allowed")
+
+
+NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
+
+
+def read(response_format: Any, structured_outputs: Any) -> Structure | None:
+    """The one that either field asks for, None for plain text; UserError for what is none, or for both."""
+    asked = _response_format(response_format)
+    if isinstance(structured_outputs, Structure):
+        other: Structure | None = structured_outputs
+    else:
+        other = _structured_outputs(structured_outputs)
+    if asked is not None and other is not None:
+        raise UserError("response_format and structured_outputs both say what the answer is, give one of them")
+    return asked or other
+
+
+def choice_of(texts: Any) -> Structure:
+    """One of several texts."""
+    if not _is_list(texts) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"choice is {reprlib.repr(texts)}, it must be a list of texts, none of them empty")
+    return Structure("lark", "start: " + " | ".join(map(quoted, dict.fromkeys(texts))))
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark grammar names it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def schema_of(schema: Any, compact: bool = False) -> Structure:
+    """Answers that a JSON schema allows; `schema` may be its text."""
+    if isinstance(schema, str):
+        _check_size(schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the JSON schema is not valid JSON ({error!s:.100})") from error
+    if not isinstance(schema, Mapping | bool):
+        raise UserError(f"the JSON schema is {reprlib.repr(schema)}, it must be an object")
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"the JSON schema must be plain JSON ({error!s:.100})") from error
+    return Structure("json", text, compact)
+
+
+def _response_format(value: Any) -> Structure | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
+        raise UserError(f"response_format is {reprlib.repr(value)}, it must be an object with a type")
+    kind = value["type"]
+    if kind not in FORMATS:
+        raise unknown("type of response_format", kind, FORMATS)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return schema_of({"type": "object"})
+    inner = value.get("json_schema", value)
+    if not isinstance(inner, Mapping) or "schema" not in inner:
+        raise UserError("response_format of type json_schema has no schema: it stands in json_schema.schema")
+    return schema_of(inner["schema"])
+
+
+def _structured_outputs(value: Any) -> Structure | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"structured_outputs is {reprlib.repr(value)}, it must be an object with one of {_listed(KINDS)}"
+        )
+    given = {name: asked for name, asked in value.items() if asked is not None and asked is not False}
+    compact = given.pop("disable_any_whitespace", False) is True
+    for name in given:
+        if name not in KINDS:
+            raise unknown("field of structured_outputs", str(name), (*KINDS, "disable_any_whitespace"))
+    if len(given) != 1:
+        raise UserError(
+            f"structured_outputs has {_listed(tuple(given)) or 'nothing'}, it must have one of {_listed(KINDS)}"
+        )
+    ((kind, asked),) = given.items()
+    if kind == "json":
+        return schema_of(asked, compact)
+    if kind == "json_object":
+        return schema_of({"type": "object"}, compact)
+    if kind == "choice":
+        return choice_of(asked)
+    if not isinstance(asked, str) or not asked:
+        raise UserError(f"{kind} is {reprlib.repr(asked)}, it must be a text that is not empty")
+    return Structure("regex" if kind == "regex" else "lark", asked)
+
+
+def _check_size(text: str) -> None:
+    if len(text) > LARGEST:
+        raise UserError(f"the JSON schema has {len(text)} characters, at most {LARGEST} bytes are allowed")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,267 @@
+"""Structured output: what may be asked, what is refused, what is written, and how a vocabulary is read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import folder_of, write_gguf
+
+from outpace.core.constraint import Constraint
+from outpace.core.errors import UserError
+from outpace.grammar import compiler, schema, structure
+from outpace.grammar.compiler import Grammars
+from outpace.grammar.structure import Structure, choice_of, read, schema_of
+from outpace.grammar.vocabulary import Vocabulary
+from outpace.models.text.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "kind": {"enum": ["a", "b"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    where = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.from_folder(folder_of(write_gguf(where / "model.gguf"), where / "folder"))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer)
+
+
+def accepts(grammars: Grammars, asked: Structure, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text is one whole answer."""
+    constraint, prompt = grammars.constraint(asked, 2), [0, 0]
+    tokens = tokenizer.continuation(text)
+    count = constraint.allowed(prompt, tokens)
+    end = sorted(tokenizer.stop_ids)[:1] or [tokenizer.size]
+    return count == len(tokens) and (
+        constraint.is_over(prompt, tokens) or constraint.allowed(prompt, [*tokens, *end]) == count + 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (schema_of(PERSON), '{"name": "Al", "kind": "a"}', '{"name": "Al", "kind": "c"}'),
+        (schema_of(PERSON), '{ \n"name":"x",\t"kind" : "b" }', '{"kind": "a"}'),
+        (
+            schema_of(PERSON),
+            '{"name": "Al"' + " " * 16 + "}"[:0] + ', "kind": "a"}',
+            '{"name":' + " " * 17 + '"", "kind": "a"}',
+        ),
+        (schema_of(PERSON, compact=True), '{"name": "Al", "kind": "a"}', '{"name":"Al","kind":"a"}'),
+        (schema_of({"type": "object"}), '{"any": [1, {}]}', "[1]"),
+        (Structure("regex", "[a-c]+!"), "abc!", "abd!"),
+        (choice_of(["yes", 'say "no"\n']), 'say "no"\n', "no"),
+        (Structure("lark", 'start: "a" NUMBER\nNUMBER: /[0-9]+/'), "a42", "a"),
+    ],
+)
+def test_a_grammar_takes_whole_answers_alone(
+    asked: Structure, good: str, bad: str, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    assert accepts(grammars, asked, tokenizer, good)
+    assert not accepts(grammars, asked, tokenizer, bad)
+
+
+def test_fields_of_both_apis_are_read() -> None:
+    assert read(None, None) is None
+    assert read({"type": "text"}, None) is None
+    assert read({"type": "json_object"}, None) == schema_of({"type": "object"})
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}}
+    assert read(wrapped, None) == read({"type": "json_schema", "schema": PERSON}, None) == schema_of(PERSON)
+    assert read(None, {"json": json.dumps(PERSON)}) == schema_of(PERSON)
+    assert read(None, {"json": PERSON, "disable_any_whitespace": True}) == schema_of(PERSON, compact=True)
+    assert read({"type": "text"}, {"regex": "a", "choice": None}) == Structure("regex", "a")
+    assert read(None, {"choice": ["a", "b", "a"]}) == Structure("lark", 'start: "a" | "b"')
+    assert read(None, Structure("lark", "start: /a/")) == Structure("lark", "start: /a/")
+
+
+@pytest.mark.parametrize(
+    ("response_format", "structured_outputs", "words"),
+    [
+        ("json", None, "must be an object with a type"),
+        ({"type": "yaml"}, None, "unknown type of response_format 'yaml'"),
+        ({"type": "json_schema"}, None, "has no schema"),
+        ({"type": "json_schema", "json_schema": {"schema": 3}}, None, "must be an object"),
+        ({"type": "json_object"}, {"regex": "a"}, "give one of them"),
+        (None, "regex", "must be an object with one of"),
+        (None, {}, "must have one of json"),
+        (None, {"regex": "a", "choice": ["b"]}, "must have one of json"),
+        (None, {"regexp": "a"}, "did you mean 'regex'"),
+        (None, {"regex": 3}, "must be a text"),
+        (None, {"grammar": ""}, "must be a text"),
+        (None, {"choice": "yes"}, "must be a list of texts"),
+        (None, {"choice": ["a", ""]}, "must be a list of texts"),
+        (None, {"json": "{"}, "not valid JSON"),
+        (None, {"json": {"const": float("nan")}}, "plain JSON"),
+        (None, {"json": {"const": {1, 2}}}, "plain JSON"),
+        (None, {"json": "[" * 5000}, "JSON"),
+        (None, {"json": {"description": "x" * 70000}}, "at most 65536 are allowed"),
+        (None, {"json": '"' + "x" * 70000}, "at most 65536"),
+        (None, {"regex": "x" * 70000}, "at most 65536"),
+    ],
+)
+def test_what_is_no_structure_is_refused(response_format: Any, structured_outputs: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read(response_format, structured_outputs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (schema_of({"not": {}}), "'not'"),
+        (schema_of({"properties": {"a": {"anyOf": [{"uniqueItem": True}]}}}), "'uniqueItem'"),
+        (schema_of({"items": {"nullable": True}}), "'nullable'"),
+        (schema_of({"x-guidance": {"lenient": True}}), "'x-guidance'"),
+        (schema_of({"type": "zzz"}), "Invalid type: zzz"),
+        (schema_of({"type": "string", "format": "zzz"}), "Unknown format: zzz"),
+        (schema_of({"$ref": "http://example.org/a"}), "cannot be enforced"),
+        (schema_of(False), "cannot be enforced"),
+        (schema_of({"items": 3}), "where a schema belongs"),
+        (schema_of({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (schema_of({"properties": {f"p{n}": {} for n in range(1001)}}), "more than 1000 properties"),
+        (Structure("regex", "("), "regex"),
+        (Structure("regex", ""), "no text but the empty one"),
+        (Structure("lark", "start: a"), "unknown name"),
+        (Structure("lark", '{"grammars": []}'), "cannot be enforced"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(asked: Structure, words: str, grammars: Grammars) -> None:
+    with pytest.raises(UserError) as raised:
+        grammars.compile(asked)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_deep_schema_is_refused(grammars: Grammars) -> None:
+    deep: Any = {}
+    for _ in range(schema.DEEPEST + 1):
+        deep = {"items": deep}
+    with pytest.raises(UserError, match="deeper than 64 levels"):
+        grammars.compile(schema_of(deep))
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = threading.Event()
+    monkeypatch.setattr(compiler, "SECONDS", 0.05)
+    grammars = Grammars(tokenizer)
+    monkeypatch.setattr(grammars, "_matcher", lambda asked: leave.wait(20))
+    with pytest.raises(UserError, match="seconds to compile"):
+        grammars.compile(Structure("regex", "a"))
+    leave.set()
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "KEPT", 2)
+    grammars = Grammars(tokenizer)
+    for pattern, expected in (("a", 1), ("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
+        grammars.compile(Structure("regex", pattern))
+        assert grammars.compiled == expected
+    assert grammars.seconds > 0
+
+
+def test_the_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"outpace\[grammar\]"):
+        Grammars(tokenizer).compile(Structure("regex", "a"))
+
+
+def test_questions_do_not_move_the_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Walkers step back from whatever they were asked, also where texts differ that share a constraint."""
+    constraint = grammars.constraint(schema_of(PERSON), 1)
+    answer = tokenizer.continuation('{"name": "Al", "kind": "a"}')
+    text = [5]
+    for place in range(len(answer)):
+        for other in ([5], [5, *answer[: place // 2]], text):
+            path = answer[len(other) - 1 :]
+            assert constraint.allowed(other, [*path, 3]) == len(path)
+            mask = constraint.mask(other, path[:1])
+            assert mask is None or mask[path[1] if len(path) > 1 else path[0]] or len(path) == 1
+        assert constraint.allowed(text, [answer[place]]) == 1
+        text.append(answer[place])
+    assert constraint.is_over(text, [])
+    assert constraint.mask(text, []) is None
+    assert constraint.forced(text, []) == []
+
+
+@pytest.mark.parametrize("pattern", ["ab", "(a|b){2}", "ab|a"])
+def test_a_complete_text_is_over_whatever_was_read(pattern: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    answer = tokenizer.continuation("a") + tokenizer.continuation("b")
+    end = sorted(tokenizer.stop_ids)[:1]
+    end = end or [tokenizer.size]
+    for known in range(3):
+        constraint = grammars.constraint(Structure("regex", pattern), 0)
+        text, path = answer[:known], answer[known:]
+        assert constraint.is_over(text, path)
+        assert constraint.allowed(text, [*path, *end]) == len(path)
+        assert constraint.allowed(text, [*path, answer[0]]) == len(path)
+        assert constraint.mask(text, path) is None
+    is_end = pattern == "ab|a"  # both an end and more text may follow "a"
+    assert constraint.allowed(answer[:1], end) == is_end
+    assert not constraint.is_over(answer[:1], [])
+
+
+def test_a_refused_text_is_told(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.constraint(Structure("regex", "ab"), 0)
+    with pytest.raises(UserError, match="refuses token"):
+        constraint.mask(tokenizer.continuation("zz"), [])
+
+
+def test_forced_text_is_proposed_as_it_is_cut(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.constraint(schema_of(PERSON, compact=True), 0)
+    assert tokenizer.decode(constraint.forced([], [])) == '{"name": "'
+    path = tokenizer.continuation('{"name": "Al"')
+    assert tokenizer.decode(constraint.forced([], path)) == ', "kind": "'
+
+
+def test_several_threads_ask_one_constraint(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    constraint = grammars.constraint(schema_of(PERSON), 0)
+    answer = tokenizer.continuation('{"name": "Al", "kind": "a"}')
+    wrong: list[int] = []
+
+    def ask(first: int) -> None:
+        for number in range(200):
+            place = (first + number) % len(answer)
+            if constraint.allowed(answer[:place], answer[place:]) != len(answer) - place:
+                wrong.append(place)
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_constraint_stays_in_its_process(grammars: Grammars) -> None:
+    import pickle
+
+    constraint: Constraint = grammars.constraint(Structure("regex", "a"), 0)
+    assert pickle.loads(pickle.dumps(constraint)) is None
+
+
+def test_tokens_are_read_as_their_bytes(tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    text = 'naïve {"Zürich": "日本"}\n'
+    ids = tokenizer.continuation(text)
+    assert b"".join(vocabulary.tokens[index] for index in ids).decode().lstrip() == text.lstrip()
+    assert b"".join(vocabulary.tokens[index] for index in vocabulary(text)) in (text.encode(), b"")
+    assert set(vocabulary.special_token_ids) >= tokenizer.special_ids
+    assert set(vocabulary.stop_ids) == set(tokenizer.stop_ids) or vocabulary.stop_ids == [tokenizer.size]
+
+
+def test_names_of_kinds_are_complete() -> None:
+    assert set(structure.NAMES) == {"json", "regex", "lark"}
+    assert Path(schema.__file__ or "").exists()

@@ -1,0 +1,199 @@
+"""Structured output from the outside: the library and the command line on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from files import model_folder, smollm2_file, write_gguf
+
+import outpace
+from outpace.cli.main import main
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.engine.build import check_rule
+from outpace.tools.families import JSON
+from outpace.tools.forced import structure_of
+from outpace.tools.offered import Choice, read_tools
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+ASKED: dict[str, Any] = {
+    "schema": {"json": SCHEMA, "disable_any_whitespace": True},
+    "regex": {"regex": "[a-f]{3}-[0-9]{2}"},
+    "choice": {"choice": ["yes", "perhaps", "no"]},
+    "grammar": {"grammar": 'start: "(" /[a-z]{2}/ ")"'},
+}
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 4}, {"temperature": 1.0, "top_p": 0.9, "seed": 5}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(model_folder(tmp_path_factory.mktemp("models"), "target"))
+
+
+def is_valid(name: str, text: str) -> bool:
+    if name == "schema":
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return json.dumps(json.loads(text)) == text
+    patterns = {"regex": r"[a-f]{3}-\d{2}", "choice": "yes|perhaps|no", "grammar": r"\([a-z]{2}\)"}
+    return re.fullmatch(patterns[name], text) is not None
+
+
+@pytest.mark.parametrize("method", registry.names("decoders"))
+def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str) -> None:
+    needs = registry.find("decoders", method).NEEDS
+    with outpace.load(model, "layers:0" if needs else None, method=method, worker="inline", profile=False) as llm:
+        for name, asked in ASKED.items():
+            for sampling in SAMPLINGS:
+                plain = llm.chat("hello", structured_outputs=asked, max_tokens=60, plain=True, **sampling)
+                result = llm.chat("hello", structured_outputs=asked, max_tokens=60, **sampling)
+                assert result.tokens == plain.tokens or not registry.find("decoders", method).LOSSLESS
+                assert result.finish_reason == plain.finish_reason == "stop"
+                assert is_valid(name, result.text), result.text
+
+
+@pytest.mark.parametrize("rule", registry.names("rules"))
+def test_answers_are_valid_by_every_rule(model: str, rule: str) -> None:
+    decoder = registry.find("decoders", "speculative")
+    check_rule(rule, decoder, "model")
+    with outpace.load(model, "layers:0", method="speculative", rule=rule, profile=False) as llm:
+        for name, asked in ASKED.items():
+            for temperature in (0.0, 1.0):
+                try:
+                    result = llm.chat("hello", structured_outputs=asked, max_tokens=60, temperature=temperature)
+                except UserError as error:
+                    assert "does not work with temperature" in str(error)  # noqa: PT017
+                    continue
+                assert result.finish_reason == "stop"
+                assert is_valid(name, result.text), result.text
+
+
+def test_several_at_once_with_free_text_beside_them(model: str) -> None:
+    with outpace.load(model, profile=False) as llm:
+        params = [outpace.SamplingParams(structured_outputs=asked, max_tokens=60) for asked in ASKED.values()]
+        params.append(outpace.SamplingParams(max_tokens=20, ignore_eos=True))
+        together = llm.generate(["hello"] * len(params), params)
+        alone = [llm.generate("hello", each)[0] for each in params]
+        assert [result.tokens for result in together] == [result.tokens for result in alone]
+        assert len(llm.generate("hello", params[1], n=1)) == 1
+        assert llm.grammars.compiled == len(ASKED)
+
+
+def test_forced_text_is_drafted_unless_drafters_are_named(model: str) -> None:
+    asked = {"grammar": 'start: "the same words again and again, whatever the model would like: " /[a-z]/'}
+    with outpace.load(model, method="speculative", profile=False) as llm:
+        assert list(llm.engine.drafting.drafters) == ["ngram", "grammar+ngram"]
+        result = llm.chat("hello", structured_outputs=asked, max_tokens=200)
+        assert result.figures.accepted > 0
+    with outpace.load(model, method="speculative", drafter="ngram", profile=False) as llm:
+        assert list(llm.engine.drafting.drafters) == ["ngram"]
+        assert llm.chat("hello", structured_outputs=asked, max_tokens=200).text == result.text
+    with outpace.load(model, "layers:0", method="speculative", rule="rejection", profile=False) as llm:
+        assert list(llm.engine.drafting.drafters) == ["model"]
+
+
+def test_a_grammar_may_be_compiled_beforehand(model: str) -> None:
+    with outpace.load(model, profile=False) as llm:
+        llm.compile(outpace.SamplingParams())
+        llm.compile(outpace.SamplingParams(structured_outputs=ASKED["regex"]))
+        assert llm.grammars.compiled == 1
+        with pytest.raises(UserError, match="'not'"):
+            llm.compile(outpace.SamplingParams(response_format={"type": "json_schema", "schema": {"not": {}}}))
+
+
+def test_what_leaves_no_token_ends_with_an_error(model: str) -> None:
+    with outpace.load(model, profile=False) as llm:
+        bias = dict.fromkeys(range(llm.tokenizer.size), -100.0)
+        assert is_valid("choice", llm.chat("hello", structured_outputs=ASKED["choice"], logit_bias=bias).text)
+        words = [chr(code) for code in range(33, 127)]
+        with pytest.raises(UserError, match="no token may follow the first 0"):
+            llm.chat("hello", structured_outputs={"regex": "[a-z]"}, bad_words=words)
+
+
+def test_a_forced_call_is_structured_output_too(model: str) -> None:
+    tools = read_tools([{"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}])
+    with outpace.load(model, profile=False) as llm:
+        structure = structure_of(llm.tokenizer, JSON, tools, Choice("required"), parallel=False)
+        call = json.loads(llm.chat("hello", structured_outputs=structure, max_tokens=100).text)
+        assert call["name"] == "clock"
+        jsonschema.validate(call["arguments"], SCHEMA)
+
+
+def test_special_tokens_are_written_where_they_are_asked_for(model: str) -> None:
+    with outpace.load(model, profile=False) as llm:
+        special = next(iter(llm.tokenizer.special_ids - llm.tokenizer.stop_ids))
+        bias = {"logit_bias": {special: 100.0}, "max_tokens": 2, "ignore_eos": True}
+        assert llm.generate("hello", **bias)[0].text == ""
+        name = llm.tokenizer.decode([special], skip_special=False)
+        assert llm.generate("hello", skip_special_tokens=False, **bias)[0].text == name * 2
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command in a folder of its own, which holds a model and a schema: exit code, stdout, stderr."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "sum.lark").write_text('start: /[0-9]/ "+" /[0-9]/')
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([*arguments, "--target", "tiny.gguf"])
+        shown = capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+    return call
+
+
+def test_the_command_line_reads_schemas_regexes_and_grammars(called: Any) -> None:
+    code, out, err = called("generate", "hello", "--json-schema", "schema.json", "--json", "--raw")
+    assert code == 0, err
+    jsonschema.validate(json.loads(json.loads(out)["text"]), SCHEMA)
+    code, out, _ = called("generate", "hello", "--regex", "[a-c]{5}", "--json", "--raw")
+    assert code == 0
+    assert re.fullmatch("[a-c]{5}", json.loads(out)["text"])
+    code, out, _ = called("generate", "hello", "--grammar", "sum.lark", "--json", "--raw")
+    assert code == 0
+    assert re.fullmatch(r"\d\+\d", json.loads(out)["text"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--json-schema", "gone.json"], "gone.json does not exist"),
+        (["--json-schema", "sum.lark"], "not valid JSON"),
+        (["--json-schema", "schema.json", "--regex", "a"], "give one of them"),
+        (["--regex", "("], "the regex cannot be enforced"),
+        (["--grammar", "schema.json"], "the grammar cannot be enforced"),
+        (["--regex", ""], "must be a text that is not empty"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(called: Any, arguments: list[str], words: str) -> None:
+    code, out, err = called("generate", "hello", "--raw", *arguments)
+    assert code == 2
+    assert words in " ".join(err.split())
+    assert not out
+
+
+@pytest.mark.smollm2
+def test_the_shipped_pair_writes_the_same_json() -> None:
+    smollm2_file()
+    with outpace.load(profile=False) as llm:
+        for sampling in SAMPLINGS:
+            plain = llm.chat(
+                "A green thing.", structured_outputs={"json": SCHEMA}, max_tokens=80, plain=True, **sampling
+            )
+            result = llm.chat("A green thing.", structured_outputs={"json": SCHEMA}, max_tokens=80, **sampling)
+            assert result.tokens == plain.tokens
+            if plain.finish_reason == "stop":
+                jsonschema.validate(json.loads(plain.text), SCHEMA)
