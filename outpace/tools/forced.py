@@ -1,0 +1,87 @@
+"""Tool calls as grammars: forced from the first token, or from where the model begins one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from outpace.core.errors import UserError
+from outpace.grammar import schema
+from outpace.grammar.structure import Structure, quoted
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.tools.families import PYTHON_TAG, Family
+from outpace.tools.offered import Choice, Tool
+
+_COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_ANY = r"/(.|\n)*/"
+_THOUGHT = f'thought[lazy]: {_ANY} "</think>"'
+
+
+def structure_of(
+    tokenizer: Tokenizer,
+    family: Family,
+    tools: Sequence[Tool],
+    choice: Choice,
+    parallel: bool = True,
+    thinks: bool = False,
+) -> Structure | None:
+    """What the answer may be; None where tools are not to be called. `parallel`: several calls; `thinks`: the answer
+    begins with a thought, up to </think>. UserError for parameters that cannot be enforced."""
+    if choice.kind == "none" or not tools:
+        return None
+    offered = [tool for tool in tools if choice.name in (None, tool.name)]
+    lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(offered)))]
+    for number, tool in enumerate(offered):
+        head = f"{{{quoted('name')}: {quoted(tool.name)}, {quoted(family.arguments)}: "
+        lines.append(f"call_{number}: {quoted(head)} arguments_{number} {quoted('}')}")
+        lines.append(f"arguments_{number}: %json {_parameters(tool)}")
+    is_forced = choice.kind in ("required", "named")
+    lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
+    lines += ["start: thought /[ \\n]*/ answer", _THOUGHT] if thinks else ["start: answer"]
+    return Structure("lark", "\n".join(lines))
+
+
+def _parameters(tool: Tool) -> str:
+    try:
+        schema.check(tool.parameters)
+    except UserError as error:
+        raise UserError(f"parameters of tool {tool.name}: {error}") from error
+    return json.dumps({**tool.parameters, **_COMPACT})
+
+
+def _answer(tokenizer: Tokenizer, family: Family, is_forced: bool, parallel: bool) -> list[str]:
+    """The rule `answer`, and those that it needs."""
+    more = f" ({quoted(family.between)} call)*" if parallel else ""
+    if family.is_list:
+        return _listed(_mark(tokenizer, family.start), f'"[" call{more} "]"', is_forced)
+    if not family.start:
+        return _whole(tokenizer, f"call{more}", is_forced)
+    framed = f"{quoted(family.start)} call {quoted(family.end)}"
+    if is_forced:
+        return [f"answer: framed{f' ({quoted(family.between)} framed)*' if parallel else ''}", f"framed: {framed}"]
+    mark, _, rest = family.start.partition("\n")
+    return [
+        "answer: framed* rest" if parallel else "answer: framed | rest",
+        f"framed: begun {quoted(chr(10) + rest)} call {quoted(family.end)}",
+        f"begun[lazy]: {_ANY} {quoted(mark)}",
+        f"rest: {_ANY}",
+    ]
+
+
+def _listed(mark: str, calls: str, is_forced: bool) -> list[str]:
+    return [f"answer: {mark} {calls}"] if is_forced else [f"answer: {_ANY} {mark} {calls} | {_ANY}"]
+
+
+def _whole(tokenizer: Tokenizer, calls: str, is_forced: bool) -> list[str]:
+    """Calls that are the whole answer: other text begins with another character."""
+    if is_forced:
+        return [f"answer: {calls}"]
+    tag = tokenizer.id_of(PYTHON_TAG)
+    before = f"{_mark(tokenizer, PYTHON_TAG)}? " if tag is not None else ""
+    return [f"answer: {before}{calls} | rest", r"rest: /[^{\s](.|\n)*/"]
+
+
+def _mark(tokenizer: Tokenizer, text: str) -> str:
+    """A mark as a grammar names it: by its id where it is a special token."""
+    index = tokenizer.id_of(text)
+    return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else quoted(text)

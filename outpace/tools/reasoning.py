@@ -1,0 +1,72 @@
+"""A thought before the answer, between <think> and </think>, told apart while the text comes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from outpace.models.text.tokenizer import Tokenizer
+from outpace.tools.pieces import Text, held
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Thought(NamedTuple):
+    """A bit of reasoning."""
+
+    text: str
+
+
+def has_thoughts(tokenizer: Tokenizer) -> bool:
+    """Whether the model writes thoughts between these marks: its template or its vocabulary names them."""
+    return CLOSE in tokenizer.template_text or tokenizer.id_of(CLOSE) is not None
+
+
+def begins_open(prompt: str) -> bool:
+    """Whether a rendered prompt has begun the thought already."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+class ReasoningParser:
+    """Cuts a growing text into thoughts and text, character by character: how it is split does not matter."""
+
+    def __init__(self, is_open: bool = False) -> None:
+        """`is_open`: the text begins within a thought."""
+        self._is_open, self._held = is_open, ""
+        self._is_start = True  # no text was told since the beginning, or since the thought: space there is left out
+
+    def push(self, text: str) -> list[Thought | Text]:
+        """What is certain with this text."""
+        told: list[Thought | Text] = []
+        for character in text:
+            self._step(character, told)
+        return told
+
+    def finish(self) -> list[Thought | Text]:
+        """What was held back."""
+        told: list[Thought | Text] = []
+        rest, self._held = self._held, ""
+        self._tell(rest, told)
+        return told
+
+    def _step(self, character: str, told: list[Thought | Text]) -> None:
+        self._held += character
+        mark = CLOSE if self._is_open else OPEN
+        if self._held.endswith(mark) and (self._is_open or self._is_start):
+            self._tell(self._held[: -len(mark)], told)
+            self._held, self._is_open, self._is_start = "", not self._is_open, True
+            return
+        keep = held(self._held, mark) if self._is_open or self._is_start else 0
+        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        self._tell(before, told)
+
+    def _tell(self, text: str, told: list[Thought | Text]) -> None:
+        if self._is_start:
+            text = text.lstrip()
+        if not text:
+            return
+        self._is_start = False
+        kind = Thought if self._is_open else Text
+        if told and isinstance(told[-1], kind):
+            told[-1] = kind(told[-1].text + text)
+        else:
+            told.append(kind(text))
