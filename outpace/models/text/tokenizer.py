@@ -171,11 +171,6 @@ class Tokenizer:
         found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self._words.items()}
         return {index: text for index, text in found.items() if text and DAMAGED.encode() not in text}
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that stand for no text."""
-        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special)
-
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name, None where there is none."""
         return self._id(token)
