@@ -8,8 +8,20 @@ from typing import Any
 from outpace.server.chat_body import ChatBody
 from outpace.server.choices import Choice, Delta, Ended, Group
 from outpace.server.jobs import Job
+from outpace.server.parts import CallArguments, CallBegin, Part, Text, Thought
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, TokenTexts, best, event, finish_reason, finite, speculation, told_beside, usage
+from outpace.server.shapes import (
+    Shape,
+    TokenTexts,
+    best,
+    event,
+    finish_reason,
+    finite,
+    new_id,
+    speculation,
+    told_beside,
+    usage,
+)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,6 +39,8 @@ class ChatShape(Shape):
         self._usage_always = bool(options and options.continuous_usage_stats)
         self._group: Group | None = None
         self._open = job.n  # choices whose end was not told
+        self._splitters = [job.splitter() for _ in range(job.n)]
+        self._calls: dict[tuple[int, int], str] = {}  # ids of calls, by choice and number
 
     def opening(self, group: Group) -> Iterator[bytes]:
         self._group = group
@@ -37,9 +51,10 @@ class ChatShape(Shape):
 
     def delta(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
         more = self._beside(delta)
-        if delta.text or more:
-            for index in choice.indices:
-                yield self._chunk([_chosen(index, {"content": delta.text}, **more)])
+        for index in choice.indices:
+            told = self._message(index, self._splitters[index].push(delta.text))
+            if told or more:
+                yield self._chunk([_chosen(index, told or {"content": ""}, **more)])
 
     def ended(self, choice: Choice, ended: Ended) -> Iterator[bytes]:
         assert self._group is not None
@@ -47,8 +62,35 @@ class ChatShape(Shape):
         for index in choice.indices:
             is_last = self._open == 0 and index == choice.indices[-1]
             facts = self._facts(self._group) if is_last and not self._usage else {}
-            chosen = _chosen(index, {}, finish_reason=finish_reason(ended), stop_reason=ended.stop)
+            told = self._message(index, self._splitters[index].finish())
+            chosen = _chosen(index, told, finish_reason=self._reason(index, ended), stop_reason=ended.stop)
             yield self._chunk([chosen], **facts)
+
+    def _message(self, index: int, parts: Iterable[Part]) -> dict[str, Any]:
+        """Parts of a choice as the delta of its message; new calls get their ids."""
+        told: dict[str, Any] = {}
+        for part in parts:
+            if isinstance(part, Text):
+                told["content"] = told.get("content", "") + part.text
+            elif isinstance(part, Thought):
+                told["reasoning"] = told.get("reasoning", "") + part.text
+            else:
+                self._add_call(told.setdefault("tool_calls", []), index, part)
+        return told
+
+    def _add_call(self, calls: list[dict[str, Any]], index: int, part: CallBegin | CallArguments) -> None:
+        if isinstance(part, CallBegin):
+            call_id = self._calls[index, part.number] = new_id("call_")
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"index": part.number, "id": call_id, "type": "function", "function": function})
+            return
+        if not calls or calls[-1]["index"] != part.number:
+            calls.append({"index": part.number, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += part.text
+
+    def _reason(self, index: int, ended: Ended) -> str:
+        has_called = self._splitters[index].calls and ended.reason == "stop"
+        return "tool_calls" if has_called else finish_reason(ended)
 
     def closing(self, group: Group) -> Iterable[bytes]:
         if self._usage:
@@ -66,9 +108,18 @@ class ChatShape(Shape):
 
     def _whole_choice(self, index: int, found: tuple[Delta, Ended]) -> dict[str, Any]:
         delta, ended = found
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        splitter = self._splitters[index]
+        told = self._message(index, [*splitter.push(delta.text), *splitter.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": told.get("content"), "refusal": None}
+        if "reasoning" in told:
+            message["reasoning"] = told["reasoning"]
+        if "tool_calls" in told:
+            names = ("id", "type", "function")
+            message["tool_calls"] = [{name: call[name] for name in names} for call in told["tool_calls"]]
+        elif message["content"] is None:
+            message["content"] = ""
         choice = {"index": index, "message": message, "logprobs": None, **self._beside(delta)}
-        return {**choice, "finish_reason": finish_reason(ended), "stop_reason": ended.stop}
+        return {**choice, "finish_reason": self._reason(index, ended), "stop_reason": ended.stop}
 
     def _beside(self, delta: Delta) -> dict[str, Any]:
         """What is told of the tokens beside their text."""

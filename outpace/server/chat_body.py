@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.api.llm import LLM
+from outpace.server.calling import calling_of
 from outpace.server.errors import ApiError
 from outpace.server.fields import MOST_CHOICES, MOST_LOGPROBS, Body, Sampled, StreamOptions, sampling
 from outpace.server.jobs import Job, own_options, room, seed_of
-from outpace.server.options import ServerOptions
+from outpace.server.service import Service
 
 USUAL_TOKENS = 4096
 
@@ -58,6 +58,11 @@ class ChatBody(Sampled):
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: Prediction | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 def messages_of(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -92,21 +97,32 @@ def _call(given: dict[str, Any]) -> dict[str, Any]:
         return given
 
 
-def job(body: ChatBody, llm: LLM, options: ServerOptions) -> Job:
+def job(body: ChatBody, service: Service) -> Job:
     """Renders the conversation; in the executor."""
+    llm = service.llm
     if body.store:
         raise ApiError(400, "store is true, this server keeps nothing: leave it out", param="store")
     values = body.chat_template_kwargs or {}
     taken = {"messages", "add_generation_prompt", "tools", "documents"} & values.keys()
     if taken:
         raise ApiError(400, f"chat_template_kwargs may not have {min(taken)}", param="chat_template_kwargs")
-    prompt = tuple(llm.tokenizer.chat(messages_of(body.messages), **values))
+    calling = calling_of(service, body.tools, body.tool_choice, body.parallel_tool_calls)
+    prompt = calling.prompt(messages_of(body.messages), values)
     left = room(llm, prompt)
     asked = body.max_completion_tokens or body.max_tokens or USUAL_TOKENS
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     prediction = text_of(body.prediction.content, "") if body.prediction else ""
-    params = sampling(body, min(asked, left), seed_of(body), logprobs=logprobs, prediction=prediction)
+    forms = calling.fields(prompt, body.response_format, body.structured_outputs)
+    params = sampling(body, min(asked, left), seed_of(body), logprobs=logprobs, prediction=prediction, **forms)
     n = body.n or 1
-    return Job((prompt,), params, n, n, own_options(body, llm, options.methods), bool(body.return_rounds))
+    return Job(
+        (prompt,),
+        params,
+        n,
+        n,
+        own_options(body, llm, service.options.methods),
+        bool(body.return_rounds),
+        calling.splitter(prompt),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from outpace.api.llm import LLM
 from outpace.server.errors import ApiError
 from outpace.server.fields import MOST_CHOICES, MOST_LOGPROBS, Sampled, StreamOptions, sampling
 from outpace.server.jobs import MOST_ANSWERS, Job, own_options, room, seed_of
-from outpace.server.options import ServerOptions
+from outpace.server.service import Service
 
 USUAL_TOKENS = 16
 Tokens = list[Annotated[int, Field(ge=0)]]
@@ -26,10 +26,13 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
-def job(body: CompletionBody, llm: LLM, options: ServerOptions) -> Job:
+def job(body: CompletionBody, service: Service) -> Job:
     """Tokenises the prompts; in the executor."""
+    llm = service.llm
     prompts = tuple(_tokens(prompt, llm) for prompt in _prompts(body))
     n, best_of = body.n or 1, body.best_of or body.n or 1
     _check(body, len(prompts), n, best_of)
@@ -38,14 +41,17 @@ def job(body: CompletionBody, llm: LLM, options: ServerOptions) -> Job:
     logprobs = body.logprobs
     if best_of > n and logprobs is None:
         logprobs = 0  # to rank by
+    given = {"response_format": body.response_format, "structured_outputs": body.structured_outputs}
+    forms = {name: value for name, value in given.items() if value is not None}
     params = sampling(
         body,
         max(1, min(asked, left)),
         seed_of(body),
         logprobs=logprobs,
         echo=bool(body.echo and body.logprobs is not None),
+        **forms,
     )
-    return Job(prompts, params, n, best_of, own_options(body, llm, options.methods), bool(body.return_rounds))
+    return Job(prompts, params, n, best_of, own_options(body, llm, service.options.methods), bool(body.return_rounds))
 
 
 def _check(body: CompletionBody, prompts: int, n: int, best_of: int) -> None:

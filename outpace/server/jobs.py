@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from outpace.engine.build import find_rule
 from outpace.server.choices import Choice
 from outpace.server.errors import ApiError
 from outpace.server.fields import OutpaceOptions, Sampled
+from outpace.server.parts import Splitter
 
 PLAIN = "autoregressive"
 MOST_ANSWERS = 1024  # choices of all prompts of one request
@@ -30,6 +31,7 @@ class Job:
     best_of: int = 1
     own: OutpaceOptions | None = None
     rounds: bool = False  # what each round verified is told
+    splitter: Callable[[], Splitter] = Splitter  # makes what takes the text of a choice apart
 
 
 def seed_of(body: Sampled) -> int:

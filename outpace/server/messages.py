@@ -10,7 +10,7 @@ from outpace.server.choices import Choice, Delta, Ended, Group
 from outpace.server.errors import ApiError
 from outpace.server.jobs import Job
 from outpace.server.messages_body import MessagesBody
-from outpace.server.parts import CallBegin, Part, Splitter, Thought
+from outpace.server.parts import CallBegin, Part, Thought
 from outpace.server.service import Service
 from outpace.server.shapes import Shape, cached_tokens, event, new_id, speculation
 
@@ -23,7 +23,7 @@ class MessagesShape(Shape):
     def __init__(self, service: Service, body: MessagesBody, job: Job) -> None:
         super().__init__(service, "msg_")
         self._body, self._job = body, job
-        self._splitter = Splitter()
+        self._splitter = job.splitter()
         self._blocks: list[dict[str, Any]] = []  # the last one is open
         self._written = 0
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.api.llm import LLM
+from outpace.server.calling import Calling, calling_of
 from outpace.server.errors import ApiError
 from outpace.server.fields import Body, Sampled, sampling
 from outpace.server.jobs import Job, own_options, room, seed_of
-from outpace.server.options import ServerOptions
+from outpace.server.service import Service
 
 
 class Block(Body):
@@ -39,12 +39,34 @@ class Turn(Body):
     content: str | list[Block]
 
 
+class MessagesTool(Body):
+    """A function that the model may ask for."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolChoice(Body):
+    """Which tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class CountBody(Body):
     """A conversation."""
 
     model: str | None = None
     messages: list[Turn] = Field(min_length=1)
     system: str | list[Block] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: dict[str, Any] | None = None  # accepted without effect
 
 
 class MessagesBody(Sampled):
@@ -54,6 +76,9 @@ class MessagesBody(Sampled):
     system: str | list[Block] | None = None
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: dict[str, Any] | None = None  # accepted without effect
 
 
 def conversation(body: CountBody | MessagesBody) -> list[dict[str, Any]]:
@@ -92,15 +117,35 @@ def _result(block: Block) -> str:
     return "\n".join(part["text"] if isinstance(part.get("text"), str) else json.dumps(part) for part in block.content)
 
 
-def count(body: CountBody, service: Any) -> dict[str, Any]:
+def _calling(body: CountBody | MessagesBody, service: Service) -> Calling:
+    """Tools as chat completions have them."""
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in body.tools or ()
+    ]
+    chosen = body.tool_choice
+    named = {"type": "function", "function": {"name": chosen.name if chosen else None}}
+    choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+    parallel = not (chosen and chosen.disable_parallel_tool_use)
+    return calling_of(service, tools or None, choices[chosen.type] if chosen else None, parallel)
+
+
+def count(body: CountBody, service: Service) -> dict[str, Any]:
     """The tokens of the prompt that a conversation becomes."""
-    return {"input_tokens": len(service.llm.tokenizer.chat(conversation(body)))}
+    return {"input_tokens": len(_calling(body, service).prompt(conversation(body), {}))}
 
 
-def job(body: MessagesBody, llm: LLM, options: ServerOptions) -> Job:
+def job(body: MessagesBody, service: Service) -> Job:
     """Renders the conversation; in the executor."""
+    llm = service.llm
     if body.stop is not None:
         raise ApiError(400, "stop is called stop_sequences here", param="stop")
-    prompt = tuple(llm.tokenizer.chat(conversation(body)))
-    params = sampling(body, min(body.max_tokens, room(llm, prompt)), seed_of(body), stop=body.stop_sequences or [])
-    return Job((prompt,), params, own=own_options(body, llm, options.methods))
+    calling = _calling(body, service)
+    prompt = calling.prompt(conversation(body), {})
+    most = min(body.max_tokens, room(llm, prompt))
+    params = sampling(body, most, seed_of(body), stop=body.stop_sequences or [], **calling.fields(prompt, None, None))
+    own = own_options(body, llm, service.options.methods)
+    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt))

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
-
-@dataclass(frozen=True)
-class Thought:
-    """Reasoning before the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """The answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegin:
-    """A tool is called."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """More of the JSON text of a call's arguments."""
-
-    index: int
-    text: str
-
+from outpace.tools.calls import CallParser
+from outpace.tools.pieces import CallArguments, CallBegin, Text
+from outpace.tools.reasoning import ReasoningParser, Thought
 
 Part = Thought | Text | CallBegin | CallArguments
 
@@ -41,13 +14,28 @@ Part = Thought | Text | CallBegin | CallArguments
 class Splitter:
     """One choice's text. However it is cut into pieces, the parts put together are the same."""
 
-    def __init__(self) -> None:
-        self.calls = 0  # that have begun
+    def __init__(self, thoughts: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+        self._thoughts, self._calls = thoughts, calls
+
+    @property
+    def calls(self) -> int:
+        """Those that have begun."""
+        return self._calls.count if self._calls else 0
 
     def push(self, text: str) -> list[Part]:
         """What became certain with this text."""
-        return [Text(text)] if text else []
+        if self._thoughts is not None:
+            return list(self._called(self._thoughts.push(text)))
+        return list(self._called([Text(text)] if text else []))
 
     def finish(self) -> list[Part]:
         """What was held back."""
-        return []
+        parts = list(self._called(self._thoughts.finish())) if self._thoughts else []
+        return [*parts, *(self._calls.finish() if self._calls else [])]
+
+    def _called(self, parts: Iterable[Thought | Text]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, Text) and self._calls is not None:
+                yield from self._calls.push(part.text)
+            else:
+                yield part

@@ -8,7 +8,7 @@ from typing import Any
 from outpace.server.choices import Choice, Delta, Ended, Group
 from outpace.server.errors import ApiError
 from outpace.server.jobs import Job
-from outpace.server.parts import CallBegin, Part, Splitter, Thought
+from outpace.server.parts import CallBegin, Part, Thought
 from outpace.server.responses_body import ResponsesBody, wants_logprobs
 from outpace.server.service import Service
 from outpace.server.shapes import Shape, TokenTexts, best, cached_tokens, event, finite, new_id, speculation
@@ -22,7 +22,7 @@ class ResponsesShape(Shape):
     def __init__(self, service: Service, body: ResponsesBody, job: Job) -> None:
         super().__init__(service, "resp_")
         self._body, self._job = body, job
-        self._splitter = Splitter()
+        self._splitter = job.splitter()
         self._texts = TokenTexts(service)
         self._items: list[dict[str, Any]] = []  # the last one is open
         self._sequence = 0
@@ -163,8 +163,8 @@ class ResponsesShape(Shape):
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": _usage(self._group) if is_over else None,

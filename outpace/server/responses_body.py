@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.api.llm import LLM
+from outpace.server.calling import calling_of
 from outpace.server.errors import ApiError
 from outpace.server.fields import MOST_LOGPROBS, Body, Sampled, sampling
 from outpace.server.jobs import Job, own_options, room, seed_of
-from outpace.server.options import ServerOptions
+from outpace.server.service import Service
 
 USUAL_TOKENS = 4096
 
@@ -66,6 +66,8 @@ class ResponsesBody(Sampled):
     reasoning: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 def conversation(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -105,8 +107,9 @@ def _text(content: str | list[Content] | None) -> str:
     return content or ""
 
 
-def job(body: ResponsesBody, llm: LLM, options: ServerOptions) -> Job:
+def job(body: ResponsesBody, service: Service) -> Job:
     """Renders the conversation; in the executor."""
+    llm = service.llm
     for name in ("store", "previous_response_id", "background"):
         if getattr(body, name):
             said = f"{name} is {getattr(body, name)!r:.60}, this server keeps no responses: leave it out"
@@ -114,10 +117,27 @@ def job(body: ResponsesBody, llm: LLM, options: ServerOptions) -> Job:
     messages = conversation(body)
     if not messages:
         raise ApiError(400, "input is an empty list, it must be text or messages", param="input")
-    prompt = tuple(llm.tokenizer.chat(messages))
+    calling = calling_of(service, _tools(body.tools), body.tool_choice, body.parallel_tool_calls)
+    prompt = calling.prompt(messages, {})
+    forms = calling.fields(prompt, body.text.format if body.text else None, None)
     asked = min(body.max_output_tokens or USUAL_TOKENS, room(llm, prompt))
-    params = sampling(body, asked, seed_of(body), logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None)
-    return Job((prompt,), params, own=own_options(body, llm, options.methods))
+    logprobs = (body.top_logprobs or 0) if wants_logprobs(body) else None
+    params = sampling(body, asked, seed_of(body), logprobs=logprobs, **forms)
+    own = own_options(body, llm, service.options.methods)
+    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt))
+
+
+def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Functions as chat completions have them; ApiError for tools of another kind."""
+    other = next((tool for tool in given or () if tool.get("type") != "function"), None)
+    if other is not None:
+        said = f"a tool is of type {other.get('type')!r:.60}, this server takes functions"
+        raise ApiError(400, said, param="tools", code="invalid_value")
+    names = ("name", "description", "parameters", "strict")
+    return given and [
+        {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        for tool in given
+    ]
 
 
 def wants_logprobs(body: ResponsesBody) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
@@ -17,6 +18,9 @@ from outpace.server.errors import ApiError, unavailable
 from outpace.server.jobs import Job, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
+from outpace.tools.families import Family, family_of
+from outpace.tools.offered import takes_tools
+from outpace.tools.reasoning import has_thoughts
 
 T = TypeVar("T")
 PROMPTLY = 0.25  # seconds in which an engine that is well takes a request in
@@ -57,6 +61,21 @@ class Service:
         self.is_draining = True
         self.thread.stop(10.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the model's chat template tells it of tools."""
+        return takes_tools(self.llm.tokenizer)
+
+    @cached_property
+    def family(self) -> Family:
+        """How the model writes a call of a tool."""
+        return family_of(self.llm.tokenizer)
+
+    @cached_property
+    def has_thoughts(self) -> bool:
+        """Whether the model thinks before it answers."""
+        return has_thoughts(self.llm.tokenizer)
 
     @property
     def is_stuck(self) -> bool:

@@ -1,0 +1,166 @@
+"""Forms of the answer, tools and thoughts over HTTP, in the three APIs that have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import TEMPLATE, set_fields
+from outpace.tools.reasoning import ReasoningParser
+from serving import Answered, Served, served
+from test_library import folder
+from test_server_apis import named
+
+import outpace
+from outpace.server.parts import CallArguments, CallBegin, Splitter, Text, Thought
+
+PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
+FLIP = {"type": "function", "function": {"name": "flip", "parameters": PARAMETERS}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [True, False]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=512)
+    set_fields(Path(model), chat_template=WITH_TOOLS)
+    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
+    """A model whose template ignores tools."""
+    model = folder(tmp_path_factory.mktemp("deaf"), "target", max_position_embeddings=512)
+    with outpace.load(model) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_schema_is_kept(site: Served, speculation: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    found = site.chat(response_format=form, seed=3, max_tokens=60, outpace={"speculation": speculation}).json
+    choice = found["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"a"}
+    other = site.chat(response_format=form, seed=3, max_tokens=60, outpace={"speculation": not speculation}).json
+    assert other["choices"][0]["message"] == choice["message"]
+
+
+def test_other_forms_are_kept(site: Served) -> None:
+    for structured, allowed in (
+        ({"choice": ["hello", "world"]}, {"hello", "world"}),
+        ({"regex": "[ab]c"}, {"ac", "bc"}),
+    ):
+        chat = site.chat(structured_outputs=structured, max_tokens=10).json["choices"][0]["message"]["content"]
+        text = site.complete(structured_outputs=structured, max_tokens=10).json["choices"][0]["text"]
+        assert {chat, text} <= allowed
+    body = {"input": "hello", "text": {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}}
+    found = site.ask("/v1/responses", body).json
+    assert set(json.loads(found["output"][0]["content"][0]["text"])) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "jsn"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"tools": [{"type": "function"}]},
+        {"tools": "add"},
+        {"tools": [ADD, ADD]},
+        {"tools": [ADD], "tool_choice": "sometimes"},
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        {"tool_choice": "required"},
+        {"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+    ],
+)
+def test_a_wrong_form_or_tool_is_told(site: Served, fields: dict[str, Any]) -> None:
+    for stream in (False, True):
+        found = site.chat(max_tokens=10, stream=stream, **fields)
+        assert found.status == 400, found.body
+        assert found.error["message"]
+    site.wait_idle()
+
+
+def called(answered: Answered) -> list[dict[str, Any]]:
+    """The calls of a streamed chat, put together."""
+    calls: dict[int, dict[str, Any]] = {}
+    for event in answered.events:
+        for one in (event["choices"][0]["delta"] if event["choices"] else {}).get("tool_calls", ()):
+            call = calls.setdefault(one["index"], {"function": {"name": "", "arguments": ""}})
+            call |= {name: one[name] for name in ("id", "type") if name in one}
+            for name, text in one["function"].items():
+                call["function"][name] += text
+    return [calls[number] for number in sorted(calls)]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "flip"}}])
+def test_a_call_is_forced(site: Served, choice: Any) -> None:
+    asked = {"tools": [ADD, FLIP], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100, "seed": 1}
+    whole = site.chat(**asked).json["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] is None
+    (call,) = whole["message"]["tool_calls"]
+    assert call["type"] == "function"
+    assert call["id"].startswith("call_")
+    assert call["function"]["name"] in ("add", "flip") if choice == "required" else "flip"
+    assert json.loads(call["function"]["arguments"])["x"] in (1, 2)
+    stream = site.chat(**asked, stream=True)
+    (told,) = called(stream)
+    assert told["function"] == call["function"]
+    last = [event["choices"][0] for event in stream.events if event["choices"]][-1]
+    assert last["finish_reason"] == "tool_calls"
+
+
+def test_a_message_and_a_response_call_too(site: Served) -> None:
+    tool = {"name": "add", "input_schema": PARAMETERS}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "tools": [tool]}
+    body |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "seed": 1}
+    whole = site.ask("/v1/messages", body).json
+    (block,) = whole["content"]
+    assert (block["type"], block["name"], whole["stop_reason"]) == ("tool_use", "add", "tool_use")
+    assert block["input"]["x"] in (1, 2)
+    events = named(site.ask("/v1/messages", {**body, "stream": True}))
+    told = "".join(e["delta"]["partial_json"] for name, e in events if name == "content_block_delta")
+    assert json.loads(told) == block["input"]
+    flat = {"type": "function", "name": "add", "parameters": PARAMETERS}
+    body = {"input": "hello", "tools": [flat], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    (item,) = site.ask("/v1/responses", body).json["output"]
+    assert (item["type"], item["name"]) == ("function_call", "add")
+    events = named(site.ask("/v1/responses", {**body, "stream": True}))
+    done = next(event for name, event in events if name == "response.function_call_arguments.done")
+    assert done["arguments"] == item["arguments"]
+    assert json.loads(done["arguments"])["x"] in (1, 2)
+
+
+def test_tools_that_the_template_ignores_are_told_or_refused(deaf: outpace.LLM) -> None:
+    with served(deaf) as site:
+        found = site.chat(tools=[ADD], max_tokens=5)
+        assert (found.status, found.error["code"]) == (400, "tools_not_supported")
+        assert "--tool-prompt" in found.error["message"]
+        assert site.chat(tools=[ADD], tool_choice="none", max_tokens=5).status == 200
+        bare = site.chat(max_tokens=5).json["usage"]["prompt_tokens"]
+    with served(deaf, tool_prompt=True) as site:
+        found = site.chat(tools=[ADD], max_tokens=5)
+        assert found.status == 200
+        assert found.json["usage"]["prompt_tokens"] > bare
+
+
+def test_thoughts_and_calls_are_taken_apart() -> None:
+    splitter = Splitter(ReasoningParser(False))
+    parts = [part for text in ("<thi", "nk>so", "</think>", "it is") for part in splitter.push(text)]
+    parts += splitter.finish()
+    assert "".join(part.text for part in parts if isinstance(part, Thought)) == "so"
+    assert "".join(part.text for part in parts if isinstance(part, Text)) == "it is"
+    assert not any(isinstance(part, (CallBegin, CallArguments)) for part in parts)
