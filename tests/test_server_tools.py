@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from files import TEMPLATE, set_fields
-from outpace.tools.reasoning import ReasoningParser
 from serving import Answered, Served, served
 from test_library import folder
 from test_server_apis import named
 
 import outpace
 from outpace.server.parts import CallArguments, CallBegin, Splitter, Text, Thought
+from outpace.tools.reasoning import ReasoningParser
 
 PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
