@@ -15,6 +15,8 @@ from serving import HELLO, Answered, Served, served, wait_for
 from test_library import folder
 
 import outpace
+from outpace.server.admission import Admission
+from outpace.server.errors import ApiError
 from outpace.server.options import Limits
 
 CHAT = "/v1/chat/completions"
@@ -117,6 +119,19 @@ def test_a_full_queue_refuses_with_the_time_to_come_back(llm: outpace.LLM, brake
         assert answers == [b"HTTP/1.1 200 OK"] * 5
         site.wait_idle()
         assert site.chat(max_tokens=2).status == 200
+
+
+def test_what_is_being_tokenised_has_a_place_in_the_queue() -> None:
+    admission = Admission(Limits(max_queue=1), batch=1)
+    with admission.preparing(), admission.preparing():
+        with (
+            pytest.raises(ApiError, match="the queue is full: 2 answers wait for room") as refused,
+            admission.preparing(),
+        ):
+            pass
+        assert refused.value.status == 429
+    with admission.preparing():
+        pass
 
 
 def test_an_idle_server_takes_more_choices_than_its_queue_holds(llm: outpace.LLM) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from outpace.server.choices import Group
 from outpace.server.errors import ApiError
@@ -23,6 +25,7 @@ class Admission:
         self._keys: Counter[str] = Counter()
         self._recent: deque[tuple[float, int]] = deque()
         self._usual = USUAL
+        self._preparing = 0  # requests whose prompts are being read
 
     @property
     def waiting(self) -> int:
@@ -34,6 +37,19 @@ class Admission:
         """Choices that the engine works on."""
         choices = [choice for group in self.groups for choice in group.choices]
         return sum(choice.ended is None and not choice.is_waiting for choice in choices)
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Holds a place while a request's prompt is tokenised; ApiError 429 at once where there is none."""
+        room = self._limits.max_queue + max(0, self._batch - self.running)
+        waiting = self.waiting + self._preparing
+        if (self.groups or self._preparing) and waiting >= room:
+            raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
 
     def admit(self, group: Group) -> None:
         """Takes a request in; ApiError 429 where there is no room to wait. A server without work takes any."""

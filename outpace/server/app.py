@@ -126,8 +126,7 @@ class Routes:
             service.check_ready()
             body, headers = await self._body(request, kind)
             assert isinstance(body, Sampled)
-            job = await service.apart(job_of, body, service)
-            group = await service.start(job, _record(request).get("key", ""))
+            job, group = await service.start(job_of, body, _record(request).get("key", ""))
             shape = shape_of(service, body, job)
             return (EventStream if body.stream else Whole)(service, group, shape, headers)
 

@@ -93,15 +93,18 @@ class Service:
         """What a call gives that takes long, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
-    async def start(self, job: Job, key: str) -> Group:
+    async def start(self, job_of: Callable[..., Job], body: Any, key: str) -> tuple[Job, Group]:
         """Takes a request in: it is admitted, and each of its choices can run. ApiError or UserError where not."""
         self.check_ready()
-        choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
-        group = Group(choices, job.prompts, key)
         try:
-            self.admission.admit(group)
+            with self.admission.preparing():
+                job = await self.apart(job_of, body, self)
+                choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
+                group = Group(choices, job.prompts, key)
+                self.admission.admit(group)
         except ApiError as error:
-            self.metrics.rejected(error.code or "")
+            if error.status == 429:
+                self.metrics.rejected(error.code or "")
             raise
         self._groups.update(dict.fromkeys(choices, group))
         self._set_timers(group)
@@ -111,7 +114,7 @@ class Service:
         if group.failure is not None:
             self.leave(group)
             raise group.failure
-        return group
+        return job, group
 
     @staticmethod
     def _taken(group: Group, done: asyncio.Future[None]) -> None:
