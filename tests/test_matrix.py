@@ -24,7 +24,7 @@ from timed import Stopwatch, Timed
 
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
+from outpace.core.needs import NOTHING, Given
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, Observation, Request
@@ -117,15 +117,22 @@ def _file_of(drafter: str) -> str:
 
 
 def cells() -> Iterator[Cell]:
-    """Every combination, those too that are refused."""
-    for decoder, rule in itertools.product(registry.names("decoders"), registry.names("rules")):
+    """Every combination of one drafter, those too that are refused; of two drafters on one tree each decoder with one
+    keyed rule and one other, in turn: pairs grow with the square of the drafters."""
+    decoders, rules = registry.names("decoders"), registry.names("rules")
+    keyed = [rule for rule in rules if is_keyed(rule)]
+    others = [rule for rule in rules if rule not in keyed] or keyed
+    for place, decoder in enumerate(decoders):
         if registry.find("decoders", decoder).NEEDS is None:
-            yield Cell(decoder, None, None, rule)
+            yield from (Cell(decoder, None, None, rule) for rule in rules)
             continue
-        for drafter in drafters():
-            models = DRAFTS if runs_model(drafter) else (None,)
-            for draft in (*models, "silent"):
-                yield Cell(decoder, drafter, draft, rule)
+        for number, drafter in enumerate(drafters(), place):
+            drafts = [*(DRAFTS if runs_model(drafter) else (None,)), "silent"]
+            if "+" in drafter:
+                for asked in (keyed, others):
+                    yield Cell(decoder, drafter, drafts[number % len(drafts)], asked[number % len(asked)])
+            else:
+                yield from (Cell(decoder, drafter, draft, rule) for draft in drafts for rule in rules)
 
 
 def samplings_of(rule: str) -> dict[Sampling, Any]:
@@ -185,6 +192,13 @@ def is_keyed(rule: str) -> bool:
     return bool(getattr(built, "keyed", built.siblings is Siblings.PICKED))
 
 
+def asks_the_target(cell: Cell) -> bool:
+    """Whether a worker, which sees nothing of the target's passes, is to run a drafter that needs something of them."""
+    is_apart = registry.find("decoders", cell.decoder).NEEDS == "worker"
+    drafter = drafter_of(cell, Stopwatch())
+    return is_apart and drafter is not None and drafter.needs != NOTHING
+
+
 def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     """The text of every request, and that it was not written plainly."""
     run = run_cell(cell, requests)
@@ -219,31 +233,23 @@ def check_possible(requests: Sequence[Request], texts: Sequence[Sequence[int]]) 
             assert probabilities(row, request.sampling)[token] > 0
 
 
-def quick() -> Iterator[Cell]:
-    """Of two drafters on one tree only those with a model; the long tests take all."""
-    with_model = next(name for name in registry.names("drafters") if runs_model(name))
-    for cell in cells():
-        parts = (cell.drafter or "").split("+")
-        if len(parts) < 2 or with_model in parts:
-            yield cell
-
-
-def sample() -> list[Any]:
-    """Every rule with everything that drafts, by each lossless decoder that drafts in turn; where the text is keyed by
-    all others too, else by one of them each time. What is left is for the long tests."""
+def sample() -> list[Cell]:
+    """Every rule with everything that drafts alone, by each lossless decoder that drafts in turn; where the text is
+    keyed by all others too, else by one of them each time. The long tests take all cells."""
     rules, decoders = registry.names("rules"), registry.names("decoders")
     in_turn = [name for name in decoders if (m := registry.find("decoders", name)).NEEDS == "drafter" and m.LOSSLESS]
     always = {rule for rule in rules if is_keyed(rule)}
-    drafts = {draft: number for number, draft in enumerate(dict.fromkeys((c.drafter, c.draft) for c in quick()))}
+    single = [cell for cell in cells() if "+" not in (cell.drafter or "")]
+    drafts = {draft: number for number, draft in enumerate(dict.fromkeys((c.drafter, c.draft) for c in single))}
     found = []
-    for cell in quick():
+    for cell in single:
         turn = (drafts[cell.drafter, cell.draft] + rules.index(cell.rule)) % len(decoders)
-        is_tried = cell.rule in always or cell.decoder in (*in_turn, decoders[turn]) or cell.drafter is None
-        found.append(pytest.param(cell, id=str(cell), marks=[] if is_tried else pytest.mark.long))
+        if cell.rule in always or cell.decoder in (*in_turn, decoders[turn]) or cell.drafter is None:
+            found.append(cell)
     return found
 
 
-@pytest.mark.parametrize("cell", sample())
+@pytest.mark.parametrize("cell", sample(), ids=str)
 def test_a_combination_writes_what_it_must(cell: Cell) -> None:
     check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
 
@@ -266,7 +272,8 @@ def test_everything_goes_with_something() -> None:
     for kind, place in (("decoders", 0), ("rules", 3)):
         assert {cell[place] for cell in ran} == set(registry.names(kind))
     assert {cell.drafter for cell in ran} == {None, *drafters()}
-    assert [cell for cell in cells() if cell not in ran and is_keyed(cell.rule)] == []
+    refused = [cell for cell in cells() if cell not in ran and is_keyed(cell.rule)]
+    assert [cell for cell in refused if not asks_the_target(cell)] == []
 
 
 DRAFTER = '''"""Says nines.

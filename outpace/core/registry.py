@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -49,17 +51,27 @@ def names(kind: str) -> list[str]:
     """The names of all methods of one kind, sorted."""
     package = importlib.import_module(f"outpace.{kind}")
     own = {m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.name.startswith("_")}
-    return sorted(own | {point.name for point in entry_points(group=f"outpace.{kind}")})
+    return sorted(own | {point.name for point in _registered(kind)})
 
 
 def find(kind: str, name: str) -> ModuleType:
     """The module of a method; UserError with the nearest name where there is none."""
-    for point in entry_points(group=f"outpace.{kind}"):
+    for point in _registered(kind):
         if point.name == name:
             return importlib.import_module(point.module)
     if name not in names(kind):
         raise unknown(_CALLED[kind], name, names(kind))
     return importlib.import_module(f"outpace.{kind}.{name}")
+
+
+def _registered(kind: str) -> Sequence[EntryPoint]:
+    """What other packages registered. To look takes milliseconds: once for a search path is enough."""
+    return _look_up(f"outpace.{kind}", entry_points, tuple(sys.path))
+
+
+@lru_cache
+def _look_up(group: str, look: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> Sequence[EntryPoint]:
+    return tuple(look(group=group))
 
 
 def describe(kind: str, name: str) -> Method:
