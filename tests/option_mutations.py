@@ -15,7 +15,7 @@ from outpace.core import adjust, chance, logprobs, noise
 from outpace.core.banned_text import BannedText
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.engine import engine, memory
+from outpace.engine import memory, passes
 from outpace.engine import request as running
 from outpace.rules import _ratio, greedy, gumbel, match
 
@@ -205,7 +205,7 @@ OPTION_MUTATIONS = [
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
     mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
     mutation(
-        "options: draft rows without the path", engine, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
+        "options: draft rows without the path", passes, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
     ),
     mutation("logprobs: of the wrong row", running, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", running, "token_logprobs", always_raw),
