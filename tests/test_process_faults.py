@@ -73,7 +73,7 @@ def test_a_killed_process_is_started_again_and_then_given_up() -> None:
         pids.append(worker.pid)
         rounds = itertools.count(chance.randrange(20))
         drive.until(lambda: next(rounds) >= 20, "some rounds")
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(pids[-1], signal.SIGKILL)
 
     def work(drive: Drive) -> None:
         for _ in range(3):
