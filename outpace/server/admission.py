@@ -38,12 +38,16 @@ class Admission:
         choices = [choice for group in self.groups for choice in group.choices]
         return sum(choice.ended is None and not choice.is_waiting for choice in choices)
 
+    @property
+    def _room(self) -> int:
+        """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
+        return self._limits.max_queue + max(0, self._batch - self.running)
+
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Holds a place while a request's prompt is tokenised; ApiError 429 at once where there is none."""
-        room = self._limits.max_queue + max(0, self._batch - self.running)
         waiting = self.waiting + self._preparing
-        if (self.groups or self._preparing) and waiting >= room:
+        if (self.groups or self._preparing) and waiting >= self._room:
             raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
         self._preparing += 1
         try:
@@ -57,7 +61,7 @@ class Admission:
         if limits.per_key and self._keys[group.key] >= limits.per_key:
             raise self._refusal(f"this key has {limits.per_key} requests under way, which is its limit", "key_limit")
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
-        if self.groups and len(waiting) + more > limits.max_queue + max(0, self._batch - self.running):
+        if self.groups and len(waiting) + more > self._room:
             raise self._refusal(f"the queue is full: {len(waiting)} answers wait for room", "queue_full")
         tokens = sum(len(choice.asked.request.prompt) for choice in waiting)
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:

@@ -7,43 +7,25 @@ from typing import Any
 
 from outpace.server.chat_body import ChatBody
 from outpace.server.choices import Choice, Delta, Ended, Group
+from outpace.server.chunks import ChunkShape
 from outpace.server.jobs import Job
 from outpace.server.parts import CallArguments, CallBegin, Part, Text, Thought
 from outpace.server.service import Service
-from outpace.server.shapes import (
-    Shape,
-    TokenTexts,
-    best,
-    event,
-    finish_reason,
-    finite,
-    new_id,
-    speculation,
-    told_beside,
-    usage,
-)
-
-DONE = b"data: [DONE]\n\n"
+from outpace.server.shapes import best, finish_reason, finite, new_id, told_beside
 
 
-class ChatShape(Shape):
+class ChatShape(ChunkShape):
     """Chunks with deltas of messages, or a completion with whole ones."""
 
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
     def __init__(self, service: Service, body: ChatBody, job: Job) -> None:
-        super().__init__(service, "chatcmpl-")
-        self._body, self._job = body, job
-        self._model = body.model or service.names[0]
-        self._texts = TokenTexts(service)
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._usage_always = bool(options and options.continuous_usage_stats)
-        self._group: Group | None = None
-        self._open = job.n  # choices whose end was not told
+        super().__init__(service, job, body.model, body.stream_options)
+        self._body = body
         self._splitters = [job.splitter() for _ in range(job.n)]
         self._calls: dict[tuple[int, int], str] = {}  # ids of calls, by choice and number
 
-    def opening(self, group: Group) -> Iterator[bytes]:
-        self._group = group
+    def _first(self, group: Group) -> Iterator[bytes]:
         for index in range(self._job.n):
             chosen = _chosen(index, {"role": "assistant", "content": ""})
             more = {"prompt_token_ids": list(group.prompts[0])} if self._body.return_token_ids else {}
@@ -56,15 +38,9 @@ class ChatShape(Shape):
             if told or more:
                 yield self._chunk([_chosen(index, told or {"content": ""}, **more)])
 
-    def ended(self, choice: Choice, ended: Ended) -> Iterator[bytes]:
-        assert self._group is not None
-        self._open -= len(choice.indices)
-        for index in choice.indices:
-            is_last = self._open == 0 and index == choice.indices[-1]
-            facts = self._facts(self._group) if is_last and not self._usage else {}
-            told = self._message(index, self._splitters[index].finish())
-            chosen = _chosen(index, told, finish_reason=self._reason(index, ended), stop_reason=ended.stop)
-            yield self._chunk([chosen], **facts)
+    def _last(self, index: int, ended: Ended) -> dict[str, Any]:
+        told = self._message(index, self._splitters[index].finish())
+        return _chosen(index, told, finish_reason=self._reason(index, ended), stop_reason=ended.stop)
 
     def _message(self, index: int, parts: Iterable[Part]) -> dict[str, Any]:
         """Parts of a choice as the delta of its message; new calls get their ids."""
@@ -92,19 +68,11 @@ class ChatShape(Shape):
         has_called = self._splitters[index].calls and ended.reason == "stop"
         return "tool_calls" if has_called else finish_reason(ended)
 
-    def closing(self, group: Group) -> Iterable[bytes]:
-        if self._usage:
-            yield self._chunk([], **self._facts(group), usage=usage(group))
-        yield DONE
-
-    def _facts(self, group: Group) -> dict[str, Any]:
-        return {"seed": self._job.params.seed, **speculation(group)}
-
     def whole(self, group: Group) -> dict[str, Any]:
         choices = [self._whole_choice(index, choice) for choice, index in in_order(group)]
         more = {"prompt_token_ids": list(group.prompts[0])} if self._body.return_token_ids else {}
-        head = self._head("chat.completion")
-        return {**head, "choices": choices, "usage": usage(group), **more, **self._facts(group)}
+        head = self._head(self.kind)
+        return {**head, "choices": choices, "usage": self._counted(group), **more, **self._facts(group)}
 
     def _whole_choice(self, index: int, found: tuple[Delta, Ended]) -> dict[str, Any]:
         delta, ended = found
@@ -134,24 +102,6 @@ class ChatShape(Shape):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        fingerprint = self.service.fingerprint
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self._model,
-            "system_fingerprint": fingerprint,
-        }
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._head("chat.completion.chunk"), "choices": choices, **more}
-        if self._usage_always and self._group is not None:
-            chunk.setdefault("usage", usage(self._group))
-        elif self._usage:
-            chunk.setdefault("usage", None)
-        return event(chunk)
 
 
 def _chosen(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:

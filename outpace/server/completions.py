@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outpace.core.types import TokenLogprobs
-from outpace.server.chat import DONE
 from outpace.server.choices import Choice, Delta, Ended, Group
+from outpace.server.chunks import ChunkShape
 from outpace.server.completion_body import CompletionBody
 from outpace.server.jobs import Job
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, TokenTexts, best, event, finish_reason, finite, speculation, told_beside, usage
+from outpace.server.shapes import best, finish_reason, finite, told_beside, usage
 
 
-class CompletionShape(Shape):
+class CompletionShape(ChunkShape):
     """Chunks of text, or whole texts, each with records of its tokens."""
 
-    def __init__(self, service: Service, body: CompletionBody, job: Job) -> None:
-        super().__init__(service, "cmpl-")
-        self._body, self._job = body, job
-        self._model = body.model or service.names[0]
-        self._texts = TokenTexts(service)
-        options = body.stream_options
-        self._usage = bool(options and options.include_usage)
-        self._usage_always = bool(options and options.continuous_usage_stats)
-        self._group: Group | None = None
-        self._open = job.n * len(job.prompts)
-        self._lengths: dict[int, int] = {}  # characters that were told, by index
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def opening(self, group: Group) -> Iterable[bytes]:
-        self._group = group
-        return ()
+    def __init__(self, service: Service, body: CompletionBody, job: Job) -> None:
+        super().__init__(service, job, body.model, body.stream_options)
+        self._body = body
+        self._lengths: dict[int, int] = {}  # characters that were told, by index
 
     def delta(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
         for index in choice.indices:
@@ -40,19 +31,8 @@ class CompletionShape(Shape):
             if text or more:
                 yield self._chunk([_chosen(index, text, **more)])
 
-    def ended(self, choice: Choice, ended: Ended) -> Iterator[bytes]:
-        assert self._group is not None
-        self._open -= len(choice.indices)
-        for index in choice.indices:
-            is_last = self._open == 0 and index == choice.indices[-1]
-            facts = self._facts(self._group) if is_last and not self._usage else {}
-            chosen = _chosen(index, "", finish_reason=self._reason(ended), stop_reason=ended.stop)
-            yield self._chunk([chosen], **facts)
-
-    def closing(self, group: Group) -> Iterable[bytes]:
-        if self._usage:
-            yield self._chunk([], **self._facts(group), usage=self._counted(group))
-        yield DONE
+    def _last(self, index: int, ended: Ended) -> dict[str, Any]:
+        return _chosen(index, "", finish_reason=self._reason(ended), stop_reason=ended.stop)
 
     def whole(self, group: Group) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
@@ -64,7 +44,7 @@ class CompletionShape(Shape):
                 taken = sorted(taken, key=lambda pair: -_mean(pair[1].logprobs))[: self._job.n]
             pairs = [pair for pair in taken for _ in range(max(len(pair[0].indices), 1))]
             found += [self._whole(number * self._job.n + place, *pair) for place, pair in enumerate(pairs)]
-        return {**self._head(), "choices": found, "usage": self._counted(group), **self._facts(group)}
+        return {**self._head(self.kind), "choices": found, "usage": self._counted(group), **self._facts(group)}
 
     def _whole(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
         assert choice.ended is not None
@@ -124,21 +104,6 @@ class CompletionShape(Shape):
         if self._body.max_tokens == 0:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
         return found
-
-    def _facts(self, group: Group) -> dict[str, Any]:
-        return {"seed": self._job.params.seed, **speculation(group)}
-
-    def _head(self) -> dict[str, Any]:
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self._model}
-        return {**head, "system_fingerprint": self.service.fingerprint}
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._head(), "choices": choices, **more}
-        if self._usage_always and self._group is not None:
-            chunk.setdefault("usage", self._counted(self._group))
-        elif self._usage:
-            chunk.setdefault("usage", None)
-        return event(chunk)
 
 
 def _chosen(index: int, text: str, **more: Any) -> dict[str, Any]:
