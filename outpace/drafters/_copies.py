@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, NamedTuple
 
+from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.drafters._grafter import Grade, Grafter, kind_of
 
@@ -32,6 +33,13 @@ class Limits(NamedTuple):
 def limits_of(options: Any) -> Limits:
     """From a drafter's options of the same names."""
     return Limits(options.offered, options.branches, options.least_chance)
+
+
+def check_limits(options: Any) -> None:
+    """UserError for a value of these options that is out of range."""
+    check_whole("offered", options.offered, 1, 4096)
+    check_whole("branches", options.branches, 1, 64)
+    check_range("least_chance", options.least_chance, 0.0, 1.0)
 
 
 def grow_copies(grafter: Grafter[Any], state: Any, tree: TokenTree, copies: Sequence[Copy], limits: Limits) -> None:

@@ -68,8 +68,8 @@ class Grower:
         """`floor`: the chance below which the target is not expected to reach a node; `window` 0: the whole text.
         `on_base`: in pending slots of the target's own session, for a drafter that needs it, by a model of the same
         sessions."""
-        self.model, self._on_base = model, on_base
-        self._width, self._tree_nodes, self._window = width, tree_nodes, window
+        self.model, self.window, self._on_base = model, window, on_base
+        self._width, self._tree_nodes = width, tree_nodes
         self._floor = math.log(floor) if floor else -math.inf
 
     def open(self, request: Request) -> Any:
@@ -114,7 +114,7 @@ class Grower:
                 break
             path.append(slots[node])
         live = [node for node in seen.tree.ids if node in slots]
-        if self._window and not live and state.session.length > _FULL * self._window:
+        if self.window and not live and state.session.length > _FULL * self.window:
             state.session.truncate(0)
         else:
             state.session.keep(path, [slots[node] for node in live])
@@ -159,8 +159,8 @@ class Grower:
 
     def _begin(self, state: GrowState) -> None:
         """A session that holds nothing begins with the text's window."""
-        if self._window and not state.session.length and not state.session.pending:
-            state.start = max(0, len(state.tokens) - 1 - self._window)
+        if self.window and not state.session.length and not state.session.pending:
+            state.start = max(0, len(state.tokens) - 1 - self.window)
 
     def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import _store
+from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 
 STORE = "table"  # the option that names the file
@@ -47,9 +48,7 @@ class Options:
     def __post_init__(self) -> None:
         check_whole("leaders", self.leaders, 1)
         check_whole("followers", self.followers, 1, 256)
-        check_whole("branches", self.branches, 1, 64)
-        check_whole("offered", self.offered, 1, 4096)
-        check_range("least_chance", self.least_chance, 0.0, 1.0)
+        check_limits(self)
 
 
 @dataclass

@@ -66,8 +66,8 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Model, options: Options) -> None:
         self._options = options
-        self._window = model.draft_window if options.draft_window is None else options.draft_window
-        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, self._window)
+        window = model.draft_window if options.draft_window is None else options.draft_window
+        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
         self._draws = Draws.read(options.draws)
         self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
 
@@ -77,7 +77,7 @@ class ModelDrafter(Drafter):
 
     def reads_at_most(self, source: Source) -> int | None:
         """Its window."""
-        return self._window or None
+        return self._grower.window or None
 
     def open(self, request: Request) -> ModelState:
         return ModelState(request, list(request.prompt), session=self._grower.open(request))

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from outpace.core.errors import check_range, check_whole
 from outpace.core.needs import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grafter, GraftState, kind_of
 
 
@@ -30,9 +30,7 @@ class Options:
     least_chance: float = 0.02
 
     def __post_init__(self) -> None:
-        check_whole("branches", self.branches, 1, 64)
-        check_whole("offered", self.offered, 1, 4096)
-        check_range("least_chance", self.least_chance, 0.0, 1.0)
+        check_limits(self)
 
 
 class Recycle(Grafter[GraftState]):

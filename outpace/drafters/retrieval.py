@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters import _store
-from outpace.drafters._copies import Copy, grow_copies, limits_of
+from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK
 
@@ -48,9 +48,7 @@ class Options:
         check_whole("shortest", self.shortest, 1, self.longest)
         check_whole("places", self.places, 1, 1024)
         check_whole("copies", self.copies, 1, 256)
-        check_whole("offered", self.offered, 1, 4096)
-        check_whole("branches", self.branches, 1, 64)
-        check_range("least_chance", self.least_chance, 0.0, 1.0)
+        check_limits(self)
 
 
 class Datastore:

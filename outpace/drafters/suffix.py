@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._copies import Copy, grow_copies, limits_of
+from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK, Index
 
@@ -41,9 +41,7 @@ class Options:
         check_whole("depth", self.depth, 1, 1024)
         check_whole("places", self.places, 1, 1024)
         check_whole("copies", self.copies, 1, 256)
-        check_whole("offered", self.offered, 1, 4096)
-        check_whole("branches", self.branches, 1, 64)
-        check_range("least_chance", self.least_chance, 0.0, 1.0)
+        check_limits(self)
         check_whole("window", self.window, 16)
         check_whole("past", self.past, 0)
 
