@@ -142,8 +142,8 @@ class LLM(AbstractContextManager["LLM"]):
         if self._decoder.NEEDS:
             drafter = drafter or default_drafter(self.method, self.draft is not None)
         check_rule(self.rule, self._decoder, drafter)
-        drafter, self._structured = with_grammar(parts.drafter is None, self.rule, drafter, self._decoder)
-        parts = replace(parts, method=self.method, drafter=drafter, rule=self.rule)
+        self._structured = with_grammar(parts.drafter is None, self.rule, drafter, self._decoder)
+        parts = replace(parts, method=self.method, drafter=drafter, rule=self.rule, structured=self._structured)
         self._drafter = drafter
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._is_closed = False

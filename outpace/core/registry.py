@@ -107,9 +107,12 @@ def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
     return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
 
 
-def check_known(modules: Mapping[str, ModuleType], values: Mapping[str, Any]) -> None:
-    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence."""
-    allowed = {field.name for module in modules.values() for field in fields(module.Options)}
+def check_known(
+    modules: Mapping[str, ModuleType], values: Mapping[str, Any], unnamed: Sequence[ModuleType] = ()
+) -> None:
+    """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence. `unnamed`:
+    methods that nobody chose, whose options are known too."""
+    allowed = {field.name for module in (*modules.values(), *unnamed) for field in fields(module.Options)}
     for name in values:
         if name not in allowed:
             raise unknown(f"option of {', '.join(modules)}", name, allowed)

@@ -112,17 +112,13 @@ def _draws(drafter: str | None) -> bool:
     return drafter is not None and any(getattr(module, "DRAWS", False) for module in drafter_modules(drafter).values())
 
 
-def with_grammar(
-    is_default: bool, rule: str, drafter: str | None, decoder: ModuleType
-) -> tuple[str | None, str | None]:
-    """The drafters, and which of them is for structured answers (None: the first): where the user named none, what a
-    grammar forces is proposed too."""
+def with_grammar(is_default: bool, rule: str, drafter: str | None, decoder: ModuleType) -> str | None:
+    """The drafter for structured answers, None where the first one is: where the user named none, what a grammar forces
+    is proposed too."""
     structured = f"grammar+{drafter}"
     if not is_default or drafter is None or decoder.NEEDS != "drafter":
-        return drafter, None
-    if rule != "auto" and _misfit(rule, decoder, structured) is not None:
-        return drafter, None
-    return f"{drafter},{structured}", structured
+        return None
+    return structured if rule == "auto" or _misfit(rule, decoder, structured) is None else None
 
 
 def drafter_names(drafter: str) -> list[str]:
@@ -169,13 +165,15 @@ def _given(target: Loaded | None, draft: Loaded | None) -> Given:
 @dataclass(frozen=True)
 class Parts:
     """Which parts an engine is made of, by name. `drafter` None: `model` where there is a draft, else `ngram`; several
-    are separated by commas. The `rule` comes with each request; here it says which options are known."""
+    are separated by commas. `structured`: one more, which nobody named, for structured answers. The `rule` comes with
+    each request; here it says which options are known."""
 
     method: str
     drafter: str | None = None
     rule: str = "auto"
     worker: str = "thread"
     draft_threads: int = 1  # cores that the drafter may use beside the target
+    structured: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("draft_threads", self.draft_threads, 1, 1024)
@@ -200,10 +198,11 @@ def build_engine(
         return Engine(target.model, options=settings, needs=needs)
     name = parts.drafter or default_drafter(parts.method, draft is not None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
-    registry.check_known(modules, options)
+    names = [*drafter_names(name), *([parts.structured] if parts.structured else [])]
+    registry.check_known(modules, options, [module for one in names for module in drafter_modules(one).values()])
     if not all(loaded.model.trees for loaded in (target, draft) if loaded):
         options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
-    drafters = {one: build_drafter(one, _given(target, draft), options) for one in drafter_names(name)}
+    drafters = {one: build_drafter(one, _given(target, draft), options) for one in names}
     if decoder.NEEDS == "drafter":
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
