@@ -89,7 +89,7 @@ def point(rule: Any, place: Place) -> tuple[float, float, float]:
         rest = p
     else:
         assert isinstance(rule, TopDown)
-        goal = rule.goal(place.tree, 0, place.judged)
+        goal = rule.goal(place.tree, 0, place.judged, p)
         accept[support] = torch.tensor([min(1.0, rule.acceptance(goal, q, x)) for x in support], dtype=q.dtype)
         rest = residual(goal, q)
     taken = q * accept

@@ -208,7 +208,7 @@ def test_the_longest_path_of_good_tokens_counts_and_may_end_late(seed: int) -> N
         taken = [p for p in paths if all(a < rows and tree.tokens[b] in good[a] for a, b in itertools.pairwise(p))]
         longest = max(taken, key=len)
         own = 100 + longest[-1] if longest[-1] < rows else None
-        assert Given().walk(tree, range(rows)) == Verdict(longest, own)
+        assert Given().walk(tree, range(rows)) == Verdict(longest, own, relaxed=len(longest) - 1)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "empty", "failing"])

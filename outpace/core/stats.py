@@ -32,6 +32,7 @@ class Figures:
     target_seconds: float
     predicted: int = 0
     predicted_accepted: int = 0
+    relaxed: int = 0
 
     @property
     def predicted_rejected(self) -> int:
@@ -77,13 +78,14 @@ def fold(steps: Iterable[Step]) -> Figures:
         target_seconds=sum(step.target_seconds for step in rounds),
         predicted=sum(step.predicted for step in rounds),
         predicted_accepted=sum(step.predicted_accepted for step in rounds),
+        relaxed=sum(step.relaxed for step in rounds),
     )
 
 
 def together(parts: Sequence[Figures]) -> Figures:
     """The figures of several runs as if they were one."""
     names = ["passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds"]
-    names += ["predicted", "predicted_accepted"]
+    names += ["predicted", "predicted_accepted", "relaxed"]
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     kinds = Counter(kind for part in parts for kind in Counter(part.by_kind).elements())
     return Figures(**sums, by_kind=dict(kinds), positions=summed(part.positions for part in parts))

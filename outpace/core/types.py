@@ -150,11 +150,13 @@ def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> li
 class Verdict(NamedTuple):
     """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
 
-    `next_token` is None where the path ends on a late child, which has no score row yet.
+    `next_token` is None where the path ends on a late child, which has no score row yet. `relaxed`: of the accepted
+    tokens, those that only a lossy rule's dial let pass; without it the same numbers would have brought another token.
     """
 
     path: list[int]
     next_token: int | None
+    relaxed: int = 0
 
 
 class Source(NamedTuple):
@@ -212,6 +214,7 @@ class Step(NamedTuple):
     seconds: float = 0.0
     predicted: int = 0  # judged tokens that the caller predicted
     predicted_accepted: int = 0  # of them, written
+    relaxed: int = 0  # of the accepted, those that only a lossy rule's dial let pass
 
 
 class Observation(NamedTuple):

@@ -256,10 +256,11 @@ class Running:
         accepted = min(length, emitted)  # not what a stop or the limit cut off
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0
+        relaxed = min(verdict.relaxed, accepted)
         predicted = self._predicted(tree, rows, verdict.path[1 : accepted + 1])
         self.alignment.follow(self.committed[len(self.committed) - emitted :])
         history = self.history
-        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times, *predicted))
+        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
         history.ended, history.first_token = now, history.first_token or now
         history.sources += [tree.sources[node] or UNKNOWN for node in verdict.path[1 : accepted + 1]]
         history.sources += [TARGET] * (emitted - accepted)

@@ -87,27 +87,38 @@ class TopDown(RatioRule):
     rejections have left of p."""
 
     def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
-        path = [0]
+        path, relaxed = [0], 0
         while path[-1] < len(picks):
             judged = picks[path[-1]]
-            child, rest = self._accept(tree, path[-1], judged)
+            child, rest, is_relaxed = self._accept(tree, path[-1], judged)
             if child is None:
-                return Verdict(path, self.chance.draw(judged.key(RESIDUAL), rest))
+                return Verdict(path, self.chance.draw(judged.key(RESIDUAL), rest), relaxed)
             path.append(child)
-        return Verdict(path, None)
+            relaxed += is_relaxed
+        return Verdict(path, None, relaxed)
 
-    def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Tensor]:
-        """The child that is accepted, or None with the distribution of the target's own token."""
-        p = self.goal(tree, node, judged)
+    def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Tensor, bool]:
+        """The child that is accepted, or None with the distribution of the target's own token; and whether the exact
+        rule, by the same number, would have rejected that child."""
+        own = judged.p
+        p = self.goal(tree, node, judged, own)
         for group in self.groups(tree, node, judged, p):
             child, p = self.judge(p, group)
             if child is not None:
-                return child, p
-        return None, p
+                return child, p, not self.lossless and self._is_relaxed(child, self.strict(p, own), group)
+        return None, p, False
 
-    def goal(self, tree: TokenTree, node: int, judged: Judged) -> Tensor:
-        """The distribution that is kept after a node. [vocab]"""
-        return judged.p
+    def _is_relaxed(self, child: int, p: Tensor, group: Group) -> bool:
+        token, _, key = next(draw for draw in group.draws if draw.child == child)
+        return self.chance.number(key) * float(group.q[token]) >= float(p[token])
+
+    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Tensor:
+        """The distribution that is kept after a node, where the target's is p. [vocab] both"""
+        return p
+
+    def strict(self, goal: Tensor, p: Tensor) -> Tensor:
+        """What a lossy rule would judge by if it were exact; `goal` is what the rejections have left. [vocab] all"""
+        return goal
 
     def judge(self, p: Tensor, group: Group) -> tuple[int | None, Tensor]:
         """The accepted child of a group, or None and the residual: every draw in turn with min(1, p / q)."""

@@ -46,9 +46,10 @@ class Relaxed(Rule):
                 good[parent] = self.acceptable(picks[parent])
             if good[parent][tree.tokens[node]]:
                 depth[node] = depth[parent] + 1
-        last = max(depth, key=depth.__getitem__)
-        own = self._own(picks[last]) if last < len(picks) else None
-        return Verdict(path_to(tree, last), own)
+        path = path_to(tree, max(depth, key=depth.__getitem__))
+        own = [self._own(picks[node]) for node in path if node < len(picks)]
+        relaxed = sum(tree.tokens[node] != token for node, token in zip(path[1:], own, strict=False))
+        return Verdict(path, own[-1] if len(own) == len(path) else None, relaxed)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""

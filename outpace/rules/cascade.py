@@ -94,14 +94,17 @@ class Cascade(TopDown):
     def __init__(self, options: Options) -> None:
         self._mix, self._alpha = MIXTURES[options.defer], options.alpha
 
-    def goal(self, tree: TokenTree, node: int, judged: Judged) -> Tensor:
-        p, drawn = judged.p, tree.drawn.get(node)
+    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Tensor:
+        drawn = tree.drawn.get(node)
         if drawn is None or drawn.raw is None:
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
         raw_p = unscaled(adjusted(judged.logits[None], [judged.row]))[0]
         return self._mix(Pair(p, fitted(drawn.q, p), raw_p, fitted(drawn.raw, p)), self._alpha)
+
+    def strict(self, goal: Tensor, p: Tensor) -> Tensor:
+        return p
 
 
 def build(options: Options) -> Cascade:
