@@ -69,6 +69,7 @@ FLIGHT = "Book a flight from Paris to Rome for two."
 
 
 def main() -> None:
+    """Reads the options, times both parts and prints one line for each, then all as one JSON line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=128, help="of the text by which the cost is measured")
     parser.add_argument("--rounds", type=int, default=3)

@@ -202,6 +202,7 @@ def resident(pid: int) -> int:
 
 
 def cpu_seconds() -> float:
+    """Processor time of this process so far, in seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -214,6 +215,7 @@ def quantile(values: list[float], share: float) -> float | None:
 
 
 def main() -> None:
+    """Reads the options and runs the load that they name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])

@@ -265,3 +265,17 @@ def test_tokens_are_read_as_their_bytes(tokenizer: Tokenizer) -> None:
 def test_names_of_kinds_are_complete() -> None:
     assert set(structure.NAMES) == {"json", "regex", "lark"}
     assert Path(schema.__file__ or "").exists()
+
+
+def test_a_question_does_not_change_the_answer_to_another(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Both paths end in white space behind as many parts of the grammar: the mask that llguidance keeps fits both."""
+    asked = schema_of({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
+    text, first, second = (tokenizer.continuation(part) for part in ('{"a', '"\t:\r', '":null\r'))
+    constraint = grammars.constraint(asked, 0)
+    before = constraint.mask(text, first)
+    after = constraint.mask(text, second)
+    alone = grammars.constraint(asked, 0).mask([*text, *second], [])
+    assert before is not None
+    assert after is not None
+    assert alone is not None
+    assert after.tolist() == alone.tolist() != before.tolist()

@@ -69,11 +69,12 @@ def test_a_killed_process_is_started_again_and_then_given_up() -> None:
     pids = []
 
     def kill(drive: Drive) -> None:
-        assert worker.pid is not None
+        drive.until(lambda: worker.pid is not None, "a process")
         pids.append(worker.pid)
         rounds = itertools.count(chance.randrange(20))
         drive.until(lambda: next(rounds) >= 20, "some rounds")
         os.kill(pids[-1], signal.SIGKILL)
+        drive.until(lambda: worker.pid != pids[-1], "its end is seen")
 
     def work(drive: Drive) -> None:
         for _ in range(3):

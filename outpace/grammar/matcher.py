@@ -18,7 +18,11 @@ _WALKERS = 4  # of one answer that are kept
 
 
 class _Walker:
-    """One matcher, and the text behind which it stands. `text` only ever grows, so what was read of it stays read."""
+    """One matcher, and the text behind which it stands. `text` only ever grows, so what was read of it stays read.
+
+    The matcher itself is never asked what it allows: it is copied, and the copy is asked. llguidance 1.9 keeps the last
+    mask and finds it again by the number of rows and the lexer's state. `rollback` does not drop it, so a matcher that
+    was asked, rolled back and led to another place of the same number answers with the mask of the first place."""
 
     def __init__(self, matcher: Any, start: int) -> None:
         self.matcher, self.start = matcher, start
@@ -36,24 +40,22 @@ class _Walker:
         fresh = list(text[self.start + same :])
         count = self.matcher.try_consume_tokens(fresh) if fresh else 0
         self.tokens += fresh[:count]
-        self.check()
+        self.check(self.matcher)
         if count < len(fresh):
             raise UserError(f"the grammar refuses token {fresh[count]}, number {len(self.tokens)} of the answer")
 
-    def check(self) -> None:
+    def check(self, matcher: Any) -> None:
         """UserError where the grammar became too much for its limits."""
-        if self.matcher.is_error():
-            words = " ".join(self.matcher.get_error().partition("<state>")[0].split())
+        if matcher.is_error():
+            words = " ".join(matcher.get_error().partition("<state>")[0].split())
             raise UserError(f"the grammar failed after {len(self.tokens)} tokens: {words[:200]}")
 
-    @contextmanager
-    def beyond(self, path: Sequence[int]) -> Iterator[bool]:
-        """For a while, further on behind drafted tokens; False where they are refused."""
-        count = self.matcher.try_consume_tokens(list(path)) if path else 0
-        try:
-            yield count == len(path)
-        finally:
-            self._back(count)
+    def beyond(self, path: Sequence[int]) -> Any:
+        """A copy of the matcher that stands behind drafted tokens; None where they are refused."""
+        matcher = self.matcher.deep_copy()
+        count = matcher.try_consume_tokens(list(path)) if path else 0
+        self.check(matcher)
+        return matcher if count == len(path) else None
 
     def _back(self, count: int) -> None:
         if count:
@@ -73,31 +75,27 @@ class GrammarConstraint(Constraint):
         with self._walker(text) as walker:
             count: int = walker.matcher.validate_tokens(list(path)) if path else 0
             if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even its end
-                with walker.beyond(path[: count - 1]):
-                    count -= self._is_complete(walker)
+                count -= self._is_complete(walker.beyond(path[: count - 1]))
             return count
 
     def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
-        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
-            if not is_allowed or self._is_complete(walker):
-                return None
-            return unpacked(walker.matcher.compute_bitmask())
+        with self._asked(text, path) as matcher:
+            return unpacked(matcher.compute_bitmask()) if matcher and not self._is_complete(matcher) else None
 
     def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
-        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
-            return is_allowed and self._is_complete(walker)
+        with self._asked(text, path) as matcher:
+            return bool(matcher) and self._is_complete(matcher)
 
     def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
-        with self._walker(text) as walker, walker.beyond(path) as is_allowed:
-            if not is_allowed or self._is_complete(walker):
+        with self._asked(text, path) as matcher:
+            if not matcher or self._is_complete(matcher):
                 return []
-            written = walker.matcher.compute_ff_bytes().decode("utf-8", "ignore")
-            tokens: list[int] = walker.matcher.compute_ff_tokens()
+            written = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+            tokens: list[int] = matcher.compute_ff_tokens()
             return self._whole(tokens, written)[:_AHEAD]
 
-    def _is_complete(self, walker: _Walker) -> bool:
+    def _is_complete(self, matcher: Any) -> bool:
         """Whether nothing but an end may follow. llguidance says that it stopped, but sometimes only later."""
-        matcher = walker.matcher
         if matcher.is_stopped() or not matcher.is_accepting():
             return bool(matcher.is_stopped())
         following = np.flatnonzero(unpacked(matcher.compute_bitmask()))
@@ -115,8 +113,17 @@ class GrammarConstraint(Constraint):
         walker = self._taken(text)
         walker.follow(text)
         yield walker
-        walker.check()
+        walker.check(walker.matcher)
         self._idle.append(walker)
+
+    @contextmanager
+    def _asked(self, text: Sequence[int], path: Sequence[int]) -> Iterator[Any]:
+        """A matcher behind the text and the path, for one question; None where the path is refused."""
+        with self._walker(text) as walker:
+            matcher = walker.beyond(path)
+            yield matcher
+            if matcher:
+                walker.check(matcher)
 
     def _taken(self, text: Sequence[int]) -> _Walker:
         """The walker that knows this text, if it is idle: the target and its drafter each grow a list of their own."""
