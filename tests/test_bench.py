@@ -352,3 +352,4 @@ def test_the_tasks_of_repetition_are_there() -> None:
     assert Counter(one.task for one in asked) == {"edit": 10, "refactor": 10, "document": 10}
     assert len({one.text for one in asked}) == 30
     assert len(tasks.collect(["repetition"], 2)) == 6
+    assert Counter(one.task for one in tasks.collect(["summaries"], 10)) == {"summary": 10}

@@ -13,6 +13,7 @@ from outpace.core.errors import UserError, unknown
 HUB = "hub:"
 BUILT_IN = "builtin"
 REPETITION = "repetition"
+SUMMARIES = "summaries"
 FORM = 'a JSON object with "turns", a list of texts'
 TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
 KNOWN = {  # name: hub data set, configuration, split
@@ -34,8 +35,8 @@ class Asked(NamedTuple):
 def collect(sources: Sequence[str], count: int) -> list[Asked]:
     """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each.
 
-    A source is a .jsonl file, the name of a known data set, `hub:NAME`, `builtin` or `repetition`. UserError for one
-    that is none.
+    A source is a .jsonl file, the name of a known data set, `hub:NAME`, `builtin`, `repetition` or `summaries`.
+    UserError for one that is none.
     """
     tasks: dict[str, dict[str, Asked]] = {}
     for source in sources:
@@ -51,7 +52,7 @@ def collect(sources: Sequence[str], count: int) -> list[Asked]:
 
 def _read(source: str, count: int) -> Iterable[Asked]:
     path = Path(source).expanduser()
-    if source in (BUILT_IN, REPETITION):
+    if source in (BUILT_IN, REPETITION, SUMMARIES):
         return [
             Asked(task, str(place), text) for task, texts in _own(source).items() for place, text in enumerate(texts)
         ]
@@ -62,14 +63,15 @@ def _read(source: str, count: int) -> Iterable[Asked]:
         return read_file(path)
     if source in KNOWN:
         return _from_hub(source, KNOWN[source], count)
-    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", BUILT_IN, REPETITION, *KNOWN])
+    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", BUILT_IN, REPETITION, SUMMARIES, *KNOWN])
 
 
 def _own(source: str) -> Mapping[str, Sequence[str]]:
     """The prompts that come with outpace, by task."""
-    from outpace.bench import builtin, repetition
+    from outpace.bench import builtin, repetition, summaries
 
-    return builtin.PROMPTS if source == BUILT_IN else repetition.TASKS
+    own = {BUILT_IN: builtin.PROMPTS, REPETITION: repetition.TASKS, SUMMARIES: summaries.TASKS}
+    return own[source]
 
 
 def read_file(file: Path) -> list[Asked]:

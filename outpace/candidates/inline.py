@@ -69,6 +69,11 @@ class InlineWorker(Worker):
     def stop(self) -> None:
         self._running = None
 
+    def close(self) -> None:
+        """Ends the drafter too."""
+        self.stop()
+        self._loop.end()
+
     def _post(self, message: Message) -> None:
         if self.failure is None:
             self._loop.mail.put(message)

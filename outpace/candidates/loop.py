@@ -96,6 +96,10 @@ class DraftLoop:
             return
         self._take(message)
 
+    def end(self) -> None:
+        """Nothing is drafted any more."""
+        self._drafter.end()
+
     def _next(self) -> list[int]:
         """The requests of the next forward; those served move to the end of the row."""
         keys = [key for key, track in self._tracks.items() if not track.idle][: self._most]

@@ -52,9 +52,10 @@ class ThreadWorker(Worker):
         self._loop.mail.put(None)
 
     def close(self) -> None:
-        """Ends the thread after the forward that it is in."""
+        """Ends the thread after the forward that it is in, and the drafter."""
         self.stop()
         self._thread.join()
+        self._loop.end()
 
     def _post(self, message: Message) -> None:
         if self.failure is None:

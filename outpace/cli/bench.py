@@ -39,7 +39,7 @@ class Measuring:
         str,
         typer.Option(
             help="Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
-            " repetition, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
+            " repetition, summaries, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
             rich_help_panel=MEASURED,
         ),
     ] = "builtin"

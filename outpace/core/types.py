@@ -287,6 +287,9 @@ class Drafter:
     def close(self, state: Any) -> None:
         """The request is over."""
 
+    def end(self) -> None:
+        """The engine is closed: what is to be kept between runs is written."""
+
     def remember(self) -> Any:
         """What a profile keeps of it, as JSON has it; None for nothing."""
         return None

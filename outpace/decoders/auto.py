@@ -265,6 +265,8 @@ class _Planner:
         promised: dict[str, float] = {}
         for node in range(1, len(tree)):
             source = self._sources[tree.ids[node]]
+            if tree.roles[node] is Role.PROBE:
+                continue  # it promises nothing in this round
             promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
         for source, chances in promised.items():
             self._trust[source].learn(walked.count(source), chances)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.types import Observation, Offer, Request
+
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _DIVISORS = np.array(_TEMPERATURES)[:, None]
 _SURE = 20.0  # trials that a remembered share counts as
@@ -82,3 +84,31 @@ class ChoiceModel:
         past = self._likelihoods
         self._likelihoods = [kept * _MEMORY + gain for kept, gain in zip(past, gains.tolist(), strict=True)]
         self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]
+
+
+class Choices:
+    """What a draft model's proposals were worth: one choice model for greedy requests, one for sampled ones."""
+
+    def __init__(self) -> None:
+        self._models = {name: ChoiceModel() for name in ("greedy", "sampled")}
+
+    def of(self, request: Request) -> ChoiceModel:
+        """That of a request."""
+        return self._models["greedy" if request.sampling.is_greedy else "sampled"]
+
+    def learn(self, request: Request, offers: Mapping[int, Offer], seen: Observation) -> None:
+        """What was offered below every walked node (by its id), and what the target wrote there."""
+        choice = self.of(request)
+        for node, written in zip(seen.path, seen.tokens, strict=False):
+            if node in offers:
+                tokens, values = offers[node]
+                choice.learn(values, tokens.index(written) if written in tokens else None)
+
+    def remember(self) -> dict[str, Any]:
+        """What a profile keeps."""
+        return {name: model.remember() for name, model in self._models.items()}
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        """Begins from a profile."""
+        for name, model in self._models.items():
+            model.recall(kept[name])

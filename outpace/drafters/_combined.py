@@ -83,3 +83,7 @@ class Combined(Drafter):
     def close(self, state: CombinedState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             part.close(inner)
+
+    def end(self) -> None:
+        for part in self.parts:
+            part.end()

@@ -101,12 +101,16 @@ class Grafter(Drafter, Generic[State]):
         return min(max(value, _LEAST), _MOST)
 
     def observe(self, state: State, seen: Observation) -> None:
+        self.learn(state, seen)
+        state.tokens.extend(seen.tokens)
+
+    def learn(self, state: State, seen: Observation) -> None:
+        """What came true of that which was planted below the walked nodes."""
         for node, written in zip(seen.path, seen.tokens, strict=False):
             for token, kind in state.planted.get(node, {}).items():
                 own = state.rates.setdefault(kind, Rate(self._rates[kind].value, _OWN))
                 own.learn(token == written)
                 self._rates[kind].learn(token == written)
-        state.tokens.extend(seen.tokens)
         planted = state.planted
         state.planted = {node: planted[node] for node in seen.tree.ids if node in planted}
 

@@ -52,10 +52,10 @@ def write(path: Path, kind: str, tokenizer: str, arrays: Arrays) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror})") from error
 
 
-def read(path: Path, kind: str, tokenizer: str | None) -> dict[str, np.ndarray]:
+def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[str, np.ndarray]:
     """The arrays of a file, mapped into memory; `tokenizer` None: whoever asks has checked it. UserError for a file
-    that is torn, of another kind or for another tokenizer."""
-    again = f"build it again with outpace tune --drafter {kind} --corpus ..."
+    that is torn, of another kind or for another tokenizer; `again`: what to do then."""
+    again = again or f"build it again with outpace tune --drafter {kind} --corpus ..."
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:

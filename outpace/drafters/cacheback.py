@@ -9,7 +9,6 @@ table (outpace tune --drafter cacheback --corpus ...) helps where the text itsel
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -25,18 +24,19 @@ from outpace.core.types import Observation, Request
 from outpace.drafters import _store
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
+from outpace.drafters._phrases import Phrase, Table, kept_in
 
 STORE = "table"  # the option that names the file
 PHRASE = 3  # tokens of a follower
 LEARNT, FROZEN = 0, 1  # where a follower comes from
-Phrase = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Options:
     """Hold `leaders` tokens with `followers` phrases each; offer `branches` of these behind a token, and `offered`
     tokens in all, as far as they are expected to be reached with a chance of `least_chance`. `table`: a file that
-    outpace tune made, "" for that of this tokenizer, if there is one, or "none"."""
+    outpace tune made, "" for that of this tokenizer, if there is one, or "none". `phrases`: a file in which what was
+    learnt is kept from run to run; "": none."""
 
     leaders: int = 32768
     followers: int = 8
@@ -44,6 +44,7 @@ class Options:
     offered: int = 64
     least_chance: float = 0.02
     table: str = ""
+    phrases: str = ""
 
     def __post_init__(self) -> None:
         check_whole("leaders", self.leaders, 1)
@@ -56,33 +57,6 @@ class CachebackState(GraftState):
     """`last`: the end of the text, whose last phrase is not in the table yet."""
 
     last: list[int] = field(default_factory=list)
-
-
-class Table:
-    """Leaders and their followers, each the latest last; of both the one that was not seen longest goes first."""
-
-    def __init__(self, leaders: int, followers: int) -> None:
-        self._leaders: OrderedDict[int, OrderedDict[Phrase, None]] = OrderedDict()
-        self._most_leaders, self._most_followers = leaders, followers
-
-    def __len__(self) -> int:
-        """Phrases that are held."""
-        return sum(map(len, self._leaders.values()))
-
-    def learn(self, leader: int, phrase: Phrase) -> None:
-        """The phrase was seen behind the leader."""
-        followers = self._leaders.setdefault(leader, OrderedDict())
-        self._leaders.move_to_end(leader)
-        followers[phrase] = None
-        followers.move_to_end(phrase)
-        if len(followers) > self._most_followers:
-            followers.popitem(last=False)
-        if len(self._leaders) > self._most_leaders:
-            self._leaders.popitem(last=False)
-
-    def followers(self, leader: int) -> list[Phrase]:
-        """The phrases behind a leader, the latest first."""
-        return list(reversed(self._leaders.get(leader, {})))
 
 
 class Frozen:
@@ -103,14 +77,15 @@ class Cacheback(Grafter[CachebackState]):
 
     name = "cacheback"
 
-    def __init__(self, options: Options, frozen: Frozen | None) -> None:
+    def __init__(self, options: Options, frozen: Frozen | None, given: Given | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
         self._table = Table(options.leaders, options.followers)
+        self._kept = kept_in(options.phrases, given, self._table)
 
     def open(self, request: Request) -> CachebackState:
         state = CachebackState(request, list(request.prompt))
-        self._learn(state, request.prompt)
+        state.last = self._table.read((), request.prompt, PHRASE)
         return state
 
     def propose(self, state: CachebackState, tree: TokenTree) -> None:
@@ -128,7 +103,11 @@ class Cacheback(Grafter[CachebackState]):
 
     def observe(self, state: CachebackState, seen: Observation) -> None:
         super().observe(state, seen)
-        self._learn(state, seen.tokens)
+        state.last = self._table.read(state.last, seen.tokens, PHRASE)
+
+    def end(self) -> None:
+        if self._kept is not None:
+            self._kept.write(self._table)
 
     def _phrases(self, leader: int) -> Iterator[tuple[Phrase, int, Grade]]:
         """What is known to follow a token: each phrase, where it comes from, and how sure that is of it."""
@@ -152,13 +131,6 @@ class Cacheback(Grafter[CachebackState]):
             node = self.plant(state, tree, node, token, kind)
             grade = Grade.SURE if is_new else grade
         return node
-
-    def _learn(self, state: CachebackState, tokens: Sequence[int]) -> None:
-        """Puts the phrases into the table that these tokens complete."""
-        text = [*state.last, *tokens]
-        for place in range(len(text) - PHRASE):
-            self._table.learn(text[place], tuple(text[place + 1 : place + 1 + PHRASE]))
-        state.last = text[-PHRASE:]
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
@@ -186,4 +158,5 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
 def build(options: Options, *, given: Given | None = None, **_: Any) -> Cacheback:
     """The drafter; a frozen table is read where there is one for the target's tokenizer."""
     path = _store.find("cacheback", options.table, given)
-    return Cacheback(options, Frozen(_store.read(path, "cacheback", _store.tokenizer_of(given))) if path else None)
+    frozen = Frozen(_store.read(path, "cacheback", _store.tokenizer_of(given))) if path else None
+    return Cacheback(options, frozen, given)

@@ -17,7 +17,7 @@ from outpace.core.needs import Given
 from outpace.core.scores import Held
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
-from outpace.drafters._chance import ChoiceModel
+from outpace.drafters._chance import Choices
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.models.base import Model
@@ -25,7 +25,6 @@ from outpace.rules.base import best_rows
 
 DRAWS = True
 COST = "a forward of the draft model for each layer"
-_CHOICES = {"greedy": True, "sampled": False}
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _SCORE = itemgetter(0)
 
@@ -69,7 +68,7 @@ class ModelDrafter(Drafter):
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
         self._draws = Draws.read(options.draws)
-        self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
+        self._choices = Choices()
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -122,7 +121,7 @@ class ModelDrafter(Drafter):
 
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not is_drawn(state.request):
-            self._learn(state, seen)
+            self._choices.learn(state.request, state.offers, seen)
         self._grower.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
@@ -131,12 +130,11 @@ class ModelDrafter(Drafter):
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps: how the draft's chances came true, for greedy and for sampled requests."""
-        return {name: self._choices[is_greedy].remember() for name, is_greedy in _CHOICES.items()}
+        return self._choices.remember()
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
-        for name, is_greedy in _CHOICES.items():
-            self._choices[is_greedy].recall(kept[name])
+        self._choices.recall(kept)
 
     def _add(
         self,
@@ -147,7 +145,7 @@ class ModelDrafter(Drafter):
     ) -> int:
         """Hangs the best children below the frontier: the best K of all are C, the others B."""
         width = self._options.width
-        choice = self._choices[state.request.sampling.is_greedy]
+        choice = self._choices.of(state.request)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
             if not tokens:
@@ -161,14 +159,6 @@ class ModelDrafter(Drafter):
         for place, (score, node, token) in enumerate(children[: self._options.tree_nodes - before]):
             tree.add(node, token, score, Role.PRIMARY if place < width else Role.SECONDARY)
         return len(tree) - before
-
-    def _learn(self, state: ModelState, seen: Observation) -> None:
-        """What was proposed below every walked node, and what the target wrote there."""
-        choice = self._choices[state.request.sampling.is_greedy]
-        for node, written in zip(seen.path, seen.tokens, strict=False):
-            if node in state.offers:
-                tokens, values = state.offers[node]
-                choice.learn(values, tokens.index(written) if written in tokens else None)
 
 
 def build(options: Options, *, given: Given) -> ModelDrafter:

@@ -20,7 +20,7 @@ from outpace.core.needs import Given
 from outpace.core.scores import Held
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row, Source
-from outpace.drafters._chance import ChoiceModel
+from outpace.drafters._chance import Choices
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.models.base import Model, chain
 from outpace.models.text.shared import shared_tokens
@@ -75,7 +75,7 @@ class Translated(Drafter):
         self._model, self._pair, self._vocab, self._options = model, pair, vocab_size, options
         self._columns = torch.from_numpy(pair.draft_ids).to(model.device)
         self._to_draft = dict(zip(pair.target_ids.tolist(), pair.draft_ids.tolist(), strict=True))
-        self._choices = {True: ChoiceModel(), False: ChoiceModel()}  # by: is the request greedy
+        self._choices = Choices()
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -106,7 +106,7 @@ class Translated(Drafter):
         return added
 
     def observe(self, state: TranslatedState, seen: Observation) -> None:
-        self._learn(state, seen)
+        self._choices.learn(state.request, state.offers, seen)
         state.tokens += seen.tokens
         state.tail += seen.tokens
         common = len(state.frozen)
@@ -145,18 +145,10 @@ class Translated(Drafter):
         if not tokens:
             return None
         state.offers[tree.ids[node]] = offer
-        chances = self._choices[state.request.sampling.is_greedy].log_chances(values)
+        chances = self._choices.of(state.request).log_chances(values)
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
             tree.add(node, token, tree.scores[node] + chance, Role.SECONDARY if rank else Role.PRIMARY)
         return tree.child(node, tokens[0])
-
-    def _learn(self, state: TranslatedState, seen: Observation) -> None:
-        """What was offered below every walked node, and what the target wrote there."""
-        choice = self._choices[state.request.sampling.is_greedy]
-        for node, written in zip(seen.path, seen.tokens, strict=False):
-            if node in state.offers:
-                tokens, values = state.offers[node]
-                choice.learn(values, tokens.index(written) if written in tokens else None)
 
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Feeds what the sessions lack, but for the last chunk."""

@@ -138,7 +138,11 @@ def drafter_modules(drafter: str) -> dict[str, ModuleType]:
 def may_draft(method: str, drafter: str | None) -> bool:
     """Whether a draft model would have anything to do by this method with this drafter."""
     needs_none = method != "auto" and registry.find("decoders", method).NEEDS is None
-    return not needs_none and (drafter is None or bool({"model", "translated"} & drafter_modules(drafter).keys()))
+    return not needs_none and (drafter is None or any(map(_runs_model, drafter_modules(drafter))))
+
+
+def _runs_model(part: str) -> bool:
+    return registry.describe("drafters", part).needs == registry.DRAFT_MODEL
 
 
 def needs_same_tokens(drafter: str | None) -> bool:

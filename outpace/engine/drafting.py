@@ -71,9 +71,11 @@ class Drafting:
             self.worker.forget(run.key)
 
     def shut(self) -> None:
-        """Ends the worker."""
+        """Ends the worker and the drafters."""
         if self.worker:
             self.worker.close()
+        for name in list(self.drafters):
+            self._guarded(name, self.drafters[name].end)
 
     def serve(self, running: Sequence[Running]) -> None:
         """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""

@@ -252,7 +252,8 @@ class Running:
         length = len(verdict.path) - 1
         late = verdict.path[-1] >= rows  # a late node ends the path
         judged = rows - 1 - tree.roles[1:rows].count(Role.PROBE)
-        longest = max(*depths(tree.parents[:rows]), length)
+        branches = zip(depths(tree.parents[:rows]), tree.roles, strict=False)
+        longest = max(length, *(depth for depth, role in branches if role is not Role.PROBE))
         accepted = min(length, emitted)  # not what a stop or the limit cut off
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0

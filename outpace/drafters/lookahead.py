@@ -1,0 +1,155 @@
+"""Solves for the tokens ahead in parallel: a window of guesses that the target corrects, and the n-grams it leaves.
+
+Lookahead decoding: Fu et al., 2024, arXiv:2402.02057; no training, no model.
+
+The window has W columns. A column is the course of one place by Jacobi iteration: what was guessed there, then what the
+target made of it, pass by pass. The first guesses of all columns are a chain behind the root, and a column's later ones
+hang below its first. All of them are probes, scored for the window's sake and never accepted. What the target says
+behind a full column ends an n-gram, and that goes into the pool, from which the candidates come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outpace.core.errors import check_whole
+from outpace.core.needs import Given, Needs
+from outpace.core.tree import Role, TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters._grafter import Grade, Grafter, GraftState
+from outpace.drafters._phrases import Table, kept_in
+
+_WORTH, _TRIED = 0.05, 200.0  # tokens that a probe is held to bring in later rounds, until so many were judged
+_FADE = 0.99  # of the past's weight, a round
+_LEADERS = 32768  # tokens with phrases in a pool
+
+
+@dataclass(frozen=True)
+class Options:
+    """`window` columns (W), n-grams of `ngram` tokens (N), and `guesses` of them behind the same token (G) at most. So
+    wide a pass pays where rows are nearly free; give it as many --nodes as W (N-1) + G (N-1) + 1. `from_text`: the
+    prompt's and the answer's own n-grams stand in the pool too. `phrases`: a file in which the pool is kept from run
+    to run; "": each answer begins with an empty one, as in the paper."""
+
+    window: int = 7
+    ngram: int = 5
+    guesses: int = 7
+    from_text: bool = True
+    phrases: str = ""
+
+    def __post_init__(self) -> None:
+        check_whole("window", self.window, 1, 256)
+        check_whole("ngram", self.ngram, 2, 32)
+        check_whole("guesses", self.guesses, 1, 256)
+
+
+@dataclass
+class LookaheadState(GraftState):
+    """`columns`: each one's guesses, the oldest first; `probes`: the ids of their nodes in this round's tree."""
+
+    pool: Table = field(default_factory=lambda: Table(1, 1))
+    columns: list[list[int]] = field(default_factory=list)
+    probes: list[list[int]] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)  # the end of the text, whose n-grams are not complete
+    renewed: int = 0  # columns that were begun so far
+
+
+class Lookahead(Grafter[LookaheadState]):
+    """Grows the pool's n-grams behind the last token, then the window."""
+
+    name = "lookahead"
+    needs = Needs(top=1)
+
+    def __init__(self, options: Options, given: Given | None = None) -> None:
+        super().__init__()
+        self._options = options
+        self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
+        self._shared = self._pool()
+        self._kept = kept_in(options.phrases, given, self._shared)
+
+    def open(self, request: Request) -> LookaheadState:
+        pool = self._shared if self._kept is not None else self._pool()
+        state = LookaheadState(request, list(request.prompt), pool=pool)
+        self._fill(state)
+        self._read(state, request.prompt)
+        return state
+
+    def propose(self, state: LookaheadState, tree: TokenTree) -> None:
+        """Candidates, then probes: they share the node where both have the same token at the same place."""
+        grade = Grade.SURE
+        for phrase in state.pool.followers(tree.tokens[0]):
+            self.branch(state, tree, phrase, 1, grade)
+            grade = Grade.OTHER
+        if not state.probes:
+            self._probe(state, tree)
+
+    def observe(self, state: LookaheadState, seen: Observation) -> None:
+        walked = zip(seen.path, seen.tokens, strict=False)
+        given = sum(written in state.planted.get(node, ()) for node, written in walked)
+        super().observe(state, seen)
+        if seen.seen is not None and seen.seen.top is not None:
+            said = dict(zip(seen.seen.ids, seen.seen.top[:, 0].tolist(), strict=True))
+            judged = len({node for ids in state.probes for node in ids if node in said})
+            self._given, self._judged = _FADE * self._given + given, _FADE * self._judged + judged
+            self._iterate(state, said)
+        self._read(state, seen.tokens)
+        del state.columns[: len(seen.tokens) - 1]  # the root has moved beyond them
+        state.probes = []
+        self._fill(state)
+
+    def end(self) -> None:
+        if self._kept is not None:
+            self._kept.write(self._shared)
+
+    def _pool(self) -> Table:
+        return Table(_LEADERS, self._options.guesses)
+
+    def _read(self, state: LookaheadState, tokens: Sequence[int]) -> None:
+        if self._options.from_text:
+            state.last = state.pool.read(state.last, tokens, self._options.ngram - 1)
+
+    def _fill(self, state: LookaheadState) -> None:
+        """Begins new columns behind the window, with tokens of the text in an order that looks random."""
+        while len(state.columns) < self._options.window:
+            state.renewed += 1
+            state.columns.append([state.tokens[state.renewed * 40503 % len(state.tokens)]])
+
+    def _probe(self, state: LookaheadState, tree: TokenTree) -> None:
+        """The window's nodes, worth what probes brought so far: candidates mostly stand before them in a narrow pass, and
+        the first columns before the others."""
+        above, worth = 0, math.log(max(self._given / self._judged, 1e-4))
+        for place, column in enumerate(state.columns):
+            score = worth - 1e-3 * place
+            node = above = self._node(tree, above, column[0], score)
+            ids = [tree.ids[node]]
+            for token in column[1:]:
+                node = self._node(tree, node, token, score)
+                ids.append(tree.ids[node])
+            state.probes.append(ids)
+
+    @staticmethod
+    def _node(tree: TokenTree, parent: int, token: int, score: float) -> int:
+        """A node below the parent with this token, whoever's it is; else a new probe."""
+        for child in tree.children(parent):
+            if tree.tokens[child] == token:
+                return child
+        added = tree.add(parent, token, score, Role.PROBE)
+        assert added is not None
+        return added
+
+    def _iterate(self, state: LookaheadState, said: dict[int, int]) -> None:
+        """One Jacobi step of each column that was judged whole: `said` is what the target says after a node."""
+        for column, ids in zip(state.columns, state.probes, strict=False):
+            if ids[-1] not in said:
+                continue
+            column.append(said[ids[-1]])
+            state.pool.learn(column[0], tuple(column[1:]))  # a shorter n-gram as long as the column is new
+            if len(column) == self._options.ngram:
+                del column[0]
+
+
+def build(options: Options, *, given: Given | None = None, **_: object) -> Lookahead:
+    """The drafter; it needs no model."""
+    return Lookahead(options, given)

@@ -1,0 +1,143 @@
+"""Phrases that are kept between runs: the same again, replaced as a whole, refused where torn or of another kind."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import QuickToy, decode, make_request, write
+from test_matrix import Letters
+
+from outpace.candidates.inline import InlineWorker
+from outpace.candidates.thread import ThreadWorker
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.drafters import cacheback, lookahead, ouroboros
+from outpace.drafters._phrases import Table, kept_in
+from outpace.engine.build import build_drafter
+from outpace.engine.engine import Engine, EngineOptions
+
+TARGET = QuickToy(16, 3, 0)
+GIVEN = Given(TARGET, TARGET, Letters(), Letters())
+WIDE = EngineOptions(nodes=64, rows=512)
+KEEPERS = ("cacheback", "lookahead", "ouroboros")
+
+
+class OtherLetters(Letters):
+    fingerprint = "other letters"
+
+
+def test_a_table_comes_back_as_it_was() -> None:
+    chance, table, again = random.Random(0), Table(20, 3), Table(20, 3)
+    for _ in range(500):
+        table.learn(chance.randrange(30), tuple(chance.randrange(9) for _ in range(chance.randrange(1, 5))))
+    again.recall(table.arrays())
+    assert [again.followers(lead) for lead in range(30)] == [table.followers(lead) for lead in range(30)]
+    for held in (table, again):
+        held.learn(99, (1,))
+    assert [again.followers(lead) for lead in range(30)] == [table.followers(lead) for lead in range(30)]
+
+
+def test_an_empty_table_comes_back(tmp_path: Path) -> None:
+    kept = kept_in(str(tmp_path / "phrases"), GIVEN, Table(4, 4))
+    assert kept is not None
+    kept.write(Table(4, 4))
+    kept.read(table := Table(4, 4))
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_the_next_run_begins_with_what_was_learnt(tmp_path: Path, name: str) -> None:
+    asked, rounds = make_request((3, 1, 4), max_tokens=60), []
+    for _ in range(2):
+        drafter = build_drafter(name, GIVEN, {"phrases": str(tmp_path / "phrases")})
+        outcome = decode([asked], "speculative", drafter, target=TARGET, engine=WIDE)
+        assert outcome.texts == [write(TARGET, asked)]
+        rounds.append(len(outcome.steps[0]))
+    assert rounds[1] < rounds[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["phrases"]
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_nothing_is_kept_unless_it_is_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Engine(TARGET, build_drafter(name, GIVEN, {})):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [ThreadWorker, InlineWorker])
+def test_a_worker_keeps_them_too(tmp_path: Path, make: Any) -> None:
+    drafter = build_drafter("cacheback", GIVEN, {"phrases": str(tmp_path / "phrases")})
+    with Engine(TARGET, worker=make(drafter)):
+        pass
+    assert (tmp_path / "phrases").is_file()
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_phrases_of_another_tokenizer_are_refused(tmp_path: Path, name: str) -> None:
+    where = {"phrases": str(tmp_path / "phrases")}
+    with Engine(TARGET, build_drafter(name, GIVEN, where)):
+        pass
+    kept = (tmp_path / "phrases").read_bytes()
+    with pytest.raises(UserError, match="another tokenizer than the target's; delete it"):
+        build_drafter(name, GIVEN._replace(tokenizer=OtherLetters()), where)
+    assert (tmp_path / "phrases").read_bytes() == kept
+
+
+@pytest.mark.parametrize("cut", [0, 10, 40, 200, -1])
+def test_a_torn_file_is_refused_and_stays(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "phrases"
+    drafter = build_drafter("cacheback", GIVEN, {"phrases": str(path)})
+    drafter.open(make_request(tuple(range(12))))
+    drafter.end()
+    torn = path.read_bytes()[:cut]
+    path.write_bytes(torn)
+    with pytest.raises(UserError, match="delete it, and the phrases are learnt anew"):
+        build_drafter("cacheback", GIVEN, {"phrases": str(path)})
+    assert path.read_bytes() == torn
+
+
+def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "phrases"
+    drafter = build_drafter("cacheback", GIVEN, {"phrases": str(path)})
+    drafter.open(make_request(tuple(range(12))))
+    drafter.end()
+    body = bytearray(path.read_bytes())
+    body[-3] ^= 1
+    path.write_bytes(body)
+    with pytest.raises(UserError, match="its checksum is wrong"):
+        build_drafter("cacheback", GIVEN, {"phrases": str(path)})
+
+
+def test_a_frozen_table_is_no_file_of_phrases(tmp_path: Path) -> None:
+    from outpace.drafters import _store
+
+    arrays = cacheback.make([[1, 2, 3, 4, 5]], 16, cacheback.Options())
+    _store.write(tmp_path / "table", "cacheback", Letters.fingerprint, arrays)
+    with pytest.raises(UserError, match="holds the tables of drafter cacheback, not of phrases"):
+        lookahead.build(lookahead.Options(phrases=str(tmp_path / "table")), given=GIVEN)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "said"),
+    [
+        (GIVEN, "nowhere/phrases", "there is no folder"),
+        (GIVEN._replace(tokenizer=None), "phrases", "the target's is not known here"),
+    ],
+)
+def test_a_place_where_nothing_can_be_kept_is_refused(tmp_path: Path, given: Given, path: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ouroboros.build(ouroboros.Options(phrases=str(tmp_path / path)), given=given)
+
+
+def test_a_folder_that_cannot_be_written_when_it_ends_costs_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    drafter = build_drafter("cacheback", GIVEN, {"phrases": str(folder / "phrases")})
+    engine = Engine(TARGET, drafter)
+    folder.rmdir()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        engine.close()
