@@ -5,7 +5,8 @@ Run: python bench/tokens_a_pass.py [--target T] [--tasks repetition,builtin] [--
 Nothing is timed: a busy machine gives the same numbers. Each round takes the best --rows nodes of the drafter's tree,
 of those with a chance of at least --least. Tables that serve all requests keep what they learnt from answer to answer:
 the last two columns are the first and the last third of all prompts. The prediction is the answer itself with every
-tenth token replaced. --answers keeps the answers, and begins with them if the file is there. One JSON line last.
+tenth token replaced. --answers keeps the answers of these tasks, and goes on behind those that it has. One JSON line
+last.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ class Answer(NamedTuple):
 
 
 def answers(arguments: argparse.Namespace) -> list[Answer]:
-    """Written by plain decoding, or as an earlier run kept them."""
-    if arguments.answers and arguments.answers.exists():
-        return [Answer(**json.loads(line)) for line in arguments.answers.read_text().splitlines()]
-    asked = collect(arguments.tasks.split(","), arguments.prompts)
-    found = []
+    """Written by plain decoding, or as earlier runs kept them; each is kept as soon as it is there."""
+    asked, kept = collect(arguments.tasks.split(","), arguments.prompts), arguments.answers
+    lines = kept.read_text().splitlines() if kept and kept.exists() else []
+    found = [Answer(**json.loads(line)) for line in lines]
+    if len(found) == len(asked):
+        return found
     with load(arguments.target, method="autoregressive") as llm:
-        for one in track(asked, "answers", console=Console(stderr=True)):
+        for one in track(asked[len(found) :], "answers", console=Console(stderr=True)):
             prompt = llm.tokenizer.encode_prompt(one.text)
             written = llm.generate(prompt, max_tokens=arguments.tokens)[0]
             found.append(Answer(one.task, list(prompt), list(written.tokens)))
-    if arguments.answers:
-        arguments.answers.write_text("".join(json.dumps(answer._asdict()) + "\n" for answer in found))
+            if kept:
+                with kept.open("a") as file:
+                    file.write(json.dumps(found[-1]._asdict()) + "\n")
     return found
 
 

@@ -117,8 +117,8 @@ class Lookahead(Grafter[LookaheadState]):
             state.columns.append([state.tokens[state.renewed * 40503 % len(state.tokens)]])
 
     def _probe(self, state: LookaheadState, tree: TokenTree) -> None:
-        """The window's nodes, worth what probes brought so far: candidates mostly stand before them in a narrow pass, and
-        the first columns before the others."""
+        """The window's nodes, worth what probes brought so far: candidates mostly stand before them in a narrow pass,
+        and the first columns before the others."""
         above, worth = 0, math.log(max(self._given / self._judged, 1e-4))
         for place, column in enumerate(state.columns):
             score = worth - 1e-3 * place
