@@ -118,8 +118,8 @@ def test_methods_carry_their_own_options() -> None:
             "card",
             {"worker": "inline", "nodes": 6, "drafter": "model+ngram", "branches": "2"},
         ),
-        Contender("speculative:nodes=4", "speculative", {"worker": "inline", "nodes": 4}),
-        Contender("speculative:draft-length=2", "speculative", {"worker": "inline", "nodes": 6, "draft_length": "2"}),
+        Contender("speculative:nodes=4", "speculative", {"nodes": 4}),
+        Contender("speculative:draft-length=2", "speculative", {"nodes": 6, "draft_length": "2"}),
     ]
 
 
@@ -141,6 +141,11 @@ def test_methods_carry_their_own_options() -> None:
 def test_bad_methods_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         contenders.parse_methods(text, {})
+
+
+def test_a_worker_that_no_method_has_is_refused() -> None:
+    with pytest.raises(UserError, match="none of which has a worker: leave out worker 'process'"):
+        contenders.parse_methods("speculative,auto", {"worker": "process"})
 
 
 def test_peers_are_found_by_their_files() -> None:

@@ -118,6 +118,8 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
         (["--rule", "gumble"], "did you mean 'gumbel'?"),
         (["--rule", "gumbel"], "rule gumbel does not work with temperature 0"),
         (["--worker", "thred"], "did you mean 'thread'?"),
+        (["--worker", "process", "--method", "speculative"], "method speculative has no worker: leave out worker"),
+        (["--worker", "thread", "--method", "autoregressive"], "method autoregressive has no worker"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "warm"], "--temperature"),
         (["--top-p", "0"], "top_p is 0.0"),

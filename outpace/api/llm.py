@@ -66,7 +66,8 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: what proposes tokens, several on one tree joined by "+", as in "model+ngram"; several from which each
             answer chooses its own separated by commas, as in "model,ngram", the first for those that choose none.
         rule: how proposals are judged; "auto": greedy at temperature 0, else gumbel.
-        worker: where CARD's drafter runs, "thread", "process" or "inline"; `draft_threads`: CPU threads that it takes.
+        worker: where CARD's drafter runs, "thread", "process" or "inline"; None: in a thread, where the method has a
+            worker. `draft_threads`: CPU threads that it takes.
         nodes: tree nodes that one pass verifies at most; None: 32 where they are planned, else 8.
         profile: "auto" begins with what was learnt about this pair on this machine before, and keeps what it learns.
 
@@ -93,7 +94,7 @@ class LLM(AbstractContextManager["LLM"]):
         method: str = "auto",
         drafter: str | None = None,
         rule: str = "auto",
-        worker: str = "thread",
+        worker: str | None = None,
         draft_threads: int = 1,
         nodes: int | None = None,
         batch: int = 16,

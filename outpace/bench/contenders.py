@@ -36,18 +36,28 @@ class Contender:
 def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
     """Our own methods; plain decoding is always one of them and comes first: it is what all are held against.
 
-    `common` are options for every method that has a drafter and names no others. UserError for anything unknown.
+    `common` are options for every method that has a drafter and names no others; a worker is for those that have one.
+    UserError for anything unknown, and for a worker that no method has.
     """
     found = {PLAIN: Contender(PLAIN, PLAIN)}
     for label, name, own in _split(text):
-        has_drafter = name == AUTO or registry.find("decoders", name).NEEDS is not None
+        needs = registry.find("decoders", name).NEEDS
         values = {option: _value(option, value) for option, value in own.items()}
         if name == PLAIN and not values:
             continue
         if label in found:
             raise UserError(f"methods has {label} twice")
-        found[label] = Contender(label, name, {**common, **values} if has_drafter else values)
+        found[label] = Contender(label, name, {**_fitting(common, needs), **values})
+    if "worker" in common and all("worker" not in contender.options for contender in found.values()):
+        raise UserError(f"methods is {text!r}, none of which has a worker: leave out worker {common['worker']!r}")
     return list(found.values())
+
+
+def _fitting(common: Mapping[str, Any], needs: str | None) -> dict[str, Any]:
+    """Of the options for all methods those of one that needs no drafter, a drafter, or a worker."""
+    if needs is None:
+        return {}
+    return {name: value for name, value in common.items() if name != "worker" or needs == "worker"}
 
 
 def is_lossy(contender: Contender) -> bool:

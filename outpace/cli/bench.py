@@ -185,7 +185,7 @@ def _check_inflated(loading: Loading, options: Any) -> None:
 
 def _open(loading: Loading, options: Any) -> LLM:
     extra = {"inflate": options.inflate, "profile": False}
-    return replace(loading, nodes=None, rule="auto", worker="thread", draft_threads=1).open(extra)
+    return replace(loading, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
 
 
 def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:

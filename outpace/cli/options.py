@@ -101,8 +101,11 @@ class Loading:
         ),
     ] = "auto"
     worker: Annotated[
-        str, typer.Option(help="Where CARD's drafter runs: thread, process or inline.", rich_help_panel=METHOD)
-    ] = "thread"
+        str | None,
+        typer.Option(
+            help="Where CARD's drafter runs: thread, process or inline; the default is thread.", rich_help_panel=METHOD
+        ),
+    ] = None
     draft_threads: Annotated[int, typer.Option(help="CPU threads of CARD's drafter.", rich_help_panel=METHOD)] = 1
     nodes: Annotated[
         int | None,

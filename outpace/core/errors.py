@@ -35,6 +35,12 @@ def check_range(name: str, value: float, low: float, high: float = math.inf) -> 
         raise UserError(f"{name} is {value!r}, it must be {_allowed(low, high)}")
 
 
+def check_share(name: str, value: float) -> None:
+    """Raises UserError unless value is a number with 0 < value <= 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
+        raise UserError(f"{name} is {_shown(value)}, it must be a number above 0 and at most 1")
+
+
 def _allowed(low: float, high: float) -> str:
     bounds = [str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (low, high)]
     return f"at least {bounds[0]}" if high == math.inf else f"between {bounds[0]} and {bounds[1]}"

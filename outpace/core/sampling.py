@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.errors import check_range, check_share, check_whole
 
 _NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
 
@@ -25,7 +25,7 @@ class Sampling:
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
         check_whole("top_k", self.top_k, 0)
-        check_range("top_p", self.top_p, 1e-9, 1.0)
+        check_share("top_p", self.top_p)
         check_range("min_p", self.min_p, 0.0, 1.0)
 
     @property

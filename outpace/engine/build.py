@@ -175,14 +175,14 @@ class Parts:
     method: str
     drafter: str | None = None
     rule: str = "auto"
-    worker: str = "thread"
+    worker: str | None = None  # of a method that has one; None: a thread
     draft_threads: int = 1  # cores that the drafter may use beside the target
     structured: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("draft_threads", self.draft_threads, 1, 1024)
-        if self.worker not in WORKERS:
-            raise unknown("worker", self.worker, WORKERS)
+        if self.worker not in (None, *WORKERS):
+            raise unknown("worker", str(self.worker), WORKERS)
 
 
 def build_engine(
@@ -190,6 +190,7 @@ def build_engine(
 ) -> Engine:
     """An engine for a method, with drafters in turn or one in a worker. UserError for an option that no part has."""
     decoder = registry.find("decoders", parts.method)
+    _check_worker(parts, decoder)
     modules = {f"method {parts.method}": decoder}
     needs = NOTHING
     if parts.rule != "auto":
@@ -217,11 +218,18 @@ def build_engine(
     return Engine(target.model, worker=worker, options=settings, needs=needs)
 
 
+def _check_worker(parts: Parts, decoder: ModuleType) -> None:
+    if parts.worker is not None and decoder.NEEDS != "worker":
+        fitting = [name for name in registry.names("decoders") if registry.find("decoders", name).NEEDS == "worker"]
+        instead = f"leave out worker {parts.worker!r}, or choose method {' or '.join(fitting)}"
+        raise UserError(f"method {parts.method} has no worker: {instead}")
+
+
 def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
     from outpace.candidates.inline import InlineWorker
     from outpace.candidates.thread import ThreadWorker
 
-    return ThreadWorker(drafter, parts.draft_threads) if parts.worker == "thread" else InlineWorker(drafter)
+    return ThreadWorker(drafter, parts.draft_threads) if parts.worker != "inline" else InlineWorker(drafter)
 
 
 def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
