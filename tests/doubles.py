@@ -250,7 +250,7 @@ def check_when_closed(parts: Engine) -> None:
     close = parts.memory.close
 
     def checked(run: Running) -> None:
-        session = run.session
+        session = run.storage.session
         close(run)
         check_session(session, run.committed)
 

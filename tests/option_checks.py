@@ -128,7 +128,10 @@ def pause_differences() -> Iterator[str]:
             if parts.memory.used > parts.memory.budget:
                 yield "more memory is used than there is"
             for run in parts.running:
-                if run.session.tokens[: run.session.length].tolist() != run.committed[: run.session.length]:
+                if (
+                    run.storage.session.tokens[: run.storage.session.length].tolist()
+                    != run.committed[: run.storage.session.length]
+                ):
                     yield "a session holds another text than its request's"
         if not any(run.history.pauses for run in runs):
             yield "nobody paused"

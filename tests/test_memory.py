@@ -64,7 +64,7 @@ def check(engine: Engine) -> None:
         assert kept.session.length == len(kept.tokens)
         check_session(kept.session, kept.tokens)
         assert not kept.session.pending
-    sessions = [run.session for run in engine.running] + [kept.session for kept in memory._kept]
+    sessions = [run.storage.session for run in engine.running] + [kept.session for kept in memory._kept]
     assert len({id(session) for session in sessions}) == len(sessions), "one session has two owners"
     assert set(memory._open) == set(engine.running)
     assert not any(hasattr(run, "session") for run in engine.waiting)
@@ -322,7 +322,7 @@ def test_what_a_broken_round_left_is_not_reused(error: BaseException) -> None:
                 engine.step()
             with breaking(target, error), suppress(KeyboardInterrupt):
                 engine.step()
-            assert run.is_broken
+            assert run.storage.is_broken
             engine.sweep()
             assert not engine.memory._kept
             assert not engine.memory._open

@@ -68,7 +68,7 @@ class Admission:
     def fail(self, runs: Sequence[Running], error: BaseException) -> None:
         """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
         for run in runs:
-            run.is_broken = True
+            run.storage.is_broken = True
             if run.finish_reason is None:
                 run.error = error if isinstance(error, Exception) else None
                 run.finish_reason = "error" if run.error else "abort"

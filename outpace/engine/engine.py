@@ -165,7 +165,7 @@ class Engine(AbstractContextManager["Engine"]):
             run.is_due = run.ask is None and not run.is_prefilling
         settled = [(run, its) for (run, _), its in zip(trees, judged, strict=True)]
         for run, its in settled:
-            run.keep = ()
+            run.storage.keep = ()
             self._apart(run, self._hand, run, its)
         self.drafting.serve([run for run, _ in settled])
         for run, its in settled:
@@ -180,7 +180,7 @@ class Engine(AbstractContextManager["Engine"]):
         try:
             call(*arguments)
         except Exception as error:
-            run.is_broken = True
+            run.storage.is_broken = True
             run.fail(error)
 
     @staticmethod
@@ -198,7 +198,7 @@ class Engine(AbstractContextManager["Engine"]):
         if judged.logits is not None:
             run.note_logprobs(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
-        run.keep = [node for node in verdict.path if node < rows]
+        run.storage.keep = [node for node in verdict.path if node < rows]
         run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
             run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
@@ -233,5 +233,5 @@ class Engine(AbstractContextManager["Engine"]):
             if share:
                 tokens = run.committed[run.prefilled : run.prefilled + share]
                 wanted = range(len(tokens)) if run.reports_prompt else ()
-                chunks.append((run, chain(run.session, tokens, wanted, run.keep)))
+                chunks.append((run, chain(run.storage.session, tokens, wanted, run.storage.keep)))
         return chunks

@@ -66,7 +66,7 @@ class Memory:
     @property
     def used(self) -> int:
         """Bytes that running requests and kept texts take."""
-        sessions = [*(run.session for run in self._open), *(kept.session for kept in self._kept)]
+        sessions = [*(run.storage.session for run in self._open), *(kept.session for kept in self._kept)]
         return sum(map(self._bytes, sessions))
 
     def check(self, request: Request) -> None:
@@ -83,7 +83,7 @@ class Memory:
         if not self._open:
             return True
         slots = min(len(run.committed) + _AHEAD, self._capacity(run.request) + self._room)
-        ahead = sum(self._bytes(other.session, _AHEAD) for other in self._open)
+        ahead = sum(self._bytes(other.storage.session, _AHEAD) for other in self._open)
         return ahead + self._target.session_bytes(slots) <= self.budget
 
     def should_wait(self, run: Running) -> bool:
@@ -112,7 +112,7 @@ class Memory:
         self._reserve(session, len(run.committed), holder)
         if holder is not None:
             self._copy(holder, session, length)
-        run.session = session
+        run.storage.session = session
         self._open.append(run)
         if run.is_prefilling:
             self._reading.hold(run, len(run.committed))
@@ -120,23 +120,22 @@ class Memory:
     def fit(self, run: Running, rows: int) -> bool:
         """Makes slots for a request's rows of the next pass; False: another one has to go first."""
         slots = run.prefilled + rows
-        return slots <= run.session.slots or self._reserve(run.session, slots)
+        return slots <= run.storage.session.slots or self._reserve(run.storage.session, slots)
 
     def release(self, run: Running) -> None:
         """Takes a running request's keys and values away: they are read again when it is opened the next time."""
         self._open.remove(run)
         self._stored.drop(run)
         self._reading.drop(run)
-        del run.session  # a request that is over may be held for long, its keys and values may not
-        run.keep = ()
+        run.storage.release()
 
     def close(self, run: Running) -> None:
         """Takes a finished request's session back, to be kept if what it holds is known."""
         if run not in self._open:
             return
-        session, keep = run.session, run.keep
+        session, keep = run.storage.session, run.storage.keep
         self.release(run)
-        if not self._most_kept or run.is_broken:
+        if not self._most_kept or run.storage.is_broken:
             return
         session.keep(keep[: len(run.committed) - session.length])  # not what a stop or the limit cut off
         session.trim()
@@ -181,7 +180,7 @@ class Memory:
     def _is_replaced(self, kept: _Kept, length: int, session: Session, slots: int) -> bool:
         """Whether a request takes over the kept session that it begins like, in place of a new one: nothing of that is
         lost, or its slots are as many as the text can ever need, or both together are too much."""
-        beside = sum(map(self._bytes, [*(run.session for run in self._open), kept.session]))
+        beside = sum(map(self._bytes, [*(run.storage.session for run in self._open), kept.session]))
         is_too_much = beside + self._bytes(session, slots) > self.budget
         return length == len(kept.text.tokens) or kept.session.slots >= session.capacity or is_too_much
 
@@ -190,8 +189,8 @@ class Memory:
             self._kept.remove(holder)  # the last used stands last
             self._kept.append(holder)
         else:
-            holder.settle()
-        session.start_from(holder.session, length)
+            holder.storage.settle()
+        session.start_from(holder.session if isinstance(holder, _Kept) else holder.storage.session, length)
 
     def _may_reuse(self, run: Running) -> bool:
         """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
@@ -199,7 +198,7 @@ class Memory:
 
     def _reserve(self, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
         """Makes slots, and lets kept texts go for them but the one that is spared; False: they are too many."""
-        others = sum(self._bytes(run.session) for run in self._open if run.session is not session)
+        others = sum(self._bytes(run.storage.session) for run in self._open if run.storage.session is not session)
         for least in (False, True):
             used = others + self._target.session_bytes(session.slots_after(slots, least))
             if used <= self.budget:

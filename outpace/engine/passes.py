@@ -100,7 +100,7 @@ class Passes:
         needs, logits = run.draft.needs, scored.logits[share.wanted]
         if not run.tells_prompt:
             return Read(logits, None)
-        start = run.session.length
+        start = run.storage.session.length
         seen = self._seen(needs, range(start, start + len(part.tokens)), part.tokens, scored, share)
         return Read(logits, seen or Seen(range(start, start + len(part.tokens)), part.tokens))
 
@@ -126,7 +126,7 @@ def _of_prompt(run: Running, part: Part) -> Part:
 
 def _of_tree(run: Running, tree: TokenTree) -> Part:
     every = range(len(tree))
-    part = Part(run.session, tuple(tree.tokens), tuple(tree.parents), every, run.keep)
+    part = Part(run.storage.session, tuple(tree.tokens), tuple(tree.parents), every, run.storage.keep)
     return part._replace(shown=every) if run.draft.needs.layers or run.request.rule.needs.layers else part
 
 

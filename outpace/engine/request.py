@@ -73,6 +73,31 @@ class Drafted:
 
 
 @dataclass(eq=False)
+class Storage:
+    """A request's keys and values: the session that holds them, only while it runs, and what is known of it."""
+
+    session: Session = field(init=False)
+    keep: Sequence[int] = ()  # pending nodes of the session that were accepted
+    is_broken: bool = False  # a round broke off: what the session holds is unknown
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values are there, those of accepted nodes included."""
+        return self.session.length + len(self.keep)
+
+    def settle(self) -> None:
+        """Commits the accepted nodes to the session now, where the next pass would do it."""
+        if self.keep:
+            self.session.keep(self.keep)
+            self.keep = ()
+
+    def release(self) -> None:
+        """Lets go of them: a request that is over may be held for long, its keys and values may not."""
+        del self.session
+        self.keep = ()
+
+
+@dataclass(eq=False)
 class Running:
     """One request on its way. `finish_reason` is None until it is over.
 
@@ -92,9 +117,7 @@ class Running:
     history: History = field(default_factory=History, repr=False)
     draft: Drafted = field(default_factory=Drafted, repr=False)
     text: Text = field(init=False, repr=False)  # what is committed, as it is compared with others
-    session: Session = field(init=False, repr=False)  # only while it runs
-    keep: Sequence[int] = ()  # pending nodes of the session that were accepted
-    is_broken: bool = False  # a round broke off: what the session holds is unknown
+    storage: Storage = field(default_factory=Storage, repr=False)
     ask: Ask | None = None
     coroutine: Coroutine | None = None
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
@@ -121,8 +144,8 @@ class Running:
 
     @property
     def prefilled(self) -> int:
-        """Tokens whose keys and values the session holds, those of accepted nodes included."""
-        return self.session.length + len(self.keep)
+        """Tokens whose keys and values are there, those of accepted nodes included."""
+        return self.storage.held
 
     @property
     def unread(self) -> int:
@@ -143,8 +166,8 @@ class Running:
     def lend(self) -> None:
         """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""
         if self.draft.state is not None:
-            self.settle()
-            self.draft.state.base = self.session
+            self.storage.settle()
+            self.draft.state.base = self.storage.session
 
     @property
     def is_prefilling(self) -> bool:
@@ -160,7 +183,7 @@ class Running:
     def left(self) -> int:
         """Tokens that may still be written."""
         prompt = len(self.request.prompt)
-        return min(self.request.max_tokens, self.session.capacity - prompt) - (len(self.committed) - prompt)
+        return min(self.request.max_tokens, self.storage.session.capacity - prompt) - (len(self.committed) - prompt)
 
     def begin_round(self) -> None:
         """Wakes a coroutine whose last round is over: by now what that cost is known, and who else runs."""
@@ -184,19 +207,13 @@ class Running:
 
     def read(self, rows: Tensor, tokens: Sequence[int]) -> None:
         """A chunk of the text is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
-        start = self.session.length
-        self.keep = range(len(tokens))
+        start = self.storage.session.length
+        self.storage.keep = range(len(tokens))
         if len(rows) and self.request.logprobs is not None and self.reports_prompt:
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
             )
-
-    def settle(self) -> None:
-        """Commits the accepted nodes to the session now, where the next pass would do it."""
-        if self.keep:
-            self.session.keep(self.keep)
-            self.keep = ()
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""
