@@ -30,6 +30,8 @@ from outpace.core.types import Drafter, Observation, Request
 from outpace.engine.build import build_drafter
 from outpace.rules.greedy import Greedy
 
+AT_ONCE = 16  # answers that are written together; their texts are those of writing them alone
+
 
 class Answer(NamedTuple):
     """One prompt's task, its tokens, and those of the target's greedy answer."""
@@ -47,13 +49,17 @@ def answers(arguments: argparse.Namespace) -> list[Answer]:
     if len(found) == len(asked):
         return found
     with load(arguments.target, method="autoregressive") as llm:
-        for one in track(asked[len(found) :], "answers", console=Console(stderr=True)):
-            prompt = llm.tokenizer.encode_prompt(one.text)
-            written = llm.generate(prompt, max_tokens=arguments.tokens)[0]
-            found.append(Answer(one.task, list(prompt), list(written.tokens)))
+        for start in track(range(len(found), len(asked), AT_ONCE), "answers", console=Console(stderr=True)):
+            some = asked[start : start + AT_ONCE]
+            prompts = [llm.tokenizer.encode_prompt(one.text) for one in some]
+            written = llm.generate(prompts, max_tokens=arguments.tokens)
+            made = [
+                Answer(*one) for one in zip((o.task for o in some), prompts, (w.tokens for w in written), strict=True)
+            ]
+            found += made
             if kept:
                 with kept.open("a") as file:
-                    file.write(json.dumps(found[-1]._asdict()) + "\n")
+                    file.writelines(json.dumps(answer._asdict()) + "\n" for answer in made)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -25,7 +26,11 @@ def load_pair(
     same_tokens: bool = True,
 ) -> tuple[Loaded, Loaded | None]:
     """What is not loaded yet is loaded. The shipped target brings its own draft where a draft `may_draft`; the
-    draft may have other tokens where they need not be the `same_tokens`."""
+    draft may have other tokens where they need not be the `same_tokens`. A list names several drafts: the first, and
+    `others` that it holds."""
+    if isinstance(draft, list | tuple):
+        named = {"draft_device": draft_device, "draft_dtype": draft_dtype, "progress": progress, "may_draft": may_draft}
+        return _load_several(target, draft, options, tokenizer=tokenizer, same_tokens=same_tokens, **named)
     is_alone = draft is None or draft == NO_DRAFT
     if isinstance(target, Loaded) and (is_alone or isinstance(draft, Loaded)):
         given = {"draft_device": draft_device, "draft_dtype": draft_dtype, "tokenizer": tokenizer}
@@ -43,6 +48,30 @@ def load_pair(
     if draft is None or draft == NO_DRAFT or isinstance(draft, Loaded):
         return target, draft if isinstance(draft, Loaded) else None
     return target, load_draft(draft, target, of_draft, progress=progress, same_tokens=same_tokens)
+
+
+def _load_several(
+    target: Any, drafts: Sequence[Any], options: LoadOptions, *, tokenizer: Any, same_tokens: bool, **named: Any
+) -> tuple[Loaded, Loaded | None]:
+    """The target, and the first draft with the others. UserError where one is missing, named twice, or has other
+    tokens."""
+    for place, draft in enumerate(drafts):
+        if draft is None or draft == NO_DRAFT:
+            raise UserError("several drafts are named, and one of them is none: leave it out")
+        if isinstance(draft, str) and draft in drafts[:place]:
+            raise UserError(f"the draft {draft} is named twice")
+    if len(drafts) > 1 and not same_tokens:
+        raise UserError("drafter translated takes one draft model, these are several: name one")
+    first, *others = drafts or [None]
+    target, draft = load_pair(target, first, options, tokenizer=tokenizer, same_tokens=same_tokens, **named)
+    if not others or draft is None:
+        return target, draft
+    of_draft = options.of_draft(named["draft_device"], named["draft_dtype"])
+    loaded = [
+        other if isinstance(other, Loaded) else load_draft(other, target, of_draft, progress=named["progress"])
+        for other in others
+    ]
+    return target, replace(draft, others=tuple(loaded))
 
 
 def _refuse_all(options: LoadOptions, given: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ PROMPTS = (
     "List eight things to pack for a weekend in the mountains, one a line, each with a reason.",
     "Rewrite this politely: I will not come to your party, I do not like crowds.",
 )
+ALONE = "draft "  # before the name of one of several drafts
 BETTER = 1.03  # a drafter beside the target must be so much faster than one in turn to be chosen
 
 
@@ -45,39 +47,52 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Seconds by rows of a round and of the draft's step, tokens a second by way, and the way that was chosen."""
+    """Seconds by rows of a round and of the draft's step, tokens a second by way, and the way that was chosen. Of
+    several drafts, `drafts` has the tokens a second of each alone, the fastest first."""
 
     rounds: Mapping[int, float]
     draft: float | None
     rates: Mapping[str, float]
     chosen: str
     path: Path | None
+    drafts: Mapping[str, float] = field(default_factory=dict)
     options: TuneOptions = field(repr=False, default_factory=TuneOptions)
 
 
 def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> Tuned:
     """Measures, chooses, and writes the profile with which method "auto" will begin."""
     drafter = default_drafter(PLANNED, draft is not None)
-    ways: dict[str, dict[str, Any]] = {PLANNED: {}, "card": {"drafter": drafter}, "autoregressive": {}}
+    alone = _each(draft)
+    ways: dict[str, tuple[Loaded | None, dict[str, Any]]] = {
+        PLANNED: (draft, {"method": PLANNED}),
+        "card": (draft, {"method": "card", "drafter": drafter}),
+        "autoregressive": (None, {"method": "autoregressive"}),
+        **{f"{ALONE}{one.name}": (one, {"method": PLANNED}) for one in alone},
+    }
     asked = [target.tokenizer.encode_prompt(text) for text in options.prompts]
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(
-                LLM(target, None if name == "autoregressive" else draft, method=name, profile=False, **values)
-            )
-            for name, values in ways.items()
+            name: stack.enter_context(LLM(target, own, profile=False, **values)) for name, (own, values) in ways.items()
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
             costs.recall(costs.remember() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, asked, options, progress)
-        apart = rates["card"] > BETTER * rates[PLANNED]
-        chosen = "card" if apart else PLANNED
+        chosen = "card" if rates["card"] > BETTER * rates[PLANNED] else PLANNED
         path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
+        for one in alone:
+            Profile(subject(target, one)).keep(llms[f"{ALONE}{one.name}"].engine)
         learnt = costs.remember()
     rounds = {int(rows): seconds for rows, seconds in learnt["rounds"].items()}
-    return Tuned(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, options)
+    drafts = {one.name: rates.pop(f"{ALONE}{one.name}") for one in alone}
+    ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
+    return Tuned(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, ranked, options)
+
+
+def _each(draft: Loaded | None) -> list[Loaded]:
+    """Several drafts one by one; none where there is one, which the planner has alone in any case."""
+    return [replace(draft, others=()), *draft.others] if draft is not None and draft.others else []
 
 
 def _rounds(

@@ -178,8 +178,9 @@ def _check_inflated(loading: Loading, options: Any) -> None:
     """Layers that write nothing would be drafted with, or skipped: both would flatter us."""
     drafters = [str(contender.options.get("drafter", "")) for contender in options.methods]
     skips = next((name for name in drafters if "layer" in name), None)
-    if str(loading.draft).startswith("layers:") or skips:
-        named = skips or loading.draft
+    layers = next((draft for draft in loading.draft or () if draft.startswith("layers:")), None)
+    if layers or skips:
+        named = skips or layers
         raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
 
 

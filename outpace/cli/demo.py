@@ -133,7 +133,7 @@ def _has_draft(showing: Showing) -> bool:
     from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 
     if showing.draft is not None or showing.target is not None:
-        return showing.draft not in (None, NO_DRAFT)
+        return bool(showing.draft) and showing.draft != [NO_DRAFT]
     return shipped_draft(shipped_model().stem) is not None
 
 

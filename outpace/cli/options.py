@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -27,10 +27,11 @@ Target = Annotated[
     ),
 ]
 Draft = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         help="Draft model: hub id, folder or .gguf file; auto (the known small sibling); some of the target's layers,"
-        " as in layers:0,1,28,29; or none. The shipped model has a draft of its own.",
+        " as in layers:0,1,28,29; or none. The shipped model has a draft of its own. May be repeated: each round then"
+        " has the best of them.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -129,6 +130,7 @@ class Loading:
         from outpace.api.load import load
 
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
+        given["draft"] = one_or_all(self.draft)
         with LoadingBar(quiet, bar_after) as progress:
             llm = load(progress=progress, **given, **extra)
         if self.options.exact and not llm.target.model.exact:
@@ -160,6 +162,11 @@ class Loading:
 
             check_range("threads", self.threads, 1, cores())
             torch.set_num_threads(self.threads)
+
+
+def one_or_all(drafts: Sequence[str] | None) -> str | Sequence[str] | None:
+    """What the library takes: a draft by name, or a list of several."""
+    return None if not drafts else drafts[0] if len(drafts) == 1 else drafts
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -33,7 +33,7 @@ def tune(
     to: Annotated[Path | None, typer.Option(help="With --corpus: the file to make, or to replace.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this pair of models on this machine, and keep a profile for method auto.
+    """Measure this pair of models on this machine, and keep a profile for method auto; rank several drafts.
 
     With --corpus: make a drafter's file from text of your own.
     """
@@ -90,4 +90,6 @@ def _table(found: Tuned) -> Table:
     for name, rate in found.rates.items():
         times = f"  {rate / plain:.2f}x" if plain else ""
         table.add_row(f"by {name}", f"{rate:.1f} tokens/s{times}")
+    for place, (name, rate) in enumerate(found.drafts.items(), 1):
+        table.add_row(f"draft {place}: {name}", f"{rate:.1f} tokens/s" + (f"  {rate / plain:.2f}x" if plain else ""))
     return table

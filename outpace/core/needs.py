@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 class Given(NamedTuple):
-    """What a drafter may be built from: the models and their tokenizers, None where there is none. In another process
-    the draft and its tokenizer are all there is."""
+    """What a drafter may be built from: the models and their tokenizers, None where there is none; `others` are further
+    draft models with the target's tokens. In another process the draft and its tokenizer are all there is."""
 
     draft: Any = None
     target: Any = None
     draft_tokenizer: Any = None
     tokenizer: Any = None
+    others: tuple[Any, ...] = ()
 
 
 class Needs(NamedTuple):

@@ -100,6 +100,24 @@ class Grower:
             _settle(job.state)
         return held, rows
 
+    def likelihood(self, state: GrowState, tokens: Sequence[int]) -> list[float] | None:
+        """log q of tokens that follow the text, at temperature 1, by one forward; None where they have no room. Nothing
+        of them stays."""
+        session = state.session
+        if self._on_base or len(state.tokens) - state.start + len(tokens) > session.capacity:
+            return None
+        self._catch_up([state])
+        missing, pending = state.missing, session.pending
+        if len(tokens) > session.free - missing:
+            return None
+        text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
+        parents = [PREFIX, *range(pending, pending + len(text) - 1)]
+        part = Part(session, self._known(text), parents, range(missing, len(text)))
+        scores = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
+        session.keep(range(missing), () if missing else range(pending))
+        inside = [token if token < scores.shape[-1] else -1 for token in tokens]
+        return [float(scores[row, token]) if token >= 0 else -math.inf for row, token in enumerate(inside)]
+
     def follow(self, state: GrowState, seen: Observation) -> None:
         """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
         target's session: that is the target's."""

@@ -18,6 +18,7 @@ from outpace.core.scores import Held
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._chance import Choices
+from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.models.base import Model
@@ -125,6 +126,10 @@ class ModelDrafter(Drafter):
         self._grower.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
+    def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
+        """By one forward of the draft model."""
+        return self._grower.likelihood(state, tokens)
+
     def close(self, state: ModelState) -> None:
         state.session = None
 
@@ -161,8 +166,16 @@ class ModelDrafter(Drafter):
         return len(tree) - before
 
 
-def build(options: Options, *, given: Given) -> ModelDrafter:
-    """The drafter for the draft model; UserError without one."""
+def build(options: Options, *, given: Given) -> Drafter:
+    """The drafter for the draft model, or for several from which each round has its own; UserError without one."""
     if given.draft is None:
         raise UserError("drafter model needs a draft model, name one with --draft (or draft=...)")
-    return ModelDrafter(given.draft, options)
+    drafts = (given.draft, *given.others)
+    parts = [ModelDrafter(draft, options) for draft in drafts]
+    return parts[0] if len(parts) == 1 else Choosing(parts, [_cost(draft, given.target) for draft in drafts])
+
+
+def _cost(draft: Model, target: Model | None) -> float | None:
+    """Of a step, as a share of the target's pass; both are bound by their weights."""
+    own, whole = draft.weight_bytes, target.weight_bytes if target is not None else None
+    return own / whole if own and whole else None

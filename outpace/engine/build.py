@@ -163,7 +163,8 @@ def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter
 
 def _given(target: Loaded | None, draft: Loaded | None) -> Given:
     model, tokenizer = (draft.model, draft.tokenizer) if draft else (None, None)
-    return Given(model, target and target.model, tokenizer, target and target.tokenizer)
+    others = tuple(other.model for other in draft.others) if draft else ()
+    return Given(model, target and target.model, tokenizer, target and target.tokenizer, others)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,8 @@ def build_engine(
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     names = [*drafter_names(name), *([parts.structured] if parts.structured else [])]
     registry.check_known(modules, options, [module for one in names for module in drafter_modules(one).values()])
-    if not all(loaded.model.trees for loaded in (target, draft) if loaded):
+    models = [target, draft, *(draft.others if draft else ())]
+    if not all(loaded.model.trees for loaded in models if loaded):
         options = {"width": 1, "branches": 1} | dict(options)  # each branch would be a pass of its own
     drafters = {one: build_drafter(one, _given(target, draft), options) for one in names}
     if decoder.NEEDS == "drafter":
@@ -235,6 +237,8 @@ def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
 def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
     from outpace.candidates.process import ProcessWorker
 
+    if draft is not None and draft.others:
+        raise UserError("worker process drafts with one draft model, these are several: use worker thread")
     if draft is not None and draft.again is None:
         raise UserError(f"the draft {draft.name} is an object of this process: name a path, or use worker thread")
     again, vocab_size = (draft.again, draft.model.vocab_size) if draft else (None, 0)

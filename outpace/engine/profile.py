@@ -36,6 +36,7 @@ FIELDS: dict[str, Any] = {
 
 def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
     """What a profile is about: all that speeds and acceptance depend on and that can be told beforehand."""
+    others = {"others": [_model(other) for other in draft.others]} if draft and draft.others else {}
     return {
         "version": VERSION,
         "target": _model(target),
@@ -43,6 +44,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
         "processor": machine.processor(),
         "cores": machine.cores(),
         "threads": torch.get_num_threads(),
+        **others,
     }
 
 

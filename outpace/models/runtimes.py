@@ -31,7 +31,7 @@ class Loaded:
 
     `inflate`: how many times as much as its own a pass costs. `notice`: what its users are to know of it and of how it
     was loaded. `again` loads the same in another process, and can be pickled; `files` finds the folder of its files:
-    both are None where the model was handed over as an object.
+    both are None where the model was handed over as an object. `others`: of a draft, those that draft beside it.
     """
 
     model: Any
@@ -42,6 +42,7 @@ class Loaded:
     notice: str | None = None
     again: Callable[[], Loaded] | None = None
     files: Callable[[], Path] | None = None
+    others: tuple[Loaded, ...] = ()
 
     @property
     def precision(self) -> str:

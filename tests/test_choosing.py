@@ -1,0 +1,220 @@
+"""Several draft models: what was written says which of them drafts; the text stays; what may not go together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles import QuickToy, decode, make_request, write
+from test_library import folder
+from test_tuning import FEW
+
+from outpace.api.llm import LLM
+from outpace.bench.tune import tune
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation
+from outpace.drafters import model
+from outpace.drafters._choosing import Choosing, speed
+from outpace.drafters._combined import Combined
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import Options as NgramOptions
+from outpace.engine import profile as profiles
+from outpace.engine.build import Parts, build_engine
+from outpace.engine.engine import EngineOptions
+from outpace.models.load import Loaded, load_draft, load_model, silent
+
+TARGET = QuickToy(16, 3, 0)
+GARBAGE = QuickToy(16, 2, 99)
+PROMPT = (3, 1, 4, 1, 5)
+SMALL = EngineOptions(nodes=8, rows=64)
+
+
+class Counting(QuickToy):
+    """Counts its forwards."""
+
+    passes = 0
+
+    def score(self, forest: Any) -> Any:
+        self.passes += 1
+        return super().score(forest)
+
+
+def choosing(*models: Any, costs: tuple[float | None, ...] = ()) -> Choosing:
+    return Choosing([ModelDrafter(one, Options(width=2)) for one in models], costs or [0.1] * len(models))
+
+
+def test_a_likelihood_is_the_models_own_and_leaves_nothing() -> None:
+    drafter = ModelDrafter(TARGET, Options(width=2))
+    request = make_request(PROMPT, max_tokens=40)
+    state, tree = drafter.open(request), TokenTree(5)
+    tokens, text = [7, 2, 9, 9], list(PROMPT)
+    expected = [
+        float(torch.log_softmax(TARGET._row([*text, *tokens[:n]]).double(), -1)[t]) for n, t in enumerate(tokens)
+    ]
+    assert drafter.likelihood(state, tokens) == pytest.approx(expected)
+    for _ in range(3):
+        drafter.grow([state], [tree])
+    known = list(tree.tokens), dict(state.slots), state.session.pending, state.session.length
+    assert drafter.likelihood(state, tokens) == pytest.approx(expected)
+    assert known == (tree.tokens, state.slots, state.session.pending, state.session.length)
+    drafter.grow([state], [tree])
+    again, other = drafter.open(request), TokenTree(5)
+    for _ in range(4):
+        drafter.grow([again], [other])
+    assert (tree.tokens, tree.scores) == (other.tokens, other.scores)
+
+
+def test_a_token_that_the_draft_has_not_has_no_chance() -> None:
+    drafter = ModelDrafter(QuickToy(8, 2, 0), Options())
+    assert drafter.likelihood(drafter.open(make_request((1, 2))), [3, 12])[1] == -math.inf  # type: ignore[index]
+
+
+def test_a_text_that_ends_the_context_is_not_compared() -> None:
+    drafter = ModelDrafter(TARGET, Options())
+    state = drafter.open(make_request((1, 2), max_tokens=3))
+    assert drafter.likelihood(state, [1] * 9) is None
+
+
+@pytest.mark.parametrize("models", [(GARBAGE, TARGET), (TARGET, GARBAGE)])
+def test_the_draft_that_is_right_drafts(models: tuple[Any, Any]) -> None:
+    asked = make_request(PROMPT, max_tokens=60)
+    found = decode([asked], "speculative", choosing(*models), target=TARGET, engine=SMALL)
+    alone = decode([asked], "speculative", ModelDrafter(TARGET, Options(width=2)), target=TARGET, engine=SMALL)
+    assert found.texts == [write(TARGET, asked)]
+    assert len(found.steps[0]) <= len(alone.steps[0]) + 6
+
+
+def test_an_answer_of_another_kind_is_noticed_within_its_first_rounds() -> None:
+    """Answers before were all the first draft's; this one is the second's from its beginning."""
+    drafter = choosing(TARGET, GARBAGE)
+    for number in range(4):
+        decode([make_request((number, 2), max_tokens=40)], "speculative", drafter, target=TARGET, engine=SMALL)
+    asked = make_request(PROMPT, max_tokens=60)
+    found = decode([asked], "speculative", drafter, target=GARBAGE, engine=SMALL)
+    assert found.texts == [write(GARBAGE, asked)]
+    accepted = [step.accepted for step in found.steps[0]]
+    assert sum(accepted[:2]) <= 2
+    assert sum(accepted[8:]) / len(accepted[8:]) > 2
+
+
+def test_of_two_that_are_as_good_the_cheaper_one_drafts() -> None:
+    drafter = choosing(TARGET, QuickToy(16, 3, 0), costs=(0.5, 0.05))
+    state = drafter.open(make_request(PROMPT))
+    assert state.chosen == 1
+    assert [speed(0.7, 0.05) > speed(0.8, 0.4), speed(0.0, 0.3)] == [True, 1.0]
+
+
+@pytest.mark.parametrize(("chance", "cost"), [(0.0, 0.1), (1.0, 0.1), (0.3, 0.4), (0.3, 0.1), (0.8, 0.1), (0.95, 0.02)])
+def test_the_speed_is_that_of_the_best_length(chance: float, cost: float) -> None:
+    best = max(sum(chance**n for n in range(length + 1)) / (1 + length * cost) for length in range(9))
+    assert speed(chance, cost) == pytest.approx(best)
+
+
+def test_those_that_do_not_draft_read_seldom() -> None:
+    idle = Counting(16, 2, 99)
+    asked = make_request(PROMPT, max_tokens=400)
+    found = decode([asked], "speculative", choosing(TARGET, idle), target=TARGET, engine=SMALL)
+    assert idle.passes <= 6 + len(found.steps[0]) / 16 + 3
+
+
+@pytest.mark.parametrize("method", ["speculative", "auto", "card"])
+@pytest.mark.parametrize("rule", ["greedy", "gumbel", "match"])
+def test_the_text_is_plain_decodings(method: str, rule: str) -> None:
+    sampling = {} if rule == "greedy" else {"temperature": 0.9}
+    asked = [make_request(PROMPT[:length], rule, 40, seed=length, **sampling) for length in (1, 3, 5)]
+    near = QuickToy(16, 3, 0)
+    near._tables = 0.7 * TARGET._tables + 0.3 * QuickToy(16, 3, 1)._tables
+    drafter = Combined([Ngram(NgramOptions()), choosing(GARBAGE, near, TARGET)])
+    worker = "inline" if method == "card" else None
+    found = decode(asked, method, drafter, worker=worker, target=TARGET, engine=SMALL)
+    assert found.failure is None
+    assert found.texts == [write(TARGET, request) for request in asked]
+
+
+def test_a_rule_that_judges_drawn_tokens_writes_the_same_again() -> None:
+    asked = [make_request(PROMPT, "rejection", 40, seed=2, temperature=0.9)]
+    texts = [
+        decode(asked, "speculative", choosing(GARBAGE, TARGET), target=TARGET, engine=SMALL).texts for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_what_was_learnt_is_remembered() -> None:
+    drafter, again = choosing(GARBAGE, TARGET), choosing(GARBAGE, TARGET)
+    decode([make_request(PROMPT)], "speculative", drafter, target=TARGET, engine=SMALL)
+    again.recall(drafter.remember())
+    assert again.open(make_request(PROMPT)).chosen == 1
+    assert choosing(GARBAGE, TARGET).open(make_request(PROMPT)).chosen == 0
+
+
+def test_one_draft_is_drafted_with_as_ever() -> None:
+    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET)), ModelDrafter)
+    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET, others=(GARBAGE,))), Choosing)
+
+
+def test_an_observation_without_tokens_compares_nothing() -> None:
+    drafter = choosing(GARBAGE, TARGET)
+    state = drafter.open(make_request(PROMPT))
+    drafter.observe(state, Observation((), (), TokenTree(5, 9, 10)))
+    assert state.chosen == 0
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_model(folder(tmp_path_factory.mktemp("choosing"), "target"), runtime="llama")
+
+
+def test_the_library_takes_a_list_of_drafts(target: Loaded, tmp_path: Path) -> None:
+    first, second = load_draft("layers:0", target), load_model(folder(tmp_path, "draft"), runtime="llama")
+    with LLM(target, [first, second], method="speculative", profile=False) as llm:
+        assert llm.draft is not None
+        assert [one.name for one in llm.draft.others] == [second.name]
+        assert (
+            llm.generate("hello", max_tokens=20)[0].tokens == llm.generate("hello", max_tokens=20, plain=True)[0].tokens
+        )
+    with LLM(target, [first], method="speculative") as llm:
+        assert llm.draft is first
+    with LLM(target, [], method="speculative") as llm:
+        assert llm.draft is None
+
+
+@pytest.mark.parametrize(
+    ("drafts", "options", "said"),
+    [
+        (["layers:0", "none"], {}, "one of them is none"),
+        (["layers:0", "layers:0"], {}, "layers:0 is named twice"),
+        (["layers:0", "layers:0,1"], {"drafter": "translated"}, "drafter translated takes one draft model"),
+    ],
+)
+def test_drafts_that_do_not_go_together_are_refused(
+    target: Loaded, drafts: list[str], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        LLM(target, drafts, **options)
+
+
+def test_a_process_drafts_with_one_model(target: Loaded) -> None:
+    from dataclasses import replace
+
+    draft = replace(load_draft("layers:0", target), others=(target,))
+    with pytest.raises(UserError, match="worker process drafts with one draft model"):
+        build_engine(target, draft, Parts("card", "model", worker="process"), SMALL, {})
+
+
+def test_tuning_ranks_them(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "FEWEST", 1)
+    draft = replace(load_draft("layers:0", target), others=(load_draft("layers:0,1", target),))
+    found = tune(target, draft, FEW, silent)
+    assert set(found.drafts) == {"layers:0", "layers:0,1"}
+    assert list(found.drafts.values()) == sorted(found.drafts.values(), reverse=True)
+    assert set(found.rates) == {"auto", "card", "autoregressive"}
+    assert len(list((tmp_path / "profiles").iterdir())) == 3
