@@ -204,6 +204,7 @@ OPTION_MUTATIONS = [
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
     mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
+    mutation("options: every token is allowed", adjust, "_keep", lambda f: lambda *parts: None),
     mutation(
         "options: draft rows without the path", passes, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
     ),

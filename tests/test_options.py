@@ -72,6 +72,11 @@ OPTIONS: dict[str, Option] = {
     "bad words that overlap": lambda t, s: ban(t[2:4], t[3:6], t[:3], (t[9],)),
     "bad word that begins and ends in a token": lambda t, s: adjust(banned=TEXTS.ban((s[4:7], s[9:12]))),
     "min tokens": lambda t, s: {**adjust(min_tokens=9), "stop_ids": frozenset({t[2], t[5]})},
+    "allowed tokens": lambda t, s: adjust(allowed=tuple({t[1], t[3], t[4], (t[0] + 1) % 16})),
+    "allowed tokens, one of them a stop": lambda t, s: {
+        **adjust(allowed=(t[2], (t[2] + 1) % 16), min_tokens=4, logit_bias=((t[2], -2.0),)),
+        "stop_ids": frozenset({t[2]}),
+    },
     "stop token": lambda t, s: {"stop_ids": frozenset({t[6], (t[6] + 1) % 16})},
     "stop string": lambda t, s: {"stops": (s[5:9],)},
     "stop strings after nine tokens": lambda t, s: {**adjust(min_tokens=9), "stops": (s[5:7], s[12:14], s[2:3])},

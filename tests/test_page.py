@@ -88,6 +88,6 @@ def test_an_answer_can_be_stopped(site: Served, page: Any) -> None:
 def test_errors_are_shown_as_text(page: Any) -> None:
     ask(page, "<img src=x onerror=alert(1)> " * 2000, 10)
     page.wait_for_selector(".foot.differs")
-    assert "context holds" in page.inner_text(".foot.differs")
+    assert "maximum context length" in page.inner_text(".foot.differs")
     assert page.locator(".turn img").count() == 0
     page.troubles.clear()  # the browser itself tells of the status 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,6 +242,7 @@ def told_of(answered: Any) -> tuple[str, str, Any]:
         {"logit_bias": {"20": 5.0, "21": -100}},
         {"min_tokens": 12, "stop_token_ids": [20, 21, 22]},
         {"bad_words": ["hello"]},
+        {"allowed_token_ids": [20, 21, 22, 68]},
     ],
 )
 def test_every_field_of_sampling_reaches_the_answer(site: Served, fields: dict[str, Any]) -> None:
@@ -306,6 +308,13 @@ def test_the_small_addresses_answer(site: Served) -> None:
     assert site.ask("/docs").status == 404
 
 
+def test_the_schema_of_bodies_is_whole(site: Served) -> None:
+    document = json.loads(site.ask("/openapi.json").body)
+    found = re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', json.dumps(document))
+    assert {"ChatMessage", "StreamOptions", "OutpaceOptions"} <= set(found) <= document["components"]["schemas"].keys()
+    assert "$defs" not in json.dumps(document)
+
+
 def test_metrics_count_what_was_written(site: Served) -> None:
     names = ("generation_tokens_total", "prompt_tokens_total", "spec_decode_num_draft_tokens_total")
     before = [site.figure(name) for name in names]
@@ -318,3 +327,19 @@ def test_metrics_count_what_was_written(site: Served) -> None:
     for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
         assert f"outpace:{name}" in page
     assert site.figure("request_success_total", finished_reason="length") > 0
+
+
+def test_metrics_tell_who_drafted_and_what_it_gave(site: Served) -> None:
+    def drafted() -> float:
+        found = site.service.metrics.registry.collect()
+        samples = [sample for family in found for sample in family.samples]
+        return sum(sample.value for sample in samples if sample.name == "outpace:draft_tokens_total")
+
+    before, compiled = drafted(), site.figure("grammar_compile_seconds_count")
+    forced = {"structured_outputs": {"choice": ["hello hello hello hello"]}, "max_tokens": 60, "temperature": 0}
+    told = [site.chat(**forced, n=1).json["timings"]["draft_n"] for _ in range(6)]
+    site.wait_idle()
+    assert site.figure("grammar_compile_seconds_count") == compiled + 1
+    assert drafted() - before == sum(told) > 0
+    assert site.figure("grammar_compile_seconds_sum") > 0
+    assert site.figure("speculation_speedup") > 0

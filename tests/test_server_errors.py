@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fuzz_server import own
 from serving import HELLO, PATIENCE, Served, served
 from test_library import folder
 
@@ -232,74 +232,11 @@ def test_no_browser_s_page_may_ask(site: Served) -> None:
     assert not [name for name in found.headers if name.startswith("access-control")]
 
 
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    2**70,
-    1.5,
-    1e308,
-    "",
-    "hello",
-    "\0",
-    [],
-    [[]],
-    [None],
-    {},
-    {"a": {}},
-    [1, 2],
-    ["x"],
-    [{"role": "user"}],
-]
-NAMES = (
-    "messages",
-    "prompt",
-    "model",
-    "n",
-    "max_tokens",
-    "stop",
-    "seed",
-    "temperature",
-    "top_p",
-    "logit_bias",
-    "logprobs",
-)
-MORE = (
-    "stream",
-    "stream_options",
-    "top_logprobs",
-    "echo",
-    "best_of",
-    "bad_words",
-    "stop_token_ids",
-    "outpace",
-    "min_tokens",
-)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_no_body_is_a_fault_of_the_server(site: Served, seed: int) -> None:
-    draw = random.Random(seed)
-    statuses = set()
-    for _ in range(60):
-        path, first = draw.choice(
-            [
-                (CHAT, {"messages": HELLO}),
-                ("/v1/completions", {"prompt": "hello"}),
-                ("/tokenize", {}),
-                ("/detokenize", {}),
-            ]
-        )
-        body = {**first, "max_tokens": 2} if path.startswith("/v1") else {}
-        body |= {name: draw.choice(VALUES) for name in draw.sample(NAMES + MORE, draw.randint(1, 3))}
-        body.pop("model", None) if draw.random() < 0.8 else None
-        found = site.ask(path, body)
-        statuses.add(found.status)
-        assert found.status < 500, (path, body, found.body)
-    assert {200, 400} <= statuses
-    site.wait_idle()
+    found = own(site, 150, seed, 3)
+    assert not found["faults"]
+    assert {200, 400} <= found["statuses"].keys()
 
 
 def test_a_connection_too_many_is_refused(llm: outpace.LLM) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from test_library import folder
 from test_server_apis import named
 
 import outpace
-from outpace.server.parts import CallArguments, CallBegin, Splitter, Text, Thought
+from outpace.server import calling
+from outpace.server.parts import CallArguments, CallBegin, Part, Splitter, Text, Thought
+from outpace.tools.calls import CallParser
+from outpace.tools.families import HERMES
+from outpace.tools.offered import read_tools
 from outpace.tools.reasoning import ReasoningParser
 
 PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
@@ -26,6 +32,9 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
+CALL = '{"name": "add", "arguments": {"x": 1}}'
+THOUGHTS = ("", "<think>a < b </thin</think>\n", "<think>", "a <think>")
+CALLS = (f"so <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call> it", "<tool_call>\n{no")
 WITH_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}" + TEMPLATE
 
 
@@ -33,6 +42,15 @@ WITH_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endf
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=512)
     set_fields(Path(model), chat_template=WITH_TOOLS)
+    with outpace.load(model, "layers:0") as llm, served(llm) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model whose template begins a thought."""
+    model = folder(tmp_path_factory.mktemp("thinking"), "target", max_position_embeddings=512)
+    set_fields(Path(model), chat_template=TEMPLATE + "<think>\n{# </think> #}")
     with outpace.load(model, "layers:0") as llm, served(llm) as site:
         yield site
 
@@ -155,6 +173,58 @@ def test_tools_that_the_template_ignores_are_told_or_refused(deaf: outpace.LLM) 
         found = site.chat(tools=[ADD], max_tokens=5)
         assert found.status == 200
         assert found.json["usage"]["prompt_tokens"] > bare
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_a_form_is_kept_behind_a_thought(thinking: Served, speculation: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calling, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>"')
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+    asked = {"response_format": form, "max_tokens": 200, "seed": 3, "outpace": {"speculation": speculation}}
+    whole = thinking.chat(**asked).json
+    message, usage = whole["choices"][0]["message"], whole["usage"]
+    assert json.loads(message["content"])["a"] in (True, False)
+    assert re.fullmatch("[a-z]{1,9}", message["reasoning"])
+    thought = len(thinking.llm.tokenizer.continuation(f"{message['reasoning']}</think>"))
+    assert 2 <= usage["completion_tokens_details"]["reasoning_tokens"] <= thought
+    streamed = thinking.chat(**asked, stream=True, stream_options={"include_usage": True}).events
+    assert streamed[-1]["usage"] == {**usage, "prompt_tokens_details": streamed[-1]["usage"]["prompt_tokens_details"]}
+    deltas = [event["choices"][0]["delta"] for event in streamed if event["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    body = {"input": "hello world", "text": {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}}
+    found = thinking.ask("/v1/responses", {**body, "max_output_tokens": 200, "seed": 3}).json
+    assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
+    details = found["usage"]["output_tokens_details"]
+    assert details["reasoning_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"]
+
+
+def test_a_wrong_form_behind_a_thought_is_told(thinking: Served) -> None:
+    found = thinking.chat(response_format={"type": "nothing"})
+    assert (found.status, found.error["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize("text", [f"{thought}{call}" for thought in THOUGHTS for call in CALLS])
+def test_every_split_of_thoughts_and_calls_gives_the_same_parts(text: str) -> None:
+    def parts(chunks: Iterable[str]) -> list[Part]:
+        splitter = Splitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
+        told = [part for chunk in chunks for part in splitter.push(chunk)] + splitter.finish()
+        return merged(told)
+
+    expected = parts([text])
+    assert parts(text) == expected
+    for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        assert parts((text[:first], text[first:second], text[second:])) == expected, (first, second)
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Neighbours of one kind as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, CallBegin) or type(last) is not type(part):
+            found.append(part)
+        else:
+            found[-1] = part._replace(text=last.text + part.text)
+    return found
 
 
 def test_thoughts_and_calls_are_taken_apart() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from hypothesis import strategies as st
 
 from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
+from outpace.grammar.structure import Structure, read
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools import families, offered
 from outpace.tools.calls import CallParser
 from outpace.tools.families import HERMES, JSON, LLAMA, MISTRAL, Family, family_of
-from outpace.tools.forced import structure_of
+from outpace.tools.forced import structure_of, thought_rules
 from outpace.tools.offered import Choice, Tool, read_choice, read_tools, takes_tools, with_tool_prompt
 from outpace.tools.pieces import CallArguments, CallBegin, Delta, Text, merged
-from outpace.tools.reasoning import ReasoningParser, Thought, begins_open, has_thoughts
+from outpace.tools.reasoning import ReasoningParser, Thought, begins_open, has_thoughts, thought_tokens
 
 WEATHER = {
     "type": "function",
@@ -213,6 +215,11 @@ def answers(tokenizer: Tokenizer, family: Family, choice: Choice, text: str, **o
     """Whether a text is one whole answer under the structure."""
     structure = structure_of(tokenizer, family, TOOLS, choice, **options)
     assert structure is not None
+    return is_answer(tokenizer, structure, text)
+
+
+def is_answer(tokenizer: Tokenizer, structure: Structure, text: str) -> bool:
+    """Whether a text is one whole answer of this structure."""
     constraint = Grammars(tokenizer).constraint(structure, 0)
     tokens = tokenizer.continuation(text)
     end = sorted(tokenizer.stop_ids)[:1] or [tokenizer.size]
@@ -246,7 +253,47 @@ def test_calls_are_forced_and_begun_freely(
     assert answers(tokenizer, family, Choice(kind), good, parallel=parallel)
     if (family, kind) != (MISTRAL, "auto"):  # whose mark is plain text in this vocabulary, so free text too
         assert not answers(tokenizer, family, Choice(kind), bad, parallel=parallel)
-    assert answers(tokenizer, family, Choice(kind), f"<think>a < b</think>\n{good}", parallel=parallel, thinks=True)
+    for is_open in (False, True):
+        thought, begins = thought_rules(tokenizer, is_open), "" if is_open else "<think>"
+        text = f"{begins}a < b</think>\n{good}"
+        assert answers(tokenizer, family, Choice(kind), text, parallel=parallel, thought=thought)
+        assert not answers(tokenizer, family, Choice(kind), f"{begins}a < b", parallel=parallel, thought=thought)
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"json": {"enum": [1, 2]}}, "2", "3"),
+        ({"regex": "[a-c]{2}"}, "ab", "ad"),
+        ({"choice": ["yes", "no"]}, "no", "maybe"),
+        ({"grammar": 'start: "a"+ tail\ntail: "b"'}, "aab", "b"),
+    ],
+)
+def test_a_form_may_stand_behind_a_thought(asked: dict[str, Any], good: str, bad: str, folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    form = read(None, asked)
+    assert form is not None
+    for is_open, begins in ((False, "<think>"), (True, "")):
+        structure = replace(form, thought=thought_rules(tokenizer, is_open))
+        assert is_answer(tokenizer, structure, f"{begins}it is 2 < 3</think>\n\n{good}")
+        assert not is_answer(tokenizer, structure, f"{begins}so</think>{bad}")
+        assert not is_answer(tokenizer, structure, good)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "is_open", "count"),
+    [
+        (["<th", "ink>", "so", "</thi", "nk>x", "y"], False, 5),
+        (["\n", "<think>", "so"], False, 3),
+        (["so", " what</think>", "y"], True, 2),
+        (["so"], True, 1),
+        (["so", "<think>", "</think>"], False, 0),
+        (["<th"], False, 0),
+        ([], True, 0),
+    ],
+)
+def test_tokens_of_a_thought_are_counted(pieces: list[str], is_open: bool, count: int) -> None:
+    assert thought_tokens([piece.encode() for piece in pieces], is_open) == count
 
 
 def test_a_named_tool_is_the_only_one(folder: Path) -> None:

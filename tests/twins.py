@@ -126,6 +126,8 @@ def adjusted_slowly(
             row[token] -= settings.presence_penalty + settings.frequency_penalty * answer.count(token)
         if token in request.stop_ids and len(answer) < settings.min_tokens:
             row[token] = -math.inf
+        if settings.allowed is not None and token not in settings.allowed:
+            row[token] = -math.inf
         if settings.banned and completes(settings.banned.strings, [texts[other] for other in answer], texts[token]):
             row[token] = -math.inf
     return row

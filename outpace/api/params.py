@@ -47,6 +47,8 @@ class SamplingParams:
         presence_penalty: -2 to 2, taken off the logit of tokens that the answer has.
         frequency_penalty: -2 to 2, taken off for each time that the answer has them.
         logit_bias: token id to what is added to its logit, -100 to 100.
+        allowed_token_ids: no token but these is written, a stop token neither that is not named; None for all. Not
+            beside bad_words.
         bad_words: strings that the answer's text never contains, however it is cut into tokens, not even inside a
             longer word: "art" bans "party". Upper and lower case differ. The prompt may contain them.
 
@@ -82,6 +84,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     logprobs_mode: str = "raw"
     echo: bool = False
@@ -103,6 +106,7 @@ class SamplingParams:
             raise UserError(f"min_tokens is {self.min_tokens}, it must be at most max_tokens {self.max_tokens}")
         self._check_logprobs()
         self._check_choices()
+        self._check_allowed()
         _ = self.sampling
         _ = self.structure
         self._adjustments(None)
@@ -142,6 +146,7 @@ class SamplingParams:
             logit_bias=tuple(sorted(self.logit_bias.items())),
             banned=banned,
             min_tokens=self.min_tokens,
+            allowed=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )
 
     def _check_logprobs(self) -> None:
@@ -151,6 +156,14 @@ class SamplingParams:
             raise UserError(f"logprobs_mode is {self.logprobs_mode!r}, it must be {' or '.join(LOGPROBS_MODES)}")
         if self.logprobs is None and self.logprobs_mode != "raw":
             raise UserError("logprobs_mode says nothing without logprobs, give both or neither")
+
+    def _check_allowed(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        if not self.allowed_token_ids:
+            raise UserError("allowed_token_ids has no token, at least one is needed, or None for all")
+        if self.bad_words:
+            raise UserError("allowed_token_ids and bad_words may leave nothing to write, give one of them")
 
     def _check_choices(self) -> None:
         check_whole("n", self.n, 1, 1024)
@@ -248,6 +261,7 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stops,
     "bad_words": _strings,
     "stop_token_ids": _token_ids,
+    "allowed_token_ids": lambda name, value: None if value is None else _token_ids(name, value),
     "logit_bias": _bias,
     "prediction": _prediction,
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens"), _switch),

@@ -6,6 +6,7 @@ The order is that of transformers and vLLM: bias, penalties, then what is forbid
 - presence and frequency (OpenAI's API): l - presence - frequency * count, for tokens of the answer;
 - banned strings: a token is forbidden where it would complete one in the answer's text (`core.banned_text`);
 - min tokens: stop tokens are forbidden before so many tokens are written;
+- allowed tokens: all others are forbidden;
 - a constraint: what it refuses is forbidden.
 """
 
@@ -85,6 +86,15 @@ def _adjust(logits: Tensor, rows: Sequence[Row], settings: Adjustments) -> None:
     if settings.banned is not None:
         always = settings.banned.always.to(logits.device)
         logits[:, always[always < vocab]] = _FORBIDDEN
+    if settings.allowed is not None:
+        _keep(logits, settings.allowed)
+
+
+def _keep(logits: Tensor, allowed: Sequence[int]) -> None:
+    """Forbids all other tokens, in place."""
+    refused = torch.ones(logits.shape[-1], dtype=torch.bool)
+    refused[[token for token in allowed if token < len(refused)]] = False
+    logits[:, refused.to(logits.device)] = _FORBIDDEN
 
 
 def _penalise_repetition(logit: Tensor, seen: set[int], penalty: float) -> None:

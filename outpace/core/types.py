@@ -68,6 +68,7 @@ class Adjustments:
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned: BannedText | None = None  # strings that the answer must not contain
     min_tokens: int = 0  # no stop token before so many tokens
+    allowed: tuple[int, ...] | None = None  # no token but these; None: all
 
     def __post_init__(self) -> None:
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)

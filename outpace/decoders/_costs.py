@@ -188,6 +188,12 @@ class Costs:
         measured = self._rates[requests].value if requests in self._rates else 0.0
         return max(measured, requests / plain if plain else 0.0)
 
+    def speedup(self, requests: int) -> float:
+        """Over plain decoding of so many requests: what is written lately, by what their plain rounds would write; 0:
+        unknown."""
+        plain = self.target(requests)
+        return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
+
     def _rising(self) -> tuple[list[int], list[float]]:
         """Row counts and their times; a pass over more rows never counts as the cheaper one."""
         known = {rows: median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Needs
-from outpace.core.types import Request
+from outpace.core.types import Adjustments, Request
 from outpace.models.base import Model
 
 
@@ -41,3 +41,12 @@ def check_request(request: Request, target: Model) -> None:
         check_whole("min_tokens", request.adjustments.min_tokens, 0, request.max_tokens)
         for token, _ in request.adjustments.logit_bias:
             check_range("a token of logit_bias", token, 0, last)
+        _check_allowed(request, request.adjustments, last)
+
+
+def _check_allowed(request: Request, adjustments: Adjustments, last: int) -> None:
+    """The tokens that alone may be written: they are there, and something is left where an answer may not end yet."""
+    for token in adjustments.allowed or ():
+        check_range("a token of allowed_token_ids", token, 0, last)
+    if adjustments.allowed is not None and adjustments.min_tokens and request.stop_ids.issuperset(adjustments.allowed):
+        raise UserError("allowed_token_ids has stop tokens alone, which min_tokens forbids: allow others")

@@ -69,6 +69,7 @@ class Drafting:
             self._guarded(run.draft.name, drafter.close, run.draft.state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
+            run.history.stale += run.place.candidates.counts["dead parent"]
 
     def shut(self) -> None:
         """Ends the worker and the drafters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -53,9 +54,11 @@ class History:
     reused: int = 0  # tokens of the prompt whose keys and values were there
     first_token: float = 0.0  # when the first round ended, 0 before
     ended: float = 0.0  # when the last one did
+    stale: int = 0  # candidates of a worker that came after the text had gone another way
     pauses: int = 0  # how often its keys and values were taken away for want of memory
     steps: list[Step] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
+    drafted: Counter[str] = field(default_factory=Counter)  # tokens that were judged, by who proposed them
     rounds: list[Round] = field(default_factory=list)  # where they are asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
@@ -282,6 +285,8 @@ class Running:
         history.ended, history.first_token = now, history.first_token or now
         history.sources += [tree.sources[node] or UNKNOWN for node in verdict.path[1 : accepted + 1]]
         history.sources += [TARGET] * (emitted - accepted)
+        nodes = [node for node in range(1, rows) if tree.roles[node] is not Role.PROBE]
+        history.drafted.update(tree.sources[node] or UNKNOWN for node in [*nodes, *verdict.path[-1:] * late])
         if self.request.rounds:
             path = tuple(node for node in verdict.path[: accepted + 1] if node < rows)
             tokens, parents, sources = tree.tokens[:rows], tree.parents[:rows], tree.sources[:rows]

@@ -99,7 +99,14 @@ def _written(library: Any, structure: Structure) -> str:
         text = library.grammar_from_regex(structure.text)
     else:
         text = library.grammar_from_lark(structure.text)
-    return text
+    return _behind(structure.thought, text) if structure.thought else text
+
+
+def _behind(thought: str, text: str) -> str:
+    """A grammar in llguidance's own form behind a thought."""
+    grammars = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    first = {"lark_grammar": f"start: thought /[ \\n]*/ @answer\n{thought}"}
+    return json.dumps({"grammars": [first, {**grammars[0], "name": "answer"}, *grammars[1:]]})
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:

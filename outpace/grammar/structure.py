@@ -22,11 +22,13 @@ FORMATS = ("text", "json_object", "json_schema")
 @dataclass(frozen=True)
 class Structure:
     """One kind of answer. `text` is a JSON schema, a regex, or a grammar in Lark's syntax. `compact`: JSON is written
-    with ", " and ": " between its parts and no other whitespace."""
+    with ", " and ": " between its parts and no other whitespace. `thought`: Lark rules; the one of this name, and some
+    space, stand before all that."""
 
     kind: str  # json, regex or lark
     text: str
     compact: bool = False
+    thought: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.text.encode("utf-8", "surrogatepass"))

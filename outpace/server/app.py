@@ -45,13 +45,17 @@ def build(service: Service) -> ASGIApp:
 
     app = FastAPI(title="outpace", docs_url=None, redoc_url=None, lifespan=life)
     routes = Routes(service)
+    parts: dict[str, Any] = {}  # schemas to which those of bodies refer
     for path, kind, handler in routes.posts():
-        content = {"application/json": {"schema": kind.model_json_schema()}}
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        parts |= schema.pop("$defs", {})
+        content = {"application/json": {"schema": schema}}
         extra = {"requestBody": {"required": True, "content": content}}
         app.add_api_route(path, _guarded(handler), methods=["POST"], openapi_extra=extra, response_model=None)
     for path, handler in routes.gets():
         app.add_api_route(path, _guarded(handler), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _refused)
+    app.openapi()["components"] = {"schemas": parts}  # which is made once
     return Gate(app, service.options)
 
 

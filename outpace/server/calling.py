@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.grammar.structure import read as read_structure
+from outpace.server.choices import no_thoughts
 from outpace.server.errors import ApiError
 from outpace.server.parts import Splitter
 from outpace.server.service import Service
 from outpace.tools.calls import CallParser
-from outpace.tools.forced import structure_of
+from outpace.tools.forced import structure_of, thought_rules
 from outpace.tools.offered import Choice, Tool, read_choice, read_tools, with_tool_prompt
-from outpace.tools.reasoning import CLOSE, ReasoningParser, begins_open
+from outpace.tools.reasoning import CLOSE, ReasoningParser, begins_open, thought_tokens
 
 TAIL = 32  # tokens of a prompt in which it may begin a thought
 
@@ -45,12 +47,12 @@ class Calling:
         """What `SamplingParams` is told of what must be written."""
         given = {"response_format": response_format, "structured_outputs": structured_outputs}
         found = {name: value for name, value in given.items() if value is not None}
-        thinks = self._begins_open(prompt) or (self.service.has_thoughts and not self._has_thought(prompt))
-        structure = structure_of(
-            self.service.llm.tokenizer, self.service.family, self.tools, self.choice, self.parallel, thinks
-        )
+        tokenizer, is_open = self.service.llm.tokenizer, self._begins_open(prompt)
+        thinks = is_open or (self.service.has_thoughts and not self._has_thought(prompt))
+        thought = thought_rules(tokenizer, is_open) if thinks else ""
+        structure = structure_of(tokenizer, self.service.family, self.tools, self.choice, self.parallel, thought)
         if structure is None:
-            return found
+            return _behind(thought, found) if thought and found else found
         if structured_outputs is not None or (response_format or {}).get("type", "text") != "text":
             raise ApiError(400, "tools and a form of the answer cannot both be asked for", param="tools")
         special = {"skip_special_tokens": False} if self.service.family.keeps_special else {}
@@ -64,6 +66,13 @@ class Calling:
             ReasoningParser(is_open) if thinks else None, CallParser(family, tools) if calls else None
         )
 
+    def thoughts(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int]:
+        """Counts the tokens of an answer that belong to its thought."""
+        is_open, spelled = self._begins_open(prompt), self.service.llm.tokenizer.spelled
+        if not (self.service.has_thoughts or is_open):
+            return no_thoughts
+        return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
+
     def _begins_open(self, prompt: Sequence[int]) -> bool:
         return begins_open(self._tail(prompt))
 
@@ -73,6 +82,15 @@ class Calling:
 
     def _tail(self, prompt: Sequence[int]) -> str:
         return self.service.llm.tokenizer.decode(prompt[-TAIL:], skip_special=False)
+
+
+def _behind(thought: str, forms: Mapping[str, Any]) -> dict[str, Any]:
+    """The form that an answer is asked to have, behind its thought."""
+    try:
+        form = read_structure(forms.get("response_format"), forms.get("structured_outputs"))
+    except UserError as error:
+        raise ApiError(400, str(error), param=next(iter(forms)), code="invalid_value") from None
+    return {"structured_outputs": replace(form, thought=thought)} if form else {}
 
 
 def calling_of(service: Service, tools: Any, choice: Any, parallel: bool | None) -> Calling:

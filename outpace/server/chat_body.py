@@ -125,4 +125,5 @@ def job(body: ChatBody, service: Service) -> Job:
         own_options(body, llm, service.options.methods),
         bool(body.return_rounds),
         calling.splitter(prompt),
+        calling.thoughts(prompt),
     )

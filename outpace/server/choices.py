@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outpace.api.prepared import Prepared
@@ -37,18 +37,25 @@ class Delta:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a choice ended: `reason` is the engine's, `stop` the stop string or token that ended the text."""
+    """How a choice ended: `reason` is the engine's, `stop` the stop string or token that ended the text. `speedup`:
+    what all wrote lately over what plain decoding would have, 0 where it is not known."""
 
     reason: str
     stop: str | int | None
     error: Exception | None
     history: History
     tokens: int
+    speedup: float = 0.0
 
     @property
     def figures(self) -> Figures:
         """What was drafted and accepted."""
         return fold(self.history.steps)
+
+
+def no_thoughts(tokens: Sequence[int]) -> int:
+    """Tokens of the thought of an answer without one."""
+    return 0
 
 
 class Choice:
@@ -67,6 +74,12 @@ class Choice:
     def is_waiting(self) -> bool:
         """Whether it has no room in the engine yet."""
         return self.ended is None and (self.run is None or not self.run.history.began)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Those that were taken, all of them once it has ended."""
+        count = self.ended.tokens if self.ended else self.written
+        return self.run.tokens[:count] if self.run else ()
 
     def add(self, delta: Delta | None, ended: Ended | None) -> None:
         """Something came."""
@@ -87,8 +100,15 @@ class Choice:
 class Group:
     """The choices of one request. `key` is whose it is; `is_gone` once the client has left."""
 
-    def __init__(self, choices: Sequence[Choice], prompts: Sequence[Sequence[int]], key: str) -> None:
-        self.choices, self.prompts, self.key = tuple(choices), prompts, key
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        prompts: Sequence[Sequence[int]],
+        key: str,
+        thoughts: Callable[[Sequence[int]], int] = no_thoughts,
+    ) -> None:
+        """`thoughts` counts the tokens of an answer that belong to its thought."""
+        self.choices, self.prompts, self.key, self._thoughts = tuple(choices), prompts, key, thoughts
         self.began = time.monotonic()
         self.is_gone = False
         self.failure: Exception | None = None  # that ends it from outside: a time limit, the server's end
@@ -107,6 +127,13 @@ class Group:
     def prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
         return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of all answers that the client gets."""
+        if self._thoughts is no_thoughts:
+            return 0
+        return sum(len(choice.indices) * self._thoughts(choice.tokens) for choice in self.choices)
 
     @property
     def figures(self) -> Figures:

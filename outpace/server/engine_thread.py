@@ -165,7 +165,8 @@ class EngineThread:
         if run.finish_reason == "stop":
             last = run.committed[-1]
             stop = text.stop_string if text.stop_string is not None else last if last in choice.stop_ids else None
-        return Ended(run.finish_reason, stop, run.error, run.history, len(run.committed) - len(run.request.prompt))
+        speedup = self.engine.costs.speedup(len(self._live))
+        return Ended(run.finish_reason, stop, run.error, run.history, len(run.tokens), speedup)
 
     def _forget(self, choice: Choice) -> None:
         self._live.pop(choice, None)

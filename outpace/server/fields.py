@@ -28,6 +28,7 @@ PLAIN_FIELDS = (  # whose names and meanings are those of SamplingParams
     "bad_words",
     "min_tokens",
     "stop_token_ids",
+    "allowed_token_ids",
     "include_stop_str_in_output",
     "ignore_eos",
 )
@@ -73,6 +74,7 @@ class Sampled(Body):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)

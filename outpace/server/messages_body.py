@@ -148,4 +148,4 @@ def job(body: MessagesBody, service: Service) -> Job:
     most = min(body.max_tokens, room(llm, prompt))
     params = sampling(body, most, seed_of(body), stop=body.stop_sequences or [], **calling.fields(prompt, None, None))
     own = own_options(body, llm, service.options.methods)
-    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt))
+    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt), thoughts=calling.thoughts(prompt))

@@ -184,6 +184,6 @@ def _usage(group: Group) -> dict[str, Any]:
         "input_tokens": group.prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens(group)},
         "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": group.thought_tokens},
         "total_tokens": group.prompt_tokens + written,
     }

@@ -124,7 +124,7 @@ def job(body: ResponsesBody, service: Service) -> Job:
     logprobs = (body.top_logprobs or 0) if wants_logprobs(body) else None
     params = sampling(body, asked, seed_of(body), logprobs=logprobs, **forms)
     own = own_options(body, llm, service.options.methods)
-    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt))
+    return Job((prompt,), params, own=own, splitter=calling.splitter(prompt), thoughts=calling.thoughts(prompt))
 
 
 def _tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

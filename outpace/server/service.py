@@ -44,7 +44,8 @@ class Service:
             "engine_step_age_seconds": lambda: self.thread.step_age,
             "kv_cache_usage_perc": lambda: llm.engine.memory.used / max(llm.engine.memory.budget, 1),
         }
-        self.metrics = Metrics(options.metrics_prefix, readings)
+        grammars = llm.grammars
+        self.metrics = Metrics(options.metrics_prefix, readings, lambda: (grammars.compiled, grammars.seconds))
         self.is_draining = False
         self._executor = ThreadPoolExecutor(PREPARERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,7 +101,7 @@ class Service:
             with self.admission.preparing():
                 job = await self.apart(job_of, body, self)
                 choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
-                group = Group(choices, job.prompts, key)
+                group = Group(choices, job.prompts, key, job.thoughts)
                 self.admission.admit(group)
         except ApiError as error:
             if error.status == 429:

@@ -89,7 +89,7 @@ def usage(group: Group) -> dict[str, Any]:
     )
     prompt, figures = group.prompt_tokens, group.figures
     details = {
-        "reasoning_tokens": 0,
+        "reasoning_tokens": group.thought_tokens,
         "accepted_prediction_tokens": figures.predicted_accepted,
         "rejected_prediction_tokens": figures.predicted_rejected,
     }

@@ -11,10 +11,10 @@ from outpace.grammar.structure import Structure, quoted
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.families import PYTHON_TAG, Family
 from outpace.tools.offered import Choice, Tool
+from outpace.tools.reasoning import CLOSE, OPEN
 
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY = r"/(.|\n)*/"
-_THOUGHT = f'thought[lazy]: {_ANY} "</think>"'
 
 
 def structure_of(
@@ -23,10 +23,10 @@ def structure_of(
     tools: Sequence[Tool],
     choice: Choice,
     parallel: bool = True,
-    thinks: bool = False,
+    thought: str = "",
 ) -> Structure | None:
-    """What the answer may be; None where tools are not to be called. `parallel`: several calls; `thinks`: the answer
-    begins with a thought, up to </think>. UserError for parameters that cannot be enforced."""
+    """What the answer may be; None where tools are not to be called. `parallel`: several calls; `thought`: how the
+    answer begins, from `thought_rules`. UserError for parameters that cannot be enforced."""
     if choice.kind == "none" or not tools:
         return None
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
@@ -37,8 +37,17 @@ def structure_of(
         lines.append(f"arguments_{number}: %json {_parameters(tool)}")
     is_forced = choice.kind in ("required", "named")
     lines += _answer(tokenizer, family, is_forced, parallel and choice.kind != "named")
-    lines += ["start: thought /[ \\n]*/ answer", _THOUGHT] if thinks else ["start: answer"]
+    lines += ["start: thought /[ \\n]*/ answer", thought] if thought else ["start: answer"]
     return Structure("lark", "\n".join(lines))
+
+
+def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
+    """The rule `thought` of a Lark grammar: all up to </think>; `is_open`: the prompt has begun it."""
+    begins = "" if is_open else f"{_mark(tokenizer, OPEN)} "
+    close = _mark(tokenizer, CLOSE)
+    if close.startswith("<"):  # a token of its own, which no text is
+        return f"thought: {begins}{_ANY} {close}"
+    return f"thought: {begins}thinking\nthinking[lazy]: {_ANY} {close}"
 
 
 def _parameters(tool: Tool) -> str:

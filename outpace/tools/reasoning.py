@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from outpace.models.text.tokenizer import Tokenizer
@@ -24,6 +25,20 @@ def has_thoughts(tokenizer: Tokenizer) -> bool:
 def begins_open(prompt: str) -> bool:
     """Whether a rendered prompt has begun the thought already."""
     return prompt.rstrip().endswith(OPEN)
+
+
+def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
+    """How many of an answer's first tokens, of these bytes each, belong to its thought, the marks included."""
+    text, count = b"", 0
+    for piece in spelled:
+        text += piece
+        begun = text.lstrip()[: len(OPEN)]
+        if not is_open and not OPEN.encode().startswith(begun):
+            return 0
+        count += 1
+        if CLOSE.encode() in text[-len(CLOSE) - len(piece) :]:
+            return count
+    return count if is_open or OPEN.encode() == text.lstrip()[: len(OPEN)] else 0
 
 
 class ReasoningParser:

@@ -1,0 +1,235 @@
+"""Bodies that no client should send, and a server that must answer each of them, soon, and never by a fault of its own.
+
+python tests/fuzz_server.py --count 10000                  # our own mutations of good bodies
+python tests/fuzz_server.py --schemathesis 10000           # that of others, by our OpenAPI schema, in its environment
+
+The model is a tiny one with weights by chance. One JSON line last: statuses, faults, and how long the slowest took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import http.client
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serving import HELLO, Served, served
+from test_library import folder
+
+import outpace
+from outpace.server.options import Limits
+
+SLOW = 30.0  # seconds: no answer by then is a hang
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "maxProperties": 1}}}
+COMMON = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 3,
+    "stream": True,
+    "logit_bias": {"5": 1.0},
+    "bad_words": ["x"],
+    "min_tokens": 1,
+    "stop_token_ids": [7],
+    "allowed_token_ids": [20, 21],
+    "return_token_ids": True,
+    "return_sources": True,
+    "return_rounds": True,
+    "outpace": {"speculation": True, "nodes": 4},
+    "metadata": {"a": "b"},
+    "repetition_penalty": 1.1,
+    "ignore_eos": False,
+    "model": "tiny",
+}
+GOOD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # address, what is needed, what may be
+    (
+        "/v1/chat/completions",
+        {"messages": HELLO, "max_tokens": 3},
+        {
+            **COMMON,
+            "n": 2,
+            "stop": ["a"],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream_options": {"include_usage": True},
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "response_format": FORM,
+            "structured_outputs": {"regex": "[ab]+"},
+            "prediction": {"type": "content", "content": "hello"},
+            "chat_template_kwargs": {},
+        },
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "hello", "max_tokens": 3},
+        {**COMMON, "n": 2, "best_of": 2, "echo": True, "logprobs": 2, "stop": "a", "suffix": "b"},
+    ),
+    (
+        "/v1/responses",
+        {"input": "hello", "max_output_tokens": 3},
+        {**COMMON, "instructions": "be", "text": {"format": {"type": "text"}}, "top_logprobs": 1, "tools": []},
+    ),
+    (
+        "/v1/messages",
+        {"messages": HELLO, "max_tokens": 3},
+        {**COMMON, "system": "be", "stop_sequences": ["a"], "tools": [], "tool_choice": {"type": "auto"}},
+    ),
+    ("/v1/messages/count_tokens", {"messages": HELLO}, {"system": [{"type": "text", "text": "be"}]}),
+    ("/tokenize", {"prompt": "hello"}, {"messages": HELLO, "add_special_tokens": False, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5, 6]}, {"model": "tiny"}),
+]
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2, 127, 10**6, 2**31, 2**63, 2**70, -(2**70), 0.5, 1.5, -0.0, 1e308, -1e-308),
+    *("", "a", "hello", "\0", "\ud83d", "ü" * 300, "[" * 100, "a" * 5000, "{% raw %}", "<|im_end|>", "none"),
+    *([], [[]], [None], [1, 2], ["x"], [{}], {}, {"a": {}}, {"type": "text"}, {"type": "object"}, [HELLO], HELLO),
+    [{"role": "user"}],
+    [{"role": "tool", "content": [{"type": "text", "text": "x"}]}],
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    {"type": "function", "function": {"name": "add"}},
+    {"regex": "(a*)*b"},
+    {"grammar": 'start: start "a" | "b"'},
+    {"json": {"enum": []}},
+]
+KINDS = ("application/json", "application/json; charset=utf-8", "text/plain", "", "application/x-www-form-urlencoded")
+
+
+@dataclass
+class Found:
+    """What was answered. `faults`: what must not be."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+
+def sent(seed: int) -> Iterator[tuple[str, bytes, str]]:
+    """Addresses, bodies and their kinds without end, the same ones for the same seed."""
+    draw = random.Random(seed)
+    while True:
+        path, needed, more = draw.choice(GOOD)
+        chosen = draw.sample(sorted(more), draw.randint(0, min(4, len(more))))
+        body = copy.deepcopy({**needed, **{name: more[name] for name in chosen}})
+        for _ in range(draw.choice((0, 1, 1, 1, 2, 4))):
+            mutate(body, draw)
+        data = json.dumps(body).encode()
+        if draw.random() < 0.1:
+            data = spoilt(data, draw)
+        yield path, data, KINDS[0] if draw.random() < 0.95 else draw.choice(KINDS)
+
+
+def mutate(body: Any, draw: random.Random) -> None:
+    """Changes one place of a body, at any depth."""
+    places = list(_places(body))
+    holder, key = draw.choice(places) if places else (body, "x")
+    way = draw.random()
+    if way < 0.7 or not isinstance(holder, dict):
+        holder[key] = copy.deepcopy(draw.choice(VALUES))
+    elif way < 0.85:
+        holder.pop(key, None)
+    else:
+        holder[draw.choice(("x", "stop", "type", "n", "", "role", str(key) * 2))] = copy.deepcopy(draw.choice(VALUES))
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield value, key
+        yield from _places(inner)
+
+
+def spoilt(data: bytes, draw: random.Random) -> bytes:
+    """Bytes that are cut off, changed, or said twice."""
+    place = draw.randrange(len(data))
+    return draw.choice(
+        [data[:place], data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :], data + data, b"", data[place:]]
+    )
+
+
+def fuzz(site: Served, count: int, seed: int, found: Found) -> None:
+    """Sends so many, one after the other, over one connection as long as it lasts."""
+    connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
+    for (path, data, kind), _ in zip(sent(seed), range(count), strict=False):
+        began = time.monotonic()
+        try:
+            connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
+            reply = connection.getresponse()
+            text = reply.read()
+            found.statuses[reply.status] += 1
+            if reply.status >= 500 or b'"internal_error"' in text:
+                found.faults.append(f"{reply.status} {path} {data[:2000]!r} {text[:300]!r}")
+        except (OSError, http.client.HTTPException) as error:
+            found.faults.append(f"{type(error).__name__} {path} {data[:2000]!r}")
+            connection.close()
+            connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
+        found.slowest = max(found.slowest, time.monotonic() - began)
+    connection.close()
+
+
+def own(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
+    """Our own bodies from several clients at once."""
+    found, each = Found(), -(-count // workers)
+    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found)) for n in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    site.wait_idle()
+    assert site.ask("/health").status == 200
+    statuses = dict(sorted(found.statuses.items()))
+    return {"bodies": each * workers, "statuses": statuses, "faults": found.faults, "slowest": round(found.slowest, 3)}
+
+
+def of_others(site: Served, examples: int, seed: int) -> dict[str, Any]:
+    """schemathesis, in the environment that tests/clients/run.py makes."""
+    sys.path.insert(0, str(Path(__file__).parent / "clients"))
+    import run
+
+    python = run.environment(Path(__file__).parent / "clients" / "schemathesis_needs.py")[0]
+    each = -(-examples // 7)  # for every address that takes a body
+    command = [str(python.parent / "schemathesis"), "run", f"http://127.0.0.1:{site.port}/openapi.json"]
+    command += ["--phases", "fuzzing", "--max-examples", str(each), "--seed", str(seed), "--mode", "all"]
+    command += ["--checks", "not_a_server_error", "--request-timeout", str(int(SLOW)), "--no-color"]
+    command += ["--suppress-health-check", "all", "--continue-on-failure", "--include-method", "POST"]
+    with tempfile.TemporaryDirectory() as where:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=where)
+    site.wait_idle()
+    print(done.stdout[-3000:], file=sys.stderr)
+    return {"status": done.returncode, "said": done.stdout.splitlines()[-12:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=0)
+    parser.add_argument("--schemathesis", type=int, default=0, help="examples")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=8)
+    given = parser.parse_args()
+    told: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as where, outpace.load(folder(Path(where), "target"), "layers:0") as llm:
+        limits = Limits(request_timeout=SLOW * 4)
+        with served(llm, limits, names=("tiny",), methods=("speculative",), tool_prompt=True) as site:
+            if given.count:
+                told["own"] = own(site, given.count, given.seed, given.workers)
+            if given.schemathesis:
+                told["schemathesis"] = of_others(site, given.schemathesis, given.seed)
+    print(json.dumps(told))
+    return 1 if told.get("own", {}).get("faults") or told.get("schemathesis", {}).get("status") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
