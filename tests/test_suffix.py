@@ -61,9 +61,11 @@ def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[
 
     def below(path: tuple[int, ...], score: float) -> None:
         here = [(length, c) for length, c in copies if len(c) > len(path) and tuple(c[: len(path)]) == path]
-        weights: dict[int, int] = {}
-        for length, copy in here:
-            weights[copy[len(path)]] = weights.get(copy[len(path)], 0) + length**2
+        ranked = [(length, c) for length, c in copies if tuple(c[: len(path)]) == path]
+        weights: dict[int, float] = {}
+        for place, (length, copy) in enumerate(ranked):
+            if len(copy) > len(path):
+                weights[copy[len(path)]] = weights.get(copy[len(path)], 0.0) + length**2 * 0.9**place
         for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: options.branches]):
             sure = weights[token] >= 0.8 * sum(weights.values())
             grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY

@@ -12,6 +12,7 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.drafters._grafter import Grade, Grafter, kind_of
 
+_FADE = 0.9  # of a place's weight, for each that stands before it: of equal matches the latest stands first
 _AGREED = 0.8  # of the places' weight, behind one token: the source is sure of it
 
 
@@ -59,16 +60,18 @@ def grow_copies(grafter: Grafter[Any], state: Any, tree: TokenTree, copies: Sequ
 
 def _choices(copies: Sequence[Copy], depth: int) -> Iterator[tuple[int, Grade, Sequence[Copy]]]:
     """The tokens that stand so deep, the weightiest first: how sure the places are of each, and those that have it. A
-    place weighs as the square of its match."""
+    place weighs as the square of its match, and less the later it stands in their order."""
     if len(copies) == 1:  # as it mostly is, deep in the tree
         if depth < len(copies[0].tokens):
             yield copies[0].tokens[depth], Grade.SURE, copies
         return
     by_token: dict[int, list[Copy]] = {}
-    for copy in copies:
+    weights: dict[int, float] = {}
+    for place, copy in enumerate(copies):
         if depth < len(copy.tokens):
-            by_token.setdefault(copy.tokens[depth], []).append(copy)
-    weights = {token: sum(copy.length**2 for copy in those) for token, those in by_token.items()}
+            token = copy.tokens[depth]
+            by_token.setdefault(token, []).append(copy)
+            weights[token] = weights.get(token, 0.0) + copy.length**2 * _FADE**place
     total = sum(weights.values())
     grade = Grade.LIKELY
     for token in sorted(weights, key=weights.__getitem__, reverse=True):
