@@ -120,7 +120,9 @@ def draw_key_of_a_place(number: Original) -> Original:
 def one_too_far(best_start: Original) -> Original:
     def mutated(self: Any, run: Any) -> Any:
         holder, length = best_start(self, run)
-        more = holder is not None and length < min(getattr(holder, "storage", holder).session.length, len(run.committed) - 1)
+        more = holder is not None and length < min(
+            getattr(holder, "storage", holder).session.length, len(run.committed) - 1
+        )
         return holder, length + more
 
     return mutated

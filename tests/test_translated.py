@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from files import CONFIG, model_folder, weights
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
 from outpace.drafters import translated
 from outpace.engine.build import find_rule
 from outpace.models.files.checkpoint import write_checkpoint
-from outpace.models.load import load_model
+from outpace.models.load import Loaded, load_model
 from outpace.models.text.shared import shared_tokens
 from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.toy import Toy
 
 CHAT = [{"role": "user", "content": "hello world 12 hello world 12"}]
 SAMPLED = {"temperature": 0.9, "seed": 3, "top_k": 40}
@@ -138,11 +144,8 @@ def test_what_is_read_stays_the_text_cut_anew(folders: dict[str, Path]) -> None:
     """Over an answer much longer than the tail that is cut again in each round."""
     with load(folders, "finer", method="speculative") as llm:
         drafter = llm.engine.drafting.drafter
-        assert isinstance(drafter, translated.Translated)
+        assert isinstance(drafter, translated.ByTokens)
         rule = find_rule("auto", outpace.SamplingParams().sampling)
-        from outpace.core.tree import TokenTree
-        from outpace.core.types import Observation, Request
-
         state = drafter.open(Request((5,), rule, 100))
         text = llm.tokenizer.continuation("hello world 12 " * 30)
         for place, token in enumerate(text):
@@ -150,3 +153,127 @@ def test_what_is_read_stays_the_text_cut_anew(folders: dict[str, Path]) -> None:
             assert len(state.tail) <= 160
         mine, theirs = llm.tokenizer, llm.draft.tokenizer
         assert theirs.decode(state.wanted).endswith(mine.decode(text))
+
+
+class Counted(Toy):
+    """A small draft: of what its two last tokens were followed by in the texts that it was trained on, the shares."""
+
+    def __init__(self, vocab_size: int, texts: Sequence[Sequence[int]]) -> None:
+        super().__init__(vocab_size, 2, 0)
+        self.seen: Counter[tuple[int, ...]] = Counter()
+        for text in texts:
+            for length in (1, 2, 3):
+                self.seen.update(tuple(text[place : place + length]) for place in range(len(text) - length + 1))
+
+    def _row(self, text: Sequence[int]) -> torch.Tensor:
+        row = torch.full((self.vocab_size,), 0.01, dtype=torch.float64)
+        for weight, before in ((0.1, ()), (1.0, tuple(text[-1:])), (20.0, tuple(text[-2:]))):
+            row += weight * torch.tensor([self.seen[(*before, token)] for token in range(self.vocab_size)])
+        return row.log()
+
+
+def train_tokenizer(where: Path, texts: Sequence[str]) -> Tokenizer:
+    """A tokenizer of its own words, trained on these texts."""
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    where.mkdir()
+    trained.save(str(where / "tokenizer.json"))
+    (where / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return Tokenizer.from_folder(where)
+
+
+@pytest.fixture(scope="module")
+def trained(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded, str]:
+    """A target, a draft of other tokens that was trained on its answers, and a prompt."""
+    target = load_model(folders["target"], dtype="float32")
+    with outpace.load(target, method="autoregressive") as llm:
+        texts = [llm.generate(CHAT, max_tokens=60, ignore_eos=True)[0].text, "hello world 12 " * 4]
+    tokenizer = train_tokenizer(tmp_path_factory.mktemp("trained") / "tokenizer", texts)
+    cut = [tokenizer.continuation(text) for text in texts]
+    draft = Counted(max(tokenizer.words) + 1, cut)
+    return target, Loaded(draft, tokenizer, "counted"), CHAT[0]["content"]
+
+
+@pytest.mark.parametrize("by", ["tokens", "text"])
+@pytest.mark.parametrize("method", ["speculative", "auto", "card"])
+def test_a_draft_that_was_trained_with_its_own_tokenizer_drafts(
+    trained: tuple[Loaded, Loaded, str], by: str, method: str
+) -> None:
+    target, draft, _ = trained
+    assert target.tokenizer.fingerprint != draft.tokenizer.fingerprint
+    options: dict[str, Any] = {"worker": "inline"} if method == "card" else {}
+    with outpace.load(target, draft, drafter="translated", method=method, by=by, profile=False, **options) as llm:
+        asked = {"max_tokens": 60, "ignore_eos": True}
+        plain, found = llm.generate(CHAT, plain=True, **asked)[0], llm.generate(CHAT, **asked)[0]
+    assert found.tokens == plain.tokens
+    assert method == "auto" or found.figures.accepted > 5, "it has read this answer"
+
+
+def test_by_text_tokens_are_offered_that_only_the_target_has(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The draft knows single characters alone, the target words."""
+    target, tokenizer = load_model(folders["target"], dtype="float32"), train_tokenizer(tmp_path / "letters", ["a"])
+    said = "hello world 12 "
+    draft = Counted(max(tokenizer.words) + 1, [tokenizer.continuation(said * 4)])
+    given = Given(draft, target.model, tokenizer, target.tokenizer)
+    drafter = translated.build(translated.Options(by="text"), given=given)
+    text = target.tokenizer.continuation(said)
+    request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)
+    state, tree = drafter.open(request), TokenTree(text[-1])
+    for _ in range(14):
+        drafter.grow([state], [tree])
+    assert set(tree.tokens[1:]) - set(shared_tokens(target.tokenizer, tokenizer)[:, 0].tolist())
+    assert tokenizer.decode(state.own) in said * 2
+    node = 0
+    for token in target.tokenizer.continuation(tokenizer.decode(state.own)):
+        below = tree.child(node, token)
+        assert below is not None, "its text, as the target cuts it"
+        node = below
+
+
+def test_by_text_a_pair_needs_no_common_token_and_by_tokens_it_is_told_so(trained: tuple[Loaded, Loaded, str]) -> None:
+    target, draft, _ = trained
+    given = Given(draft.model, target.model, Words("y"), Words("x"))
+    assert isinstance(translated.build(translated.Options(by="text"), given=given), translated.ByText)
+    with pytest.raises(UserError, match=r"it may by text \(--by text\)"):
+        translated.build(translated.Options(), given=given)
+    with pytest.raises(UserError, match="unknown by 'words', allowed are text, tokens"):
+        translated.Options(by="words")
+
+
+def test_by_text_the_end_of_an_answer_is_not_drafted(trained: tuple[Loaded, Loaded, str]) -> None:
+    target, draft, _ = trained
+    (end,) = draft.tokenizer.special_ids
+    silent = Counted(draft.model.vocab_size, [[end] * 50])
+    given = Given(silent, target.model, draft.tokenizer, target.tokenizer)
+    drafter = translated.build(translated.Options(by="text"), given=given)
+    request = Request((5, 6), find_rule("auto", outpace.SamplingParams().sampling), 30)
+    state, tree = drafter.open(request), TokenTree(6)
+    assert drafter.grow([state], [tree]) == [0]
+
+
+def test_a_character_that_is_not_whole_is_waited_for(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The draft writes its bytes one by one; nothing is offered that is no text yet."""
+    target = load_model(folders["target"], dtype="float32")
+    tokenizer = train_tokenizer(tmp_path / "bytes", ["a"])
+    cut = tokenizer.continuation("\u00e9" * 20)
+    assert len(cut) == 40
+    given = Given(Counted(max(tokenizer.words) + 1, [cut]), target.model, tokenizer, target.tokenizer)
+    drafter = translated.build(translated.Options(by="text"), given=given)
+    text = target.tokenizer.continuation("\u00e9\u00e9")
+    request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)
+    state, tree = drafter.open(request), TokenTree(text[-1])
+    drafter.grow([state], [tree])
+    drafter.grow([state], [tree])
+    path, node = [], 0
+    while tree.children(node):
+        node = tree.children(node)[-1]
+        path.append(tree.tokens[node])
+    assert target.tokenizer.decode(path) == "\u00e9\u00e9"
