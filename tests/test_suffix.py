@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,18 @@ def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
     assert len(grown(drafter, [9, 12, 13])) == 1, "an answer ends where it ended"
 
 
+def test_a_request_with_a_reuse_key_knows_no_past_answers_and_leaves_none() -> None:
+    drafter = Suffix(Options())
+    for key, expected in (("mine", 1), (None, 3)):
+        state = drafter.open(replace(request([1, 2, 3]), reuse_key=key))
+        drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
+        drafter.close(state)
+        assert len(grown(drafter, [5, 10, 11])) == expected
+    tree = TokenTree(11)
+    drafter.grow([drafter.open(replace(request([5, 10, 11]), reuse_key="mine"))], [tree])
+    assert len(tree) == 1
+
+
 def test_without_a_past_nothing_is_held_of_it() -> None:
     drafter = Suffix(Options(past=0))
     state = drafter.open(request([1, 2, 3]))
@@ -134,7 +147,7 @@ def test_memory_is_bounded_over_many_tokens() -> None:
             written = [chance.randrange(40) for _ in range(100)]
             tree = TokenTree(state.tokens[-1], 1000 * turn, 1000 * turn + 1)
             drafter.grow([state], [tree])
-            assert len(tree) <= 1 + 48 + 4
+            assert len(tree) <= 1 + 24 + 4
             root = TokenTree(written[-1], 1000 * turn + 1000, 1000 * turn + 1001)
             drafter.observe(state, Observation([1000 * turn], written, root))
             assert len(state.index) <= 2048 + 16 + 1024

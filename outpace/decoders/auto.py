@@ -28,6 +28,7 @@ LOSSLESS = True
 COST = "as speculative, as far as that pays; host time for the plan"
 NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
+_LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand
 _SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
 _FIRST = 4  # nodes that may be verified before any times are known
@@ -126,7 +127,7 @@ class _Planner:
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._worth = 0.0  # of this round's tree
-        self._has_copies = False  # in this round's tree
+        self._has_copies = False  # in this round's tree, that promise more than little
         self._seconds = 0.0  # of rounds so far
         self._at_leaves = 1.0
         self._rounds = 0
@@ -164,7 +165,7 @@ class _Planner:
     def copied(self, tree: TokenTree, copier: _Copier) -> None:
         """The source has added what it has."""
         self._note(tree, copier.source)
-        self._has_copies = len(tree) > 1
+        self._has_copies = sum(self._weigh(tree)[node] for node in tree.children(0)) > _LITTLE
 
     def _note(self, tree: TokenTree, source: Source) -> None:
         """The nodes that are new in the tree are the source's."""

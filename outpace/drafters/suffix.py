@@ -26,14 +26,14 @@ class Options:
     """Match up to `depth` tokens, at `places` places of the text and as many of past answers; copy `copies` tokens of
     each, and offer those that are expected to be reached with a chance of `least_chance`, `offered` in all and
     `branches` behind the same token. `window` tokens of the text and `past` tokens of past answers are held; 0: none of
-    these."""
+    these. A request with a reuse key finds no past answers and leaves none."""
 
     depth: int = 64
     places: int = 16
     copies: int = 32
-    offered: int = 48
+    offered: int = 24
     branches: int = 4
-    least_chance: float = 0.1
+    least_chance: float = 0.05
     window: int = 65536
     past: int = 65536
 
@@ -78,12 +78,13 @@ class Suffix(Grafter[SuffixState]):
         state.index.extend(seen.tokens)
 
     def close(self, state: SuffixState) -> None:
-        if self._past is not None:
+        if self._past is not None and state.request.reuse_key is None:
             self._past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
     def _copies(self, state: SuffixState) -> Iterator[Copy]:
         options = self._options
-        for index in (state.index, self._past):
+        past = self._past if state.request.reuse_key is None else None  # by the time it takes it would tell of others
+        for index in (state.index, past):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth):
                     yield Copy(min(length, options.depth), index.after(place, options.copies))
