@@ -4,7 +4,7 @@ Run: python bench/tokens_a_pass.py [--target T] [--tasks repetition,builtin] [--
      [--rows 32] [--least 0.1] [--drafters ngram,suffix,cacheback,prediction+suffix] [--answers FILE.jsonl]
 Nothing is timed: a busy machine gives the same numbers. Each round takes the best --rows nodes of the drafter's tree,
 of those with a chance of at least --least. Tables that serve all requests keep what they learnt from answer to answer:
-the last two columns are the first and the last third of all prompts. The prediction is the answer itself with every
+the last columns are the fifths of all prompts, in their order. The prediction is the answer itself with every
 tenth token replaced. --answers keeps the answers of these tasks, and goes on behind those that it has. One JSON line
 last.
 """
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from outpace.core.types import Drafter, Observation, Request
 from outpace.engine.build import build_drafter
 from outpace.rules.greedy import Greedy
 
+DEPTHS, FIFTHS = (1, 2, 3, 4, 6, 8, 12, 16), 5
 AT_ONCE = 16  # answers that are written together; their texts are those of writing them alone
 
 
@@ -63,42 +66,77 @@ def answers(arguments: argparse.Namespace) -> list[Answer]:
     return found
 
 
-def replay(drafter: Drafter, answer: Answer, rows: int, least: float) -> int:
-    """Passes that an answer takes."""
+@dataclass
+class Replayed:
+    """An answer's passes; the tokens of each source that were written, and of each depth those judged below a written
+    one and those written."""
+
+    answer: Answer
+    passes: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    reached: Counter[int] = field(default_factory=Counter)
+    kept: Counter[int] = field(default_factory=Counter)
+
+
+def replay(drafter: Drafter, answer: Answer, rows: int, least: float) -> Replayed:
+    """One answer, as the engine would write it."""
     guess = [token if place % 10 else 0 for place, token in enumerate(answer.tokens, 1)]
     request = Request(tuple(answer.prompt), Greedy(), len(answer.tokens), prediction=tuple(guess))
-    state, tree = drafter.open(request), TokenTree(answer.prompt[-1])
-    written = passes = 0
+    state, tree, done = drafter.open(request), TokenTree(answer.prompt[-1]), Replayed(answer)
+    written = 0
     while written < len(answer.tokens):
         drafter.grow([state], [tree])
+        tree.mark(1, drafter.name)
         nodes = [node for node in best_nodes(tree, rows) if not node or math.exp(tree.scores[node]) >= least]
         judged, path = tree.copy(nodes), [0]
         for token in answer.tokens[written:]:
+            done.reached[len(path)] += bool(judged.children(path[-1]))
             child = judged.child(path[-1], token)
             if child is None:
                 break
+            done.kept[len(path)] += 1
+            done.sources[judged.sources[child]] += 1
             path.append(child)
         tokens = answer.tokens[written : written + len(path)]
         root = TokenTree(tokens[-1], tree.next_id, tree.next_id + 1)
         drafter.observe(state, Observation([judged.ids[node] for node in path], tokens, root))
-        tree, written, passes = root, written + len(tokens), passes + 1
+        tree, written, done.passes = root, written + len(tokens), done.passes + 1
     drafter.close(state)
-    return passes
+    return done
 
 
-def rate(answered: Sequence[tuple[Answer, int]]) -> float:
+def rate(done: Sequence[Replayed]) -> float:
     """Tokens a pass over several answers."""
-    return round(sum(len(a.tokens) for a, _ in answered) / max(sum(passes for _, passes in answered), 1), 2)
+    return round(sum(len(one.answer.tokens) for one in done) / max(sum(one.passes for one in done), 1), 2)
 
 
-def measure(name: str, found: Sequence[Answer], rows: int, least: float) -> dict[str, Any]:
-    """One drafter over all answers, as they come."""
+def measure(name: str, found: Sequence[Answer], rows: int, least: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One drafter over all answers, as they come: tokens a pass; what was written by depth and by source."""
     drafter = build_drafter(name, Given(), {})
-    done = [(answer, replay(drafter, answer, rows, least)) for answer in found]
+    done = [replay(drafter, answer, rows, least) for answer in found]
     tasks = dict.fromkeys(answer.task for answer in found)
-    by_task = {task: rate([one for one in done if one[0].task == task]) for task in tasks}
-    third = max(len(done) // 3, 1)
-    return {"drafter": name, **by_task, "first third": rate(done[:third]), "last third": rate(done[-third:])}
+    by_task = {task: rate([one for one in done if one.answer.task == task]) for task in tasks}
+    fifths = [done[len(done) * n // FIFTHS : len(done) * (n + 1) // FIFTHS] for n in range(FIFTHS)]
+    seen = {f"{n + 1}/{FIFTHS}": rate(some) for n, some in enumerate(fifths)}
+    kept, reached, sources = (sum((getattr(o, n) for o in done), Counter()) for n in ("kept", "reached", "sources"))
+    depths = {str(depth): round(kept[depth] / reached[depth], 2) for depth in DEPTHS if reached[depth]}
+    total = sum(len(answer.tokens) for answer in found)
+    shares = {source: round(count / total, 2) for source, count in sources.most_common()}
+    return {"drafter": name, **by_task, "all": rate(done), **seen}, {
+        "drafter": name,
+        "depths": depths,
+        "sources": shares,
+    }
+
+
+def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """A table of rows with the same columns, on the terminal."""
+    table = Table(box=None, title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for row in rows:
+        table.add_row(*(value if isinstance(value, str) else f"{value:.2f}" for value in row.values()))
+    Console(width=200).print(table)
 
 
 def main() -> None:
@@ -113,14 +151,13 @@ def main() -> None:
     parser.add_argument("--answers", type=Path)
     arguments = parser.parse_args()
     found = answers(arguments)
-    table = Table(box=None, title="tokens a pass", title_justify="left")
-    made = [measure(name, found, arguments.rows, arguments.least) for name in arguments.drafters.split(",")]
-    for column in made[0]:
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    for row in made:
-        table.add_row(*(value if isinstance(value, str) else f"{value:.2f}" for value in row.values()))
-    Console().print(table)
-    print(json.dumps({"rows": made, "answers": len(found), "budget": arguments.rows, "least": arguments.least}))
+    names = arguments.drafters.split(",")
+    made = [measure(name, found, arguments.rows, arguments.least) for name in names]
+    show([row for row, _ in made], "tokens a pass; of all prompts the first fifth, ..., the last")
+    show([{"drafter": one["drafter"], **one["depths"]} for _, one in made], "written, of those judged at this depth")
+    show([{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made], "share of all tokens")
+    kept = {"rows": [row for row, _ in made], "more": [one for _, one in made]}
+    print(json.dumps(kept | {"answers": len(found), "budget": arguments.rows, "least": arguments.least}))
 
 
 if __name__ == "__main__":
