@@ -47,15 +47,14 @@ PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """A target model, with what makes it write faster. Close it, or use it with `with`: one that is dropped instead
-    gives a ResourceWarning.
+    """A target model, with what makes it write faster. Close it, or use it with `with`: else there is a ResourceWarning.
 
     Models:
         target: a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
             with its `tokenizer`; None: the shipped model. `model` is another name for it.
         draft: a smaller model with the same tokens, as above; "auto": the small sibling that is known for the target;
-            some of the target's own layers, as in "layers:0,1,28,29"; a list of them, from which each round has the
-            best; "none"; or None: none, but for the shipped target, unless the method or the drafter needs no model.
+            some of the target's own layers, "layers:0,1,28,29"; a list of drafts, of which each round has the best;
+            "none"; or None: none, but for the shipped target, unless the method or the drafter needs no model.
         options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
             trust_remote_code, device_map, inflate. A device map and an inflation are the target's alone.
         draft_device, draft_dtype: the draft's own; else it is loaded as the target is.
