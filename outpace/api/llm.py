@@ -47,7 +47,7 @@ PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """A target model, with what makes it write faster. Close it, or use it with `with`: else there is a ResourceWarning.
+    """A target model, with what makes it write faster. Close it, or use it with `with`; else a ResourceWarning comes.
 
     Models:
         target: a hub id, a folder of safetensors, a .gguf file, or a causal LM of transformers that is loaded already,
