@@ -20,7 +20,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.load import Loaded
 
 WORKERS = ("thread", "process", "inline")
-COPIERS = "prediction+suffix"  # beside the draft model, where every round is planned
+COPIERS = "prediction+ngram"  # beside the draft model, where every round is planned
 PLANNED = "auto"  # the decoder that plans every round
 
 
