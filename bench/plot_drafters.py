@@ -1,8 +1,8 @@
 """Draws what `outpace bench --json FILE` measured of many drafters: a line for each, a dot for each task.
 
 Run: python bench/plot_drafters.py FILE.json [--to docs/drafters.svg]
-Left: how much faster than plain decoding; right: tokens a pass. A dot is a task, a bar all of them together. Methods that
-differ by their drafter alone are called by it.
+Left: how much faster than plain decoding; right: tokens a pass. A dot is a task, a bar all of them together. Methods
+that differ by their drafter alone are called by it.
 """
 
 from __future__ import annotations
