@@ -2,7 +2,8 @@
 
 outpace serve --port 8000
 python bench/server_load.py http://127.0.0.1:8000            # a table, and one JSON line last
-python bench/server_load.py URL --seconds 3600 --clients 32   # mixed requests for an hour, with the server's memory
+python bench/server_load.py URL --peer http://127.0.0.1:8080  # beside another server that has the same API
+python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # mixed requests for an hour
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Client:
             seen.refusals.append(time.perf_counter() - began)
             await reader.read()
             return
-        text, is_first = "", True
+        texts, is_first, chunks, usage = dict[int, str](), True, 0, None
         while line := await reader.readline():
             if not line.startswith(b"data: {"):
                 continue
@@ -83,11 +84,12 @@ class Client:
                 if choice["delta"].get("content") and is_first:
                     seen.first.append(time.perf_counter() - began)
                     is_first = False
-                text += choice["delta"].get("content") or ""
-            if event.get("usage"):
-                seen.tokens += event["usage"]["completion_tokens"]
-        key = json.dumps([body["messages"], body["max_tokens"], body["temperature"], body.get("seed")])
-        seen.texts.setdefault(key, set()).add(text)
+                texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+                chunks += bool(choice["delta"].get("content"))
+            usage = event.get("usage") or usage
+        seen.tokens += usage["completion_tokens"] if usage else chunks  # a server that tells no usage: a token a chunk
+        key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
+        seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
 
 
 def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
@@ -102,22 +104,43 @@ def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]
     return {**asked, "outpace": {"speculation": not plain}}
 
 
-async def rates(url: str, counts: list[int], each: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Tokens a second of all clients together, with and without speculation."""
-    rows = []
-    for plain in (False, True):
-        for count in counts:
-            seen, draw = Seen(), random.Random(1)
-            asked = [[request(draw, plain, max_tokens) for _ in range(each)] for _ in range(count)]
+def mixed(draw: random.Random) -> dict[str, Any]:
+    """One of some hundred requests of all kinds, with speculation or without."""
+    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {**schema, "additionalProperties": False}}}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"n": 2},
+        {"logprobs": True, "top_logprobs": 3},
+        {"response_format": form},
+        {"structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){2,5}"}},
+        {"stop": ["the", "\n"]},
+        {"presence_penalty": 0.5, "top_p": 0.9},
+        {"prediction": {"type": "content", "content": "The quick brown fox jumps over the lazy dog. " * 5}},
+        {"messages": [{"role": "user", "content": "Sum this up. " + draw.choice(PROMPTS) * draw.choice([20, 60])}]},
+    ]
+    return {**request(draw, draw.random() < 0.2, draw.choice([8, 60, 200])), **draw.choice(kinds)}
 
-            async def client(bodies: list[dict[str, Any]], seen: Seen = seen) -> None:
+
+async def rates(url: str, peer: str | None, counts: list[int], each: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Tokens a second of all clients together, with and without speculation, and of another server; in turn."""
+    rows = []
+    ways = {"auto": url, "plain": url} | ({"peer": peer} if peer else {})
+    for count in counts:
+        for way, where in ways.items():
+            seen, draw = Seen(), random.Random(1)
+            asked = [[request(draw, way == "plain", max_tokens) for _ in range(each)] for _ in range(count)]
+            for body in (body for bodies in asked for body in bodies if way == "peer"):
+                del body["outpace"]
+
+            async def client(bodies: list[dict[str, Any]], seen: Seen = seen, where: str = where) -> None:
                 for body in bodies:
-                    await Client(url).ask(body, seen)
+                    await Client(where).ask(body, seen)
 
             cpu, began = cpu_seconds(), time.perf_counter()
             await asyncio.gather(*(client(bodies) for bodies in asked))
             seconds = time.perf_counter() - began
-            row = {"method": "plain" if plain else "auto", "clients": count, "tokens_per_second": seen.tokens / seconds}
+            row = {"method": way, "clients": count, "tokens_per_second": seen.tokens / seconds}
             row |= {"first_p50": quantile(seen.first, 0.5), "first_p99": quantile(seen.first, 0.99)}
             row |= {"statuses": seen.statuses, "client_cpu": (cpu_seconds() - cpu) / seconds}
             row["differing_texts"] = sum(len(texts) - 1 for texts in seen.texts.values())
@@ -169,15 +192,21 @@ async def metrics(url: str) -> list[bytes]:
     return [line for line in page.splitlines() if b":" in line and not line.startswith(b"#")]
 
 
-async def soak(url: str, seconds: float, clients: int, pid: int | None) -> dict[str, Any]:
-    """Everything mixed for so long; the server's memory once a minute."""
-    seen, end, memory = Seen(), time.monotonic() + seconds, list[int]()
+async def soak(url: str, seconds: float, clients: int, pid: int | None, known: Path | None) -> dict[str, Any]:
+    """Everything mixed for so long; the server's memory once a minute. What was seen is kept in a file, from where a
+    later call goes on."""
+    seen, end = Seen(), time.monotonic() + seconds
+    before: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
+    memory: list[int] = before.get("memory", [])
+    seen.texts = {key: set(texts) for key, texts in before.get("texts", {}).items()}
+    seen.statuses = {int(status): count for status, count in before.get("statuses", {}).items()}
+    seen.tokens = before.get("tokens", 0)
 
     async def client(number: int) -> None:
-        draw = random.Random(number)
+        draw = random.Random(f"{number} {len(memory)}")
         while time.monotonic() < end:
             leaves = draw.random() * 2 if draw.random() < LEAVES else None
-            await Client(url).ask(request(draw, draw.random() < 0.2, draw.choice([8, 60, 200])), seen, leaves)
+            await Client(url).ask(mixed(draw), seen, leaves)
 
     async def watch() -> None:
         while time.monotonic() < end and pid is not None:
@@ -186,14 +215,12 @@ async def soak(url: str, seconds: float, clients: int, pid: int | None) -> dict[
             await asyncio.sleep(60)
 
     await asyncio.gather(watch(), *(client(number) for number in range(clients)))
-    differing = sum(len(texts) - 1 for texts in seen.texts.values())
-    return {
-        "seconds": seconds,
-        "clients": clients,
-        "statuses": seen.statuses,
-        "differing_texts": differing,
-        "memory": memory,
-    }
+    told = {"seconds": before.get("seconds", 0) + seconds, "clients": clients, "tokens": seen.tokens}
+    told |= {"statuses": seen.statuses, "memory": memory, "requests": len(seen.texts)}
+    if known is not None:
+        texts = {key: sorted(found) for key, found in seen.texts.items()}
+        known.write_text(json.dumps({**told, "texts": texts}))
+    return {**told, "differing_texts": sum(len(found) - 1 for found in seen.texts.values())}
 
 
 def resident(pid: int) -> int:
@@ -218,6 +245,7 @@ def main() -> None:
     """Reads the options and runs the load that they name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
+    parser.add_argument("--peer", help="another server, of the same model")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--each", type=int, default=3, help="requests of each client")
     parser.add_argument("--max-tokens", type=int, default=100)
@@ -225,13 +253,14 @@ def main() -> None:
     parser.add_argument("--disconnects", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="of mixed requests")
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--known", type=Path, help="file that keeps what was seen, so that a soak may go on")
     parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
     given = parser.parse_args()
     told: dict[str, Any] = {}
     if given.seconds:
-        told["soak"] = asyncio.run(soak(given.url, given.seconds, given.clients, given.pid))
+        told["soak"] = asyncio.run(soak(given.url, given.seconds, given.clients, given.pid, given.known))
     else:
-        told["rates"] = asyncio.run(rates(given.url, given.counts, given.each, given.max_tokens))
+        told["rates"] = asyncio.run(rates(given.url, given.peer, given.counts, given.each, given.max_tokens))
         if given.overload:
             told["overload"] = asyncio.run(overload(given.url, given.overload, given.max_tokens))
         if given.disconnects:

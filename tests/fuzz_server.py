@@ -212,6 +212,11 @@ def of_others(site: Served, examples: int, seed: int) -> dict[str, Any]:
     return {"status": done.returncode, "said": done.stdout.splitlines()[-12:]}
 
 
+def tiny(where: Path) -> str:
+    """A model whose longest answers are short."""
+    return folder(where, "target", max_position_embeddings=256)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=0)
@@ -220,7 +225,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     given = parser.parse_args()
     told: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as where, outpace.load(folder(Path(where), "target"), "layers:0") as llm:
+    with tempfile.TemporaryDirectory() as where, outpace.load(tiny(Path(where)), "layers:0") as llm:
         limits = Limits(request_timeout=SLOW * 4)
         with served(llm, limits, names=("tiny",), methods=("speculative",), tool_prompt=True) as site:
             if given.count:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Served, served
+from serving import PATIENCE, Served, served
 from test_library import folder
 
 import outpace
@@ -49,6 +50,14 @@ def ask(page: Any, text: str, most: int) -> None:
     page.click("#send")
 
 
+def until(page: Any, expression: str) -> None:
+    """Waits for it; the page's policy lets no script of Playwright's wait in the page itself."""
+    end = time.monotonic() + PATIENCE
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(20)
+
+
 def test_an_answer_is_coloured_by_who_drafted_it(site: Served, page: Any) -> None:
     ask(page, "hello hello hello", 40)
     page.wait_for_selector("button.compare:visible")
@@ -77,9 +86,9 @@ def test_the_coloured_share_is_the_api_s(site: Served, page: Any) -> None:
 
 def test_an_answer_can_be_stopped(site: Served, page: Any) -> None:
     ask(page, "hello", 4000)
-    page.wait_for_function("Number(document.body.dataset.tokens) > 3")
+    until(page, "Number(document.body.dataset.tokens) > 3")
     page.click("#stop")
-    page.wait_for_function("document.querySelector('.foot').textContent.includes('stopped after')")
+    until(page, "document.querySelector('.foot').textContent.includes('stopped after')")
     site.wait_idle()
     ask(page, "12", 10)
     page.wait_for_selector("button.compare:visible")

@@ -111,9 +111,10 @@ def test_a_full_queue_refuses_with_the_time_to_come_back(llm: outpace.LLM, brake
         assert refused.status == 429
         assert refused.error["type"] == "rate_limit_error"
         assert refused.error["code"] == "queue_full"
+        assert site.ask("/v1/chat/completions", b"no JSON").status == 429  # told before the body is read
         assert int(refused.headers["retry-after"]) >= 1
         assert int(refused.headers["retry-after-ms"]) > 0
-        assert site.figure("requests_rejected_total", reason="queue_full") == 1
+        assert site.figure("requests_rejected_total", reason="queue_full") == 2
         brake.release()
         answers = [connection.makefile("rb").read(15) for connection in asked]
         assert answers == [b"HTTP/1.1 200 OK"] * 5

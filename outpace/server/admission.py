@@ -43,12 +43,16 @@ class Admission:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
         return self._limits.max_queue + max(0, self._batch - self.running)
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Holds a place while a request's prompt is tokenised; ApiError 429 at once where there is none."""
+    def check(self) -> None:
+        """ApiError 429 where there is no place for one more."""
         waiting = self.waiting + self._preparing
         if (self.groups or self._preparing) and waiting >= self._room:
             raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Holds a place while a request's prompt is tokenised; ApiError 429 at once where there is none."""
+        self.check()
         self._preparing += 1
         try:
             yield

@@ -56,7 +56,8 @@ def build(service: Service) -> ASGIApp:
         app.add_api_route(path, _guarded(handler), methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _refused)
     app.openapi()["components"] = {"schemas": parts}  # which is made once
-    return Gate(app, service.options)
+    answering = {path for path, kind, _ in routes.posts() if issubclass(kind, Sampled)}
+    return Gate(app, service.options, lambda path: service.check_room() if path in answering else None)
 
 
 def _guarded(handler: Handler) -> Handler:

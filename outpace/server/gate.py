@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,8 +25,9 @@ HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-re
 class Gate:
     """The outermost part of the application."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app, self._options = app, options
+    def __init__(self, app: ASGIApp, options: ServerOptions, check: Callable[[str], None]) -> None:
+        """`check` gives an ApiError where a path cannot be served now, at little cost: before its body is read."""
+        self._app, self._options, self._check = app, options, check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +48,7 @@ class Gate:
 
         try:
             record["key"] = self._admit(scope["path"], headers)
+            self._check(scope["path"])
         except ApiError as error:
             reply = error_reply(error, record["id"], is_messages(scope["path"]))
             await reply(scope, receive, send_marked)

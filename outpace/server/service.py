@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -90,6 +91,21 @@ class Service:
         if self.is_stuck:
             raise unavailable(f"the engine is stuck for {self.thread.step_age:.0f} seconds", "stuck")
 
+    def check_room(self) -> None:
+        """ApiError 429 where the queue is full: told before the body is read."""
+        with self._counting():
+            self.admission.check()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Refusals, for the metrics."""
+        try:
+            yield
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.rejected(error.code or "")
+            raise
+
     async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
         """What a call gives that takes long, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
@@ -97,16 +113,11 @@ class Service:
     async def start(self, job_of: Callable[..., Job], body: Any, key: str) -> tuple[Job, Group]:
         """Takes a request in: it is admitted, and each of its choices can run. ApiError or UserError where not."""
         self.check_ready()
-        try:
-            with self.admission.preparing():
-                job = await self.apart(job_of, body, self)
-                choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
-                group = Group(choices, job.prompts, key, job.thoughts)
-                self.admission.admit(group)
-        except ApiError as error:
-            if error.status == 429:
-                self.metrics.rejected(error.code or "")
-            raise
+        with self._counting(), self.admission.preparing():
+            job = await self.apart(job_of, body, self)
+            choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
+            group = Group(choices, job.prompts, key, job.thoughts)
+            self.admission.admit(group)
         self._groups.update(dict.fromkeys(choices, group))
         self._set_timers(group)
         submitted = asyncio.wrap_future(self.thread.submit(choices))
