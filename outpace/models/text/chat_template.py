@@ -76,6 +76,9 @@ class ChatTemplate:
         return {"refusal": f"takes more than {limits}, it was stopped"}
 
     def _running(self) -> subprocess.Popen[bytes]:
+        """The process; a new one where somebody has killed it since the last question."""
+        if self._process is not None and self._process.poll() is not None:
+            self._stop()
         if self._process is None:
             process = child_process.start(
                 CODE,
