@@ -27,7 +27,7 @@ from rooms import (
 )
 
 ALLOWED_IN_CORE = {"torch", "numpy"}
-HEAVY = ("transformers", "ray", "fastapi", "matplotlib", "huggingface_hub", "gguf")
+HEAVY = ("torch", "transformers", "ray", "fastapi", "matplotlib", "huggingface_hub", "gguf")
 
 
 def objection(edge: Edge) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
-from outpace.models.load import LAYERS, Progress, load_draft, load_model
+from outpace.models.load import LAYERS, Progress, fitted, load_draft, load_model, open_draft
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -40,11 +43,12 @@ def load_pair(
     if str(draft).startswith(LAYERS) and of_draft != options.of_draft():
         said = "has the target's own weights, with their device and dtype"
         raise UserError(f"{draft} {said}: leave out draft_device and draft_dtype")
-    is_shipped = target is None and draft is None
+    if target is None and draft is None and may_draft:
+        draft = shipped_draft(shipped_model().stem)
+        if draft is not None:
+            return _shipped(draft, options, of_draft, progress, same_tokens)
     if not isinstance(target, Loaded):
         target = load_model(target, options, tokenizer=tokenizer, progress=progress)
-    if is_shipped and may_draft:
-        draft = shipped_draft(target.name)
     if draft is None or draft == NO_DRAFT or isinstance(draft, Loaded):
         return target, draft if isinstance(draft, Loaded) else None
     return target, load_draft(draft, target, of_draft, progress=progress, same_tokens=same_tokens)
@@ -72,6 +76,16 @@ def _load_several(
         for other in others
     ]
     return target, replace(draft, others=tuple(loaded))
+
+
+def _shipped(
+    draft: str, options: LoadOptions, of_draft: LoadOptions, progress: Progress, same_tokens: bool
+) -> tuple[Loaded, Loaded]:
+    """The shipped pair, both loaded at once."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(open_draft, draft, shipped_model().stem, partial(resolve, None), of_draft)
+        target = load_model(None, options, progress=progress)
+        return target, fitted(other.result(), target) if same_tokens else other.result()
 
 
 def _refuse_all(options: LoadOptions, given: dict[str, Any]) -> None:

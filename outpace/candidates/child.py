@@ -19,10 +19,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-
 from outpace.candidates.cache import Layer
 from outpace.candidates.loop import DraftLoop, Message, Open
+from outpace.core.lazy import set_threads
 from outpace.core.types import Drafter, Rule
 
 _DIE_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
@@ -79,7 +78,7 @@ class Child:
         try:
             start: Start = pickle.loads(self._pipe.recv_bytes())
             threading.Thread(target=self._read, name="outpace-reader", daemon=True).start()
-            torch.set_num_threads(start.threads)
+            set_threads(start.threads)
             build: Callable[[], Drafter] = pickle.loads(start.recipe)
             self._loop = DraftLoop(build())
             self._say(Ready())

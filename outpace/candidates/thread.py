@@ -8,11 +8,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
-import torch
-
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
 from outpace.candidates.loop import DraftLoop, Message
+from outpace.core.lazy import is_loaded, torch
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -33,12 +32,13 @@ class ThreadWorker(Worker):
         self._turn_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
-        before = torch.get_num_threads()
+        before = torch.get_num_threads() if is_loaded() else 0
         self._thread.start()
         try:
             self._ready.get()
         finally:
-            torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
+            if before:
+                torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
@@ -64,7 +64,8 @@ class ThreadWorker(Worker):
     def _run(self) -> None:
         try:
             try:
-                torch.set_num_threads(self._threads)
+                if is_loaded():
+                    torch.set_num_threads(self._threads)
             finally:
                 self._ready.put(None)
             self._work()

@@ -11,12 +11,12 @@ import typer
 from outpace.cli import display, signals
 from outpace.cli.lines import open_lines
 from outpace.cli.options import Loading, System, flags
-from outpace.cli.remote import Remote
 from outpace.cli.writing import MaxTokens, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM, Result
+    from outpace.cli.remote import Remote
 
 SAMPLE = 16  # plain tokens that the estimate of plain decoding's rate is taken from
 FEWEST = 4  # with fewer there is no estimate
@@ -58,6 +58,8 @@ def chat(
     """
     writing.check()
     if url is not None:
+        from outpace.cli.remote import Remote
+
         _chat_afar(Remote(url, api_key, loading.target), writing, system)
         return
     with signals.at_safe_points(), loading.open(ctx.obj) as llm:

@@ -156,12 +156,11 @@ class Loading:
         for part in self.drafter.replace(",", "+").split("+") if self.drafter is not None else ():
             registry.find("drafters", part)
         if self.threads is not None:
-            import torch
-
+            from outpace.core.lazy import set_threads
             from outpace.core.machine import cores
 
             check_range("threads", self.threads, 1, cores())
-            torch.set_num_threads(self.threads)
+            set_threads(self.threads)
 
 
 def one_or_all(drafts: Sequence[str] | None) -> str | Sequence[str] | None:

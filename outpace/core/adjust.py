@@ -15,34 +15,48 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING, overload
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from outpace.core.lazy import torch
+from outpace.core.scores import tensor_of
 from outpace.core.types import Adjustments, Request, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FORBIDDEN = float("-inf")
 
 
-def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The logits as each row's request adjusts them, in float32 or better; the same tensor where none does.
+@overload
+def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor: ...
+
+
+@overload
+def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray: ...
+
+
+def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
+    """The logits as each row's request adjusts them, in float32 or better; the same object where none does.
 
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
     draft's may be smaller) are left out.
     """
     if not any(map(_is_adjusted, rows)):
         return logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    scores = tensor_of(logits)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
     place = 0
     for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
         shared = list(group)
         settings = shared[0].request.adjustments
         if settings is not None:
-            _adjust(logits[place : place + len(shared)], shared, settings)
+            _adjust(scores[place : place + len(shared)], shared, settings)
         for number, row in enumerate(shared, place):
-            mask_refused(logits[number], row)
+            mask_refused(scores[number], row)
         place += len(shared)
-    return logits
+    return scores
 
 
 def _is_adjusted(row: Row) -> bool:

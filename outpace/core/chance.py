@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
+from outpace.core.lazy import torch
 from outpace.core.noise import PURPOSES, uniform
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Key(NamedTuple):

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
+from outpace.core.lazy import threads, torch
 
 BUFFER = 2**26  # float32 values read to find the bandwidth: 256 MiB, more than a processor keeps
 READS = 5
@@ -41,7 +41,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
     found = {
         "processor": processor(),
         "cores": cores(),
-        "threads": torch.get_num_threads(),
+        "threads": threads(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "platform": platform.platform(terse=True),
         "python": platform.python_version(),

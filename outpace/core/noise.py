@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from outpace.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Purposes of a key. 0 is the noise that target and drafters share, keyed by position; the rules that judge by the ratio
 # p / q key by node ids instead, which never return: a key that returns in a later round would bias them.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import check_range, check_share, check_whole
+from outpace.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
 

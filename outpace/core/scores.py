@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from outpace.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNKS = 64  # a row is dealt into columns of so many values
 
@@ -15,17 +18,18 @@ class Scored(NamedTuple):
     """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
     were asked for, before the final norm."""
 
-    logits: Tensor  # [wanted rows, vocab]
+    logits: Tensor | np.ndarray  # [wanted rows, vocab]
     hidden: Tensor | None = None  # [layers, shown rows, width]
 
 
 class Held(NamedTuple):
     """Scores of the tokens that a model's output layer has rows for; all others score -inf.
 
-    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`.
+    `values` [rows, held], an array where no tensor was computed; `ids` int64 [held], rising, says which tokens they are
+    (None: all), of `vocab`.
     """
 
-    values: Tensor
+    values: Tensor | np.ndarray
     ids: np.ndarray | None
     vocab: int
 
@@ -35,26 +39,33 @@ class Held(NamedTuple):
 
     def wide(self, rows: slice = slice(None)) -> Tensor:
         """Scores of all tokens. [rows, vocab]"""
-        values = self.values[rows]
+        values = tensor_of(self.values[rows])
         if self.ids is None:
             return values
         wide = values.new_full((len(values), self.vocab), -torch.inf)
         return wide.index_copy_(1, torch.from_numpy(self.ids).to(values.device), values)
 
 
-def host_rows(scores: Tensor) -> np.ndarray | None:
+def tensor_of(scores: Tensor | np.ndarray) -> Tensor:
+    """The same memory as a tensor."""
+    return torch.from_numpy(scores) if isinstance(scores, np.ndarray) else scores
+
+
+def host_rows(scores: Tensor | np.ndarray) -> np.ndarray | None:
     """The same memory as an array [rows, vocab], or None where it is not float32 on the host."""
+    if isinstance(scores, np.ndarray):
+        return scores
     if scores.dtype is not torch.float32 or scores.device.type != "cpu":
         return None
     rows: np.ndarray = scores.detach().numpy()
     return rows
 
 
-def best_tokens(scores: Tensor, count: int) -> np.ndarray:
+def best_tokens(scores: Tensor | np.ndarray, count: int) -> np.ndarray:
     """The `count` tokens of the largest scores of each row, best first: int64 [rows, count]"""
     host = host_rows(scores)
     if host is None:
-        return scores.topk(min(count, scores.shape[-1])).indices.cpu().numpy()
+        return tensor_of(scores).topk(min(count, scores.shape[-1])).indices.cpu().numpy()
     return np.array([largest(row, count) for row in host])
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from outpace.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 PREFIX = -1  # the parent of a node that hangs directly below the committed tokens
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from outpace.core.banned_text import BannedText
 from outpace.core.chance import Chance
@@ -17,6 +16,9 @@ from outpace.core.needs import NOTHING, Needs, Seen
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Offer = tuple[list[int], list[float]]  # tokens and their values on a rule's scale, best first
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.adjust import adjusted
 from outpace.core.chance import Key
 from outpace.core.errors import UserError, check_whole
+from outpace.core.lazy import torch
 from outpace.core.noise import DRAW
 from outpace.core.sampling import unscaled
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Request, Row
 from outpace.rules.base import rank_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class Grower:
             if not behind:
                 return
             starts = [state.start + state.session.length for state in behind]
-            self.model.score(
+            self.model.score_held(
                 [
                     chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
                     for s, at in zip(behind, starts, strict=True)

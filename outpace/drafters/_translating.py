@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.models.base import Model, chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK = 256  # tokens a forward
 _TAIL = 48  # target tokens that are cut anew; from so many on, the older ones stay as they are
@@ -107,7 +108,7 @@ class Translating(Drafter):
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Feeds what the sessions lack, but for the last chunk."""
         while behind := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
-            self._model.score([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in behind])
+            self._model.score_held([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in behind])
             for state in behind:
                 _commit(state)
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.lazy import torch
 from outpace.core.needs import Given
 from outpace.core.scores import Held
 from outpace.core.tree import Role, TokenTree
@@ -27,6 +26,9 @@ from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
 from outpace.rules.base import best_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ONE = Draws((1,))  # child that is drawn below a node
 _ANCHOR = 4  # tokens before the draft's: how they are spelled may depend on what stands before

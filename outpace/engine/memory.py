@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.core.types import Request
 from outpace.engine.prefixes import Holders, Text
 from outpace.engine.request import Running
@@ -227,8 +226,7 @@ class Memory:
 
 def free_bytes(device: torch.device | str) -> int:
     """Memory that is free for use where the model is."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 * _GIB
     for line in _lines("/proc/meminfo"):

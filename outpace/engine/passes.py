@@ -7,9 +7,9 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
 
 from outpace.core.needs import Needs, Seen, pick_layers
 from outpace.core.scores import Scored, best_tokens
@@ -19,13 +19,16 @@ from outpace.engine.request import Running
 from outpace.models.base import Model, Part
 from outpace.rules.base import reduce_apart
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
 
 
 class Read(NamedTuple):
     """What a pass says of a chunk of a prompt."""
 
-    logits: Tensor  # [rows, vocab]; rows where they are reported or needed
+    logits: Tensor | np.ndarray  # [rows, vocab]; rows where they are reported or needed
     seen: Seen | None
 
 
@@ -34,7 +37,7 @@ class Judged(NamedTuple):
 
     picks: list[Any]
     rows: list[Row]
-    logits: Tensor | None  # [rows, vocab]
+    logits: Tensor | np.ndarray | None  # [rows, vocab]
     seen: Seen | None
 
 
@@ -82,7 +85,8 @@ class Passes:
     def _score(self, forest: Sequence[Part]) -> Scored:
         if any(part.shown for part in forest):
             return self._target.score_hidden(forest, self._layers)
-        return Scored(self._target.score(forest))
+        held = self._target.score_held(forest)
+        return Scored(held.values if held.ids is None else held.wide())
 
     def _show_rules(
         self, rows: list[Row], trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], hidden: Tensor

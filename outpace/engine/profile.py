@@ -14,9 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.core import machine
+from outpace.core.lazy import threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
 from outpace.models.files.find import cache_folder
@@ -43,7 +42,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
         "draft": _model(draft) if draft else None,
         "processor": machine.processor(),
         "cores": machine.cores(),
-        "threads": torch.get_num_threads(),
+        "threads": threads(),
         **others,
     }
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Needs
 from outpace.core.scores import Held, Scored
 from outpace.core.tree import PREFIX
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Extra(Enum):

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.core.errors import UserError, check_range
+from outpace.core.lazy import torch
 from outpace.models import runtimes
 from outpace.models.base import Model
 from outpace.models.files.find import resolve
@@ -72,15 +71,31 @@ def load_draft(
         return Loaded(_shallow(str(spec), target), target.tokenizer, str(spec), again=again)
     if spec == "auto":
         spec = find_draft(target.name, target.config)
-    is_named = isinstance(spec, str | os.PathLike)
-    if not is_named:
+    if not isinstance(spec, str | os.PathLike):
         tokenizer = tokenizer or target.tokenizer
-    is_whole = not is_named or not is_packed(spec)
-    found = spec if is_whole else _whole(Path(spec), target)
-    draft = load_model(found, options, tokenizer=tokenizer, progress=progress, **changes)
-    draft = draft if is_whole else replace(draft, name=str(spec))
-    if not same_tokens:
-        return draft
+    options = replace(options or LoadOptions(), **changes)
+    draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
+    return fitted(draft, target) if same_tokens else draft
+
+
+def open_draft(
+    spec: Any,
+    target: str,
+    files: Callable[[], Path] | None,
+    options: LoadOptions,
+    *,
+    tokenizer: Any = None,
+    progress: Progress = silent,
+) -> Loaded:
+    """A draft that is a model of its own, for the target of this name and these `files`, which may be loading still."""
+    if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
+        return load_model(spec, options, tokenizer=tokenizer, progress=progress)
+    found = _whole(Path(spec), target, files)
+    return replace(load_model(found, options, tokenizer=tokenizer, progress=progress), name=str(spec))
+
+
+def fitted(draft: Loaded, target: Loaded) -> Loaded:
+    """The draft, which knows no more tokens than its target; UserError where these differ."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
         advice = "drafter translated takes a draft with another tokenizer"
@@ -89,14 +104,14 @@ def load_draft(
     return draft
 
 
-def _whole(spec: Path, target: Loaded) -> Path:
+def _whole(spec: Path, target: str, files: Callable[[], Path] | None) -> Path:
     """The folder of a packed draft, whole with its target's embeddings."""
-    if target.files is None:
+    if files is None:
         raise UserError(
-            f"the draft {spec} has the embeddings of its target, and {target.name} is an object of this process: make"
+            f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
             " the draft whole with the target's files by `outpace distill --unpack`"
         )
-    return whole(spec.expanduser(), target.files())
+    return whole(spec.expanduser(), files())
 
 
 def _shallow(spec: str, target: Loaded) -> Model:
@@ -125,6 +140,8 @@ def _layers(spec: str, count: int) -> list[int]:
 
 
 def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
     try:
         torch.zeros(1, device=device).item()  # the device meta makes tensors, and holds no values
     except Exception as error:

@@ -53,9 +53,7 @@ class LoadOptions:
 
     @property
     def is_on_cpu(self) -> bool:
-        import torch
-
-        return self.device_map is None and torch.device(self.device).type == "cpu"
+        return self.device_map is None and self.device.partition(":")[0] == "cpu"
 
     @property
     def torch_dtype(self) -> torch.dtype:

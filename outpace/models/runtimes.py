@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.core.errors import UserError, unknown
+from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.llama.inflate import inflated, label, notice
 from outpace.models.options import AUTO, INT8, LoadOptions
@@ -127,9 +127,9 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
     if options.dtype not in (AUTO, INT8, "float16"):
         raise UserError(f"the runtime native computes in int8, dtype {options.dtype} needs the runtime llama")
-    threads = min(torch.get_num_threads(), usable_cores())  # more were asked for by the environment, not by the user
-    native = Options(threads, "float16" if options.dtype == "float16" else "float32")
-    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native))
+    count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
+    native = Options(count, "float16" if options.dtype == "float16" else "float32")
+    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), as_arrays=True)
 
 
 def _read(
@@ -138,8 +138,9 @@ def _read(
     progress: Progress,
     build: Callable[..., Model],
     reason: str | None = None,
+    as_arrays: bool = False,
 ) -> Loaded:
-    """A model of the Llama family from its files."""
+    """A model of the Llama family from its files; `build` is handed tensors, or arrays."""
     from outpace.models.files.checkpoint import Checkpoint
     from outpace.models.files.find import resolve
     from outpace.models.llama.config import from_dict, tensor_shapes
@@ -147,15 +148,16 @@ def _read(
     from outpace.models.text.tokenizer import Tokenizer
 
     path = resolve(None if spec is None else str(spec), progress=progress)
-    with Checkpoint.open(path) as checkpoint:
+    with Checkpoint.open(path) as checkpoint, ThreadPoolExecutor(1) as aside:
         config = from_dict(checkpoint.config)
         checkpoint.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, checkpoint.config)
-        model = build(*inflated(config, checkpoint.tensor, options.inflate), head_ids=head_ids, progress=progress)
+        reading = aside.submit(Tokenizer.from_folder, path)
+        weights = checkpoint.array if as_arrays else checkpoint.tensor
+        model = build(*inflated(config, weights, options.inflate), head_ids=head_ids, progress=progress)
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
-    tokenizer = Tokenizer.from_folder(path)
-    return Loaded(model, tokenizer, name, checkpoint.config, options.inflate, notices or None)
+    return Loaded(model, reading.result(), name, checkpoint.config, options.inflate, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

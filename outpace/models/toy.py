@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.scores import Held, Scored
+from outpace.core.scores import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part, Session
 
 
@@ -63,7 +63,7 @@ class Toy(Model):
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """Logits of the wanted nodes, float64 [wanted rows, vocab]."""
-        return self.score_hidden(forest, ()).logits
+        return tensor_of(self.score_hidden(forest, ()).logits)
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
         """As `score`, with hidden states, float64 [layers, shown rows, vocab]."""

@@ -9,13 +9,15 @@ S = sum (w p - q)+ its parent goes on with w = S / (S + 1 - w) and p = norm((w p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Verdict
 from outpace.rules._ratio import Judged, RatioRule, without
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class BottomUp(RatioRule):

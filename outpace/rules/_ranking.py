@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
-import torch
 
+from outpace.core.lazy import torch
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import log_softmax
 from outpace.core.types import Offer

@@ -8,17 +8,18 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from outpace.core.adjust import adjusted
 from outpace.core.chance import Key
+from outpace.core.lazy import torch
 from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.sampling import processed
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, Rule, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Judged(NamedTuple):

@@ -8,8 +8,7 @@ what was drafted; a drafter that learns from answer to answer may lead to anothe
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.adjust import adjusted
 from outpace.core.sampling import processed
@@ -18,6 +17,9 @@ from outpace.core.types import Row, Rule, Verdict
 from outpace.rules._ratio import Judged
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Relaxed(Rule):

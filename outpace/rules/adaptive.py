@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import check_range
+from outpace.core.lazy import torch
 from outpace.rules._ratio import TopDown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "as rejection, and an entropy and a distance for each judged token"

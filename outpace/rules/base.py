@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
+from outpace.rules._arrays import reduced
 from outpace.rules._guard import allowed_of, guard, opened
 from outpace.rules._ranking import log_chances, ranked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Fault(NamedTuple):
@@ -46,12 +49,12 @@ def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
     return Verdict(path, None)
 
 
-def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+def reduce_rows(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
     """Every row reduced by its own request's rule; rows of one rule go together. [rows, vocab] to one value a row"""
     rows = opened(rows)
     picks: list[Any] = []
     for start, run in _runs(rows):
-        picks += run[0].request.rule.reduce(logits[start : start + len(run)], run)
+        picks += reduced(logits[start : start + len(run)], run)
     if any(row.is_open for row in rows):
         for start, some in _by_request(rows):
             mine = slice(start, start + len(some))
@@ -59,7 +62,7 @@ def reduce_rows(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
     return picks
 
 
-def reduce_apart(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+def reduce_apart(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
     """As `reduce_rows`, where a rule that raises spoils its own request's rows alone: each of them is the Fault."""
     try:
         return reduce_rows(logits, rows)
@@ -69,7 +72,7 @@ def reduce_apart(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         ]
 
 
-def _reduced(logits: Tensor, rows: Sequence[Row]) -> list[Any]:
+def _reduced(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
     try:
         return reduce_rows(logits, rows)
     except Exception as error:

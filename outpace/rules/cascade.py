@@ -17,16 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from outpace.core.adjust import adjusted
 from outpace.core.errors import UserError, check_range, unknown
+from outpace.core.lazy import torch
 from outpace.core.sampling import unscaled
 from outpace.core.tree import TokenTree
 from outpace.rules._ratio import Judged, TopDown, fitted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "as rejection, with p and q at temperature 1 too; one more draft step a round"

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.adjust import adjusted
+from outpace.core.lazy import torch
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
+from outpace.rules._arrays import takes_arrays
 from outpace.rules.base import follow, likeliest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = True
 COST = "an argmax a row"
@@ -36,7 +40,8 @@ class Greedy(Rule):
     judges_greedy, judges_sampled = True, False
     siblings = Siblings.PICKED
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    @takes_arrays
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjusted(logits, rows)
         host = host_rows(logits)
         picks: list[int] = (logits if host is None else host).argmax(-1).tolist()

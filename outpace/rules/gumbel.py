@@ -7,20 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.adjust import adjusted
+from outpace.core.lazy import torch
 from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import Sampling, processed
-from outpace.core.scores import Held, host_rows
+from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
+from outpace.rules._arrays import takes_arrays
 from outpace.rules._race import Race, clear_winner
 from outpace.rules._ranking import log_chances, prepared, ranked
 from outpace.rules.base import follow, offer_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = True
 COST = "a race of the tokens that can win it, a row"
@@ -41,13 +45,14 @@ class Gumbel(Rule):
     def __init__(self) -> None:
         self._race = Race()
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    @takes_arrays
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjusted(logits, rows)
         host = host_rows(logits)
         if host is None:
-            return self.run(logits, rows)
+            return self.run(tensor_of(logits), rows)
         return [
-            self.run(logits[number : number + 1], [row])[0] if pick is None else pick
+            self.run(tensor_of(logits[number : number + 1]), [row])[0] if pick is None else pick
             for number, (row, pick) in enumerate(zip(rows, self._winners(host, rows), strict=True))
         ]
 

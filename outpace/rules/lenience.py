@@ -9,11 +9,13 @@ which acceptance and loss together stay as small as they can be (Yin et al., Neu
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "as rejection"

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.adjust import adjusted
+from outpace.core.lazy import torch
 from outpace.core.noise import uniform
 from outpace.core.sampling import processed
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules.base import follow, likeliest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = True
 COST = "a running sum over p, a row"

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.adjust import adjusted
 from outpace.core.errors import check_range
+from outpace.core.lazy import torch
 from outpace.core.sampling import unscaled
 from outpace.core.tree import Siblings
 from outpace.core.types import Row
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "p of every node with accepted ancestors"

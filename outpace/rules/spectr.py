@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from outpace.core.lazy import torch
 from outpace.rules._ratio import Group, TopDown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = True
 COST = "as rejection, and forty sums over the tokens that both models give, a node with several drafts"

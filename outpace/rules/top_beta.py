@@ -9,15 +9,17 @@ paper drafts 25 tokens at a time. Beta 1 is exact greedy decoding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.adjust import adjusted
 from outpace.core.errors import check_range, check_whole
+from outpace.core.lazy import torch
 from outpace.core.scores import largest
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "the best few tokens of every node with accepted ancestors"

@@ -10,13 +10,15 @@ plain decoding's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import check_range
+from outpace.core.lazy import torch
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = False
 COST = "p and its entropy for every node with accepted ancestors"

@@ -9,11 +9,13 @@ No child is tried twice, so more of them are accepted than of children that were
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from outpace.core.tree import Siblings
 from outpace.rules._ratio import TopDown, without
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOSSLESS = True
 COST = "as multi_round, and q normalised anew after each rejection"

@@ -6,16 +6,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
+from outpace.models.files import mapped
 from outpace.models.files.reading import check_file, is_there, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -33,6 +35,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     config: dict[str, Any]
     _files: dict[str, Any] = field(default_factory=dict, repr=False)  # tensor name -> open safetensors file
     _shards: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> file name
+    _others: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)  # file name, way -> opened once more
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     @classmethod
@@ -58,6 +61,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def close(self) -> None:
         """Lets go of the weight files; calling it twice does nothing."""
         self._files.clear()
+        self._others.clear()
         self._stack.close()
 
     def names(self) -> list[str]:
@@ -78,13 +82,23 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         UserError: there is none of that name, or it holds infinities or nan, which no sound model does.
         """
-        file, where = self._file(name), self.path / self._shards[name]
+        value: torch.Tensor = self._read(name, _as_tensor, is_finite)
+        return value
+
+    def array(self, name: str) -> np.ndarray:
+        """One tensor as float32, without torch: mapped from the file where it holds float32. UserError as `tensor`."""
+        value: np.ndarray = self._read(name, _as_array, mapped.is_finite)
+        return value
+
+    def _read(self, name: str, way: Callable[[Checkpoint, str, str], Any], is_sound: Callable[[Any], bool]) -> Any:
+        self._file(name)
+        shard = self._shards[name]
         try:
-            value: torch.Tensor = file.get_tensor(name)
+            value = way(self, shard, name)
         except Exception as error:
-            raise UserError(f"{where}: tensor {name!r} cannot be read ({error!s:.200})") from error
-        if not is_finite(value):
-            raise UserError(f"{where} is damaged: tensor {name!r} holds values that are not finite")
+            raise UserError(f"{self.path / shard}: tensor {name!r} cannot be read ({error!s:.200})") from error
+        if not is_sound(value):
+            raise UserError(f"{self.path / shard} is damaged: tensor {name!r} holds values that are not finite")
         return value
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -98,6 +112,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 allowed = f"allowed are {', '.join(sorted(DTYPES))}"
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
                 raise UnsupportedModel(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
+
+    def once(self, shard: str, way: str, make: Callable[[ExitStack], Any]) -> Any:
+        """A file opened in another way than for its header, when that is first asked for."""
+        if (shard, way) not in self._others:
+            self._others[shard, way] = make(self._stack)
+        return self._others[shard, way]
 
     def _slice(self, name: str) -> Any:
         return self._file(name).get_slice(name)
@@ -129,7 +149,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         file = self.path / shard
         check_file(file)
         try:
-            opened = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            opened = self._stack.enter_context(safe_open(str(file), framework="np"))
             names = list(opened.keys())
         # safetensors raises its own error, OSError or a bare Exception, by the kind of damage
         except Exception as error:
@@ -145,6 +165,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise UserError(
                 f"{self.path / 'config.json'}: {said}, but the weight files hold {len(self._shards)} tensors"
             )
+
+
+def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    file = str(checkpoint.path / shard)
+    opened = checkpoint.once(shard, "tensors", lambda stack: stack.enter_context(safe_open(file, framework="pt")))
+    value: torch.Tensor = opened.get_tensor(name)
+    return value
+
+
+def _as_array(checkpoint: Checkpoint, shard: str, name: str) -> np.ndarray:
+    file: mapped.MappedFile = checkpoint.once(shard, "arrays", lambda _: mapped.MappedFile(checkpoint.path / shard))
+    return file.array(name)
 
 
 def lacks_embedding(config: Mapping[str, Any]) -> bool:

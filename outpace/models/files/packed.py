@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.checkpoint import EMBEDDING, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, new_folder
 from outpace.models.files.digests import Digests

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outpace.core.errors import check_whole
+from outpace.core.lazy import torch
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.options import MOST_INFLATED
 
 PREFIX = "model.layers."
 SILENCED = ("self_attn.o_proj.", "mlp.down_proj.")
-Fetch = Callable[[str], Tensor]
+Fetch = Callable[[str], Any]  # a tensor or an array
 
 
 def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConfig, Fetch]:
@@ -31,13 +32,15 @@ def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConf
     own = config.num_layers
     sources = [*range(own), *(number % own for number in range(added_layers(config, factor)))]
 
-    def fetch(name: str) -> Tensor:
+    def fetch(name: str) -> Any:
         number, _, part = name.removeprefix(PREFIX).partition(".")
         if not name.startswith(PREFIX) or int(number) < own:
             return tensor(name)
         weight = tensor(f"{PREFIX}{sources[int(number)]}.{part}")
-        # a copy, for what two layers share would be read from memory once
-        return torch.zeros_like(weight) if part.startswith(SILENCED) else weight.clone()
+        is_array, is_silent = isinstance(weight, np.ndarray), part.startswith(SILENCED)
+        if is_silent:
+            return np.zeros_like(weight) if is_array else torch.zeros_like(weight)
+        return weight.copy() if is_array else weight.clone()  # what two layers share would be read from memory once
 
     return config.of_layers(sources), fetch
 

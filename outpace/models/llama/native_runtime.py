@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.scores import Held
@@ -22,7 +21,10 @@ from outpace.models.base import Model, Part, Session, check_forest
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.native_weights import Fetch, fetcher, load_layer, middle_size
-from outpace.models.llama.rope import Rotary
+from outpace.models.llama.turns import Turns
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KV_DTYPES = {"float32": 4, "float16": 2}
 INSTALL = (
@@ -104,7 +106,7 @@ class NativeLlama(Model):
     """A Llama-family model. Sessions are independent; concurrent calls of `score` wait for one another."""
 
     exact = True
-    device = torch.device("cpu")
+    device = "cpu"
     precision = "int8"
 
     def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
@@ -118,8 +120,7 @@ class NativeLlama(Model):
         self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
-        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
-        self._turns = np.empty((0, config.head_dim // 2, 2), np.float32)  # [positions, pairs, cosine then sine]
+        self._turns = Turns(config.head_dim, config.rope_theta, config.rope_scaling)
         is_half = options.kv_dtype == "float16"
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, is_half, config.rms_norm_eps
@@ -164,10 +165,10 @@ class NativeLlama(Model):
     def from_tensors(
         cls,
         config: LlamaConfig,
-        tensor: Callable[[str], Tensor],
+        tensor: Callable[[str], Tensor | np.ndarray],
         *,
         options: Options = Options(),
-        head_ids: Tensor | None = None,
+        head_ids: np.ndarray | Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> NativeLlama:
         """From Hugging Face weight names. `tensor(name)` gives a weight; they are rounded anew, layer by layer.
@@ -176,11 +177,18 @@ class NativeLlama(Model):
         """
         check_supported(config)
         kernels, fetch = load_kernels(), fetcher(tensor)
-        layers = []
-        for number in range(config.num_layers):
-            layers.append(load_layer(kernels, config, number, fetch))
-            progress("loading", (number + 1) / config.num_layers)
-        return cls(config, layers, Ends.load(kernels, config, fetch, head_ids), options)
+        with ThreadPoolExecutor(options.threads or usable_cores()) as pool:
+            try:
+                ends = pool.submit(Ends.load, kernels, config, fetch, head_ids)
+                found = pool.map(lambda number: load_layer(kernels, config, number, fetch), range(config.num_layers))
+                layers = []
+                for number, layer in enumerate(found, 1):
+                    layers.append(layer)
+                    progress("loading", number / config.num_layers)
+                return cls(config, layers, ends.result(), options)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def shallow(self, layers: Sequence[int]) -> NativeLlama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
@@ -191,15 +199,13 @@ class NativeLlama(Model):
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
         positions = min(capacity + room, self.max_positions)
-        if positions > len(self._turns):
-            self._rotary.reach(positions)
-            self._turns = torch.view_as_real(self._rotary(torch.arange(positions))).numpy()
+        self._turns.reach(positions)
         return NativeSession(capacity, room, self)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         held = self.score_held(forest)
-        return held.values if held.ids is None else held.wide()
+        return held.wide()
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the output layer has rows for."""
@@ -216,16 +222,15 @@ class NativeLlama(Model):
             spans.append(self._span(part, positions))
         outputs: int = self._model.outputs
         out = np.empty((len(wanted), outputs), np.float32)
-        turns = self._turns.take(positions, 0)  # [rows, pairs, 2]
+        turns = self._turns.table.take(positions, 0)  # [rows, pairs, 2]
         self._model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
-        scores = torch.from_numpy(out)
         ids = self._ends.held
         if ids is None:
-            return Held(scores if self.vocab_size == outputs else scores[:, : self.vocab_size], None, self.vocab_size)
+            return Held(out if self.vocab_size == outputs else out[:, : self.vocab_size], None, self.vocab_size)
         if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
             ids = ids[: np.searchsorted(ids, self.vocab_size)]
-            scores = scores[:, : len(ids)]
-        return Held(scores, ids, self.vocab_size)
+            out = out[:, : len(ids)]
+        return Held(out, ids, self.vocab_size)
 
     def _span(self, part: Part, positions: list[int]) -> tuple[Any, ...]:
         """Reserves a part's slots: where its rows lie and what they see. Adds their positions."""
@@ -247,7 +252,7 @@ class Ends:
     held: np.ndarray | None
 
     @classmethod
-    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: Tensor | None) -> Ends:
+    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
         """From Hugging Face weight names; an output layer that is the embedding is held once."""
         table = fetch("model.embed_tokens.weight")
         embedding = kernels.Matrix(table)
@@ -255,6 +260,6 @@ class Ends:
             return cls(embedding, fetch("model.norm.weight"), embedding, None)
         weight, held = table if config.tie_embeddings else fetch("lm_head.weight"), None
         if head_ids is not None:
-            held = np.sort(checked_ids(head_ids, config.vocab_size).numpy())
+            held = np.sort(checked_ids(head_ids, config.vocab_size))
             weight = np.ascontiguousarray(weight[held])
         return cls(embedding, fetch("model.norm.weight"), kernels.Matrix(weight), held)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from outpace.core.lazy import torch
 from outpace.models.llama.config import LlamaConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Fetch = Callable[[str], np.ndarray]
 
 
-def fetcher(tensor: Callable[[str], Tensor]) -> Fetch:
+def fetcher(weight: Callable[[str], Tensor | np.ndarray]) -> Fetch:
     """Weights as float32 arrays, row by row in memory."""
 
     def fetch(name: str) -> np.ndarray:
-        values: np.ndarray = tensor(name).to(device="cpu", dtype=torch.float32).contiguous().numpy()
-        return values
+        held = weight(name)
+        if not isinstance(held, np.ndarray):
+            held = held.to(device="cpu", dtype=torch.float32).numpy()
+        return np.ascontiguousarray(held, np.float32)
 
     return fetch
 
@@ -58,8 +62,7 @@ def _qkv(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
 def _output(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
     weight = fetch(prefix + "o_proj.weight").reshape(config.hidden_size, config.num_heads, config.head_dim)
-    padding = -config.head_dim % kernels.GROUP
-    padded = np.pad(weight, ((0, 0), (0, 0), (0, padding))).reshape(config.hidden_size, -1)
+    padded = _padded(weight, 2, -config.head_dim % kernels.GROUP).reshape(config.hidden_size, -1)
     return kernels.Matrix(padded, fetch(prefix + "o_proj.bias").tolist() if config.output_bias else [])
 
 
@@ -69,7 +72,7 @@ def _gate_up(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
 
     def woven(kind: str) -> np.ndarray:
         parts = [fetch(f"{prefix}{name}_proj.{kind}") for name in ("gate", "up")]
-        padded = [np.pad(part, ((0, middle - len(part)), *[(0, 0)] * (part.ndim - 1))) for part in parts]
+        padded = [_padded(part, 0, middle - len(part)) for part in parts]
         both = np.stack([part.reshape(-1, kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
         return both.reshape(2 * middle, *parts[0].shape[1:])
 
@@ -78,5 +81,12 @@ def _gate_up(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
 
 def _down(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     weight = fetch(prefix + "down_proj.weight")
-    weight = np.pad(weight, ((0, 0), (0, middle_size(kernels, config) - config.intermediate_size)))
+    weight = _padded(weight, 1, middle_size(kernels, config) - config.intermediate_size)
     return kernels.Matrix(weight, fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else [])
+
+
+def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
+    """With so many zeros behind an axis; the same array where there are none, which mostly is so."""
+    if not count:
+        return weight
+    return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])

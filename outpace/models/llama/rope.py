@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.lazy import torch
 from outpace.models.llama.fields import flag, number, size, unsupported
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LARGEST_THETA = 1e12
 LARGEST_FACTOR = 1e6
@@ -30,8 +33,8 @@ class LinearScaling:
     factor: float
     gain: float = 1.0  # cosines and sines are multiplied by it
 
-    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The scaled frequencies. [head_dim / 2]"""
+    def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The scaled frequencies, float32. [head_dim / 2]"""
         return frequencies / self.factor
 
 
@@ -45,10 +48,10 @@ class Llama3Scaling:
     original: int
     gain: float = 1.0
 
-    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The scaled frequencies. [head_dim / 2]"""
+    def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The scaled frequencies, float32. [head_dim / 2]"""
         turns = self.original / (2 * math.pi / frequencies)
-        share = ((turns - self.slow_turns) / (self.fast_turns - self.slow_turns)).clamp(0, 1)
+        share = ((turns - self.slow_turns) / (self.fast_turns - self.slow_turns)).clip(0, 1)
         return (1 - share) * frequencies / self.factor + share * frequencies
 
 
@@ -63,8 +66,8 @@ class YarnScaling:
     gain: float
     whole_pairs: bool  # the ends of the ramp are whole numbers of pairs ("truncate")
 
-    def stretched(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The scaled frequencies. [head_dim / 2]"""
+    def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The scaled frequencies, float32. [head_dim / 2]"""
         count = len(frequencies)
 
         def pair(turns: float) -> float:
@@ -76,7 +79,7 @@ class YarnScaling:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * count - 1)
         width = last - first if last != first else 0.001
-        slow = ((torch.arange(count, dtype=torch.float32) - first) / width).clamp(0, 1)
+        slow = ((np.arange(count, dtype=np.float32) - first) / width).clip(0, 1)
         return frequencies / self.factor * slow + frequencies * (1 - slow)
 
 
@@ -148,7 +151,9 @@ class Rotary:
 
     def __init__(self, head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> None:
         frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-        self._frequencies = scaling.stretched(frequencies, theta) if scaling else frequencies
+        if scaling:
+            frequencies = torch.from_numpy(scaling.stretched(frequencies.numpy(), theta))
+        self._frequencies = frequencies
         self._gain = scaling.gain if scaling else 1.0
         self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.core.scores import Held, Scored
+from outpace.core.scores import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part, Session, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
@@ -128,14 +128,14 @@ class Llama(Model):
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         exact: bool | None = None,
-        head_ids: Tensor | None = None,
+        head_ids: np.ndarray | Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Llama:
         """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer.
 
         `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
         """
-        head_ids = None if head_ids is None else checked_ids(head_ids, config.vocab_size).to(device)
+        held = None if head_ids is None else torch.from_numpy(checked_ids(head_ids, config.vocab_size)).to(device)
 
         def fetch(name: str) -> Tensor:
             return tensor(name).to(device=device, dtype=dtype)
@@ -145,8 +145,8 @@ class Llama(Model):
             layers.append(load_layer(config, number, fetch))
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
-        head = load_head(config, embedding, head_ids, fetch)
-        return cls(config, layers, embedding, head, exact, head_ids)
+        head = load_head(config, embedding, held, fetch)
+        return cls(config, layers, embedding, head, exact, held)
 
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
@@ -171,7 +171,7 @@ class Llama(Model):
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
-        return self.score_hidden(forest, ()).logits
+        return tensor_of(self.score_hidden(forest, ()).logits)
 
     @torch.inference_mode()
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:

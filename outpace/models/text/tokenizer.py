@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.banned_text import TokenTexts
@@ -24,6 +25,8 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 # Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
 # too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+_READING = Lock()
+_LAST: list[Any] = []  # the hash of the file that was read last, and what that holds
 
 
 class Tokenizer:
@@ -225,7 +228,6 @@ class Tokenizer:
 
 def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
     """The folder's tokenizer, and the file that it came from."""
-    import tokenizers
 
     file = path / "tokenizer.json"
     if not is_there(file):
@@ -240,11 +242,24 @@ def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
     check_file(file, LARGEST_TOKENIZER)
     try:
         with _panics_told(f"cannot be made from {file}"):
-            return tokenizers.Tokenizer.from_file(str(file)), file
+            return _parsed(file), file
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
         raise UserError(f"{file} is not a tokenizer ({error!s:.200})") from error
+
+
+def _parsed(file: Path) -> tokenizers.Tokenizer:
+    """What the file holds. A draft's mostly holds what its target's does: the one read last is read once."""
+    text = file.read_bytes()
+    digest = hashlib.sha256(text).digest()
+    with _READING:
+        if not _LAST or _LAST[0] != digest:
+            import tokenizers
+
+            _LAST[:] = digest, tokenizers.Tokenizer.from_buffer(text)
+        found: tokenizers.Tokenizer = _LAST[1]
+        return found
 
 
 @contextmanager

@@ -1,0 +1,202 @@
+"""What a command imports, and what stands in for torch where it is not imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files import write_gguf
+from safetensors.torch import save_file
+
+from outpace.core import lazy
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request, Row
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.mapped import is_finite
+from outpace.models.llama.rope import LinearScaling, Llama3Scaling, Rotary, Scaling, YarnScaling
+from outpace.models.llama.turns import Turns
+from outpace.rules import greedy, gumbel
+from outpace.rules.base import reduce_rows
+
+ROOT = Path(__file__).parents[1]
+HEAVY = ("torch", "transformers", "huggingface_hub", "jinja2", "gguf", "ray", "fastapi", "matplotlib")
+TOLD = f"""
+import sys
+from outpace.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print("code", end.code, "loads", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+def loaded_by(arguments: Sequence[str], cache: Path) -> list[str]:
+    """The heavy packages that a command of its own process has imported when it ends well."""
+    command = [sys.executable, "-c", TOLD, *arguments]
+    environment = os.environ | {"OUTPACE_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("code 0 loads"), done.stderr
+    return last.split()[3:]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["methods"]])
+def test_what_answers_by_itself_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    assert loaded_by(arguments, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method", "autoregressive"],
+        ["--draft", "none"],
+        ["--method", "speculative"],
+        ["--method", "card", "--temperature", "0.8", "--seed", "3"],
+        ["--temperature", "0.8", "--seed", "3", "--threads", "1"],
+    ],
+)
+def test_text_by_the_native_runtime_loads_no_torch(options: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("outpace_kernels")
+    model = str(write_gguf(tmp_path / "tiny.gguf"))
+    pair = ["--target", model] + ([] if "--draft" in options else ["--draft", model])
+    command = ["generate", "hello world", *pair, "--max-tokens", "12", "--raw", *options]
+    loaded_by(command, tmp_path / "cache")  # converts the file
+    assert loaded_by(command, tmp_path / "cache") == []
+
+
+def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
+    assert lazy.torch.float32 is torch.float32
+    assert lazy.torch.float32 is torch.float32
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lazy.torch.nothing  # noqa: B018
+
+
+def test_threads_are_torchs_number_before_torch_is_there() -> None:
+    code = "from outpace.core import lazy; {}print(lazy.threads(), lazy.is_loaded(), lazy.torch.get_num_threads())"
+
+    def run(before: str = "", **environment: str) -> list[str]:
+        kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        command = [sys.executable, "-c", code.format(before)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=100, check=True
+        )
+        return done.stdout.split()
+
+    own, is_loaded, real = run()
+    assert (own, is_loaded) == (real, "False")
+    assert run(OMP_NUM_THREADS="1") == ["1", "False", "1"]
+    assert run(MKL_NUM_THREADS="1") == ["1", "False", "1"]
+    assert run("lazy.set_threads(1); ") == ["1", "False", "1"]
+
+
+def test_a_core_that_runs_two_threads_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for number in range(4):
+        file = tmp_path / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{number % 2},{number % 2 + 2}\n")
+    assert lazy._whole_cores(tmp_path) == 2
+    assert lazy._whole_cores(tmp_path / "nowhere") == 4
+
+
+def checkpoint(folder: Path, **tensors: torch.Tensor) -> Checkpoint:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({}))
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_an_array_holds_what_the_tensor_holds(dtype: torch.dtype, tmp_path: Path) -> None:
+    odd, values = torch.ones(3, dtype=torch.uint8), torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    whole = torch.tensor([0.0, -0.0, 1e-40, 3e38 if dtype in (torch.float32, torch.float64) else 6e4])
+    with checkpoint(tmp_path / "one", a_odd=odd, values=values.to(dtype), whole=whole.to(dtype)) as opened:
+        for name in ("values", "whole"):
+            array, tensor = opened.array(name), opened.tensor(name)
+            assert array.dtype == np.float32
+            assert array.shape == tuple(tensor.shape)
+            assert array.tobytes() == tensor.float().numpy().tobytes()
+    assert array.sum() > 0  # what was handed out outlives the file
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_array_that_is_not_finite_is_refused(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    values = torch.zeros(300, dtype=dtype)
+    values[257] = value
+    with (
+        checkpoint(tmp_path / "one", values=values) as opened,
+        pytest.raises(UserError, match="is damaged: tensor 'values' holds values that are not finite"),
+    ):
+        opened.array("values")
+
+
+def test_large_values_are_finite_though_their_sum_is_not() -> None:
+    assert is_finite(np.full((40, 40), 3e38, np.float32))
+    assert is_finite(np.zeros((0, 4), np.float32))
+
+
+def test_a_file_that_changed_after_it_was_checked_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "one" / "model.safetensors"
+    with checkpoint(tmp_path / "one", values=torch.zeros(4)) as opened:
+        file.write_bytes(b"\x10")
+        with pytest.raises(UserError, match="tensor 'values' cannot be read"):
+            opened.array("values")
+
+
+SCALINGS: list[Scaling | None] = [
+    None,
+    LinearScaling(4.0),
+    Llama3Scaling(8.0, 1.0, 4.0, 64),
+    YarnScaling(4.0, 1.0, 32.0, 64, 1.1, True),
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_kernels_turn_as_torch_does(scaling: Scaling | None) -> None:
+    """To one unit in the last place of each part, where torch rounds twice."""
+    turns, rotary = Turns(64, 1e5, scaling), Rotary(64, 1e5, scaling, torch.device("cpu"))
+    turns.reach(5000)
+    rotary.reach(5000)
+    expected = torch.view_as_real(rotary(torch.arange(5000))).numpy()
+    np.testing.assert_allclose(turns.table[:5000], expected, rtol=0, atol=2.0**-23)
+    grown = Turns(64, 1e5, scaling)
+    grown.reach(1)
+    grown.reach(5000)
+    assert grown.table.tobytes() == turns.table.tobytes()
+
+
+def rows(count: int, rule: Any) -> list[Row]:
+    request = Request((1, 2), rule)
+    return [Row(request, [1, 2, 3], (4,) * number, number) for number in range(count)]
+
+
+@pytest.mark.parametrize("module", [greedy, gumbel])
+def test_arrays_are_reduced_as_tensors_are(module: Any) -> None:
+    scores = np.random.default_rng(5).standard_normal((6, 500)).astype(np.float32)
+    some = rows(6, module.build(module.Options()))
+    assert reduce_rows(scores, some) == reduce_rows(torch.from_numpy(scores), some)
+    penalised = [row._replace(request=replace(row.request, seed=9)) for row in some]
+    assert reduce_rows(scores, penalised) == reduce_rows(torch.from_numpy(scores), penalised)
+
+
+def test_a_rule_that_overrides_reduce_is_given_tensors() -> None:
+    class Second(greedy.Greedy):
+        def reduce(self, logits: Any, rows: Sequence[Row]) -> list[int]:
+            found: list[int] = logits.topk(2).indices[:, 1].tolist()
+            return found
+
+        def walk(self, tree: TokenTree, picks: Sequence[int]) -> Any:
+            raise NotImplementedError
+
+    assert reduce_rows(np.array([[1.0, 3.0, 2.0]], np.float32), rows(1, Second())) == [2]
