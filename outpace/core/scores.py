@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,22 +14,24 @@ if TYPE_CHECKING:
 _CHUNKS = 64  # a row is dealt into columns of so many values
 
 
+Scores: TypeAlias = "Tensor | np.ndarray"  # an array where no tensor was computed
+
+
 class Scored(NamedTuple):
     """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
     were asked for, before the final norm."""
 
-    logits: Tensor | np.ndarray  # [wanted rows, vocab]
+    logits: Scores  # [wanted rows, vocab]
     hidden: Tensor | None = None  # [layers, shown rows, width]
 
 
 class Held(NamedTuple):
     """Scores of the tokens that a model's output layer has rows for; all others score -inf.
 
-    `values` [rows, held], an array where no tensor was computed; `ids` int64 [held], rising, says which tokens they are
-    (None: all), of `vocab`.
+    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`.
     """
 
-    values: Tensor | np.ndarray
+    values: Scores
     ids: np.ndarray | None
     vocab: int
 
@@ -46,12 +48,12 @@ class Held(NamedTuple):
         return wide.index_copy_(1, torch.from_numpy(self.ids).to(values.device), values)
 
 
-def tensor_of(scores: Tensor | np.ndarray) -> Tensor:
+def tensor_of(scores: Scores) -> Tensor:
     """The same memory as a tensor."""
     return torch.from_numpy(scores) if isinstance(scores, np.ndarray) else scores
 
 
-def host_rows(scores: Tensor | np.ndarray) -> np.ndarray | None:
+def host_rows(scores: Scores) -> np.ndarray | None:
     """The same memory as an array [rows, vocab], or None where it is not float32 on the host."""
     if isinstance(scores, np.ndarray):
         return scores
@@ -61,7 +63,7 @@ def host_rows(scores: Tensor | np.ndarray) -> np.ndarray | None:
     return rows
 
 
-def best_tokens(scores: Tensor | np.ndarray, count: int) -> np.ndarray:
+def best_tokens(scores: Scores, count: int) -> np.ndarray:
     """The `count` tokens of the largest scores of each row, best first: int64 [rows, count]"""
     host = host_rows(scores)
     if host is None:

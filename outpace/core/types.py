@@ -33,8 +33,7 @@ class Rule:
     raw: bool = False  # it compares q at temperature 1 and without filters too
     leaf_q: bool = False  # it wants q after every node that is verified, the last ones too
     chance: Chance = Chance()  # decides what the rule, and a drafter that draws for it, leave to chance
-    judges_greedy: bool = False  # requests of temperature 0
-    judges_sampled: bool = True  # all others
+    judges_greedy, judges_sampled = False, True  # requests of temperature 0, all others
     needs: Needs = NOTHING  # its rows then carry hidden states
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:

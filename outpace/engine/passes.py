@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from outpace.core.needs import Needs, Seen, pick_layers
-from outpace.core.scores import Scored, best_tokens
+from outpace.core.scores import Scored, Scores, best_tokens
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, tree_rows
 from outpace.engine.request import Running
@@ -28,7 +26,7 @@ Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, l
 class Read(NamedTuple):
     """What a pass says of a chunk of a prompt."""
 
-    logits: Tensor | np.ndarray  # [rows, vocab]; rows where they are reported or needed
+    logits: Scores  # [rows, vocab]; rows where they are reported or needed
     seen: Seen | None
 
 
@@ -37,7 +35,7 @@ class Judged(NamedTuple):
 
     picks: list[Any]
     rows: list[Row]
-    logits: Tensor | np.ndarray | None  # [rows, vocab]
+    logits: Scores | None  # [rows, vocab]
     seen: Seen | None
 
 

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from outpace.core.alignment import Alignment
 from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import NOTHING, Needs
+from outpace.core.scores import Scores
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import (
     Ask,
@@ -30,9 +29,6 @@ from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefixes import Text
 from outpace.models.base import Session
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
 Watch = Callable[[Sequence[int], int], int | None]
@@ -211,7 +207,7 @@ class Running:
         if self.finish_reason is None:
             self.error, self.finish_reason = error, "error"
 
-    def read(self, rows: Tensor | np.ndarray, tokens: Sequence[int]) -> None:
+    def read(self, rows: Scores, tokens: Sequence[int]) -> None:
         """A chunk of the text is in; `rows` [tokens, vocab] where the request reports on its prompt, else none."""
         start = self.storage.session.length
         self.storage.keep = range(len(tokens))
@@ -256,9 +252,7 @@ class Running:
             )
         return tokens[:count], is_over
 
-    def note_logprobs(
-        self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Tensor | np.ndarray
-    ) -> None:
+    def note_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Scores) -> None:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
         assert self.request.logprobs is not None
         path = [node for node in verdict.path if node < len(rows)]

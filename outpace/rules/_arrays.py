@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from outpace.core.scores import tensor_of
+from outpace.core.scores import Scores, tensor_of
 from outpace.core.types import Row
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "takes_arrays"
@@ -23,7 +18,7 @@ def takes_arrays(reduce: F) -> F:
     return reduce
 
 
-def reduced(scores: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
+def reduced(scores: Scores, rows: Sequence[Row]) -> list[Any]:
     """Rows of one rule as it reduces them. [rows, vocab] to one value a row"""
     rule = rows[0].request.rule
     reduce: Callable[..., list[Any]] = rule.reduce

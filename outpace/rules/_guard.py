@@ -8,17 +8,13 @@ anew. So the text is that of masking every row, and mostly no row is masked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
+from outpace.core.scores import Scores
 from outpace.core.types import Offer, Row
 from outpace.rules._arrays import reduced
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def opened(rows: Sequence[Row]) -> Sequence[Row]:
@@ -33,7 +29,7 @@ def _is_guarded(row: Row) -> bool:
     return request.constraint is not None and request.rule.picks_among_all(request.sampling)
 
 
-def guard(logits: Tensor | np.ndarray, rows: Sequence[Row], picks: Sequence[Any]) -> list[Any]:
+def guard(logits: Scores, rows: Sequence[Row], picks: Sequence[Any]) -> list[Any]:
     """The picks of one request's open rows, put right on the way that they lead. [rows, vocab]"""
     row, mended = rows[0], list(picks)
     constraint = _constraint(row)
@@ -50,7 +46,7 @@ def guard(logits: Tensor | np.ndarray, rows: Sequence[Row], picks: Sequence[Any]
     return mended
 
 
-def _picked_anew(logits: Tensor | np.ndarray, row: Row) -> Any:
+def _picked_anew(logits: Scores, row: Row) -> Any:
     return reduced(logits, [row._replace(is_open=False)])[0]
 
 

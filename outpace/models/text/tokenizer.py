@@ -25,8 +25,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 # Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
 # too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
-_READING = Lock()
-_LAST: list[Any] = []  # the hash of the file that was read last, and what that holds
+_READING, _LAST = Lock(), list[Any]()  # the hash of the file that was read last, and what that holds
 
 
 class Tokenizer:
@@ -228,7 +227,6 @@ class Tokenizer:
 
 def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, Path]:
     """The folder's tokenizer, and the file that it came from."""
-
     file = path / "tokenizer.json"
     if not is_there(file):
         if is_there(path / "tokenizer.model"):
