@@ -46,7 +46,6 @@ def draw(axes: Any, rows: Sequence[Mapping[str, Any]], methods: Sequence[str], f
             axes.plot(found, [place] * len(found), "o", color=color, markersize=5, alpha=0.85, label=label, zorder=2)
     axes.axvline(1.0, color="#333333", linewidth=0.8)
     axes.set_yticks(range(len(methods)), [called(method) for method in methods])
-    axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_title(FIELDS[field], fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -66,6 +65,7 @@ def main() -> None:
     panels = figure.subplots(1, len(FIELDS), sharey=True)
     for axes, field in zip(panels, FIELDS, strict=True):
         draw(axes, rows, methods, field)
+    panels[0].invert_yaxis()  # which both share
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower left", ncols=len(names), frameon=False, fontsize=8)
     figure.savefig(arguments.to, dpi=150)
