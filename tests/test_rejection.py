@@ -217,7 +217,11 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
     ("options", "asked", "says"),
     [
         ({"method": "card"}, {}, "; the rules that fit are greedy, gumbel and match$"),
-        ({"drafter": "ngram", "rule": "cascade"}, {}, "rule cascade mixes .*, drafter ngram has none; the rules that"),
+        (
+            {"method": "speculative", "drafter": "ngram", "rule": "cascade"},
+            {},
+            "rule cascade mixes .*, drafter ngram has none; the rules that",
+        ),
         ({"method": "autoregressive", "rule": "cascade"}, {}, "rule cascade mixes .* drafts nothing; the rules that f"),
         ({"method": "card", "rule": "typical"}, {}, "rule typical writes a text that depends on what was drafted, use"),
         ({"method": "card"}, {}, "rule rejection judges drafts that were drawn in turn, use it with method specul"),

@@ -27,13 +27,24 @@ PLANNED = "auto"  # the decoder that plans every round
 def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:
     """What method "auto" means: what `outpace tune` found for the pair; else CARD where the draft has a device of its
     own to run beside the target, and a plan for every round, in turn, where it has not. The text of a rule that is not
-    keyed depends on how much was drafted: for that one nothing follows the clock."""
-    if rule != "auto" and not _build_rule(rule).keyed:
+    keyed depends on how much was drafted: for that one nothing follows the clock. UserError for a rule that writes the
+    draft's own tokens on purpose: how they are drafted is not left to a planner."""
+    chosen = None if rule == "auto" else _build_rule(rule)
+    if chosen is not None and chosen.leaf_q:
+        *others, last = [name for name in registry.names("decoders") if _takes(name, rule)]
+        raise UserError(f"rule {rule} does not go with method auto, use it with method {', '.join(others)} or {last}")
+    if chosen is not None and not chosen.keyed:
         return "speculative"
     if tuned:
         return tuned
     apart = draft is not None and _device(draft) is not None and _device(draft) != _device(target)
     return "card" if apart else PLANNED
+
+
+def _takes(method: str, rule: str) -> bool:
+    """Whether a method that drafts in turn, and is no planner, goes with a rule."""
+    decoder = registry.find("decoders", method)
+    return method != PLANNED and decoder.NEEDS == "drafter" and _misfit(rule, decoder, "model") is None
 
 
 def _device(loaded: Loaded) -> Any:
