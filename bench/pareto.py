@@ -39,6 +39,7 @@ DIALS: list[tuple[str, dict[str, Any]]] = [
     *(("lenience", {"lenience": value}) for value in (0.1, 0.3, 0.5, 0.7, 0.9)),
     *(("adaptive", {"most_lenience": value}) for value in (0.1, 0.3, 0.5, 0.7, 0.9)),
     *(("typical", {"epsilon": value, "delta": value**0.5}) for value in (0.01, 0.03, 0.09, 0.3)),
+    *(("rollback", {"rollback": value}) for value in (1.0, 2.0, 5.0)),
     *(
         ("cascade", {"defer": kind, "alpha": value})
         for kind in ("chow", "diff", "opt", "token_v1", "token_v2", "token_v3")
@@ -128,7 +129,8 @@ def draw(rows: Sequence[dict[str, Any]], distance: float, file: Path) -> None:
     )
     for label in dict.fromkeys(_label(row) for row in rows):
         some = sorted((row["rejected"], row["loss"]) for row in rows if _label(row) == label)
-        axes.plot(*zip(*some, strict=True), marker="o", markersize=4, linewidth=1, label=label)
+        color = "#333333" if label == "rejection" else None  # the others are as many as there are colours
+        axes.plot(*zip(*some, strict=True), marker="o", markersize=4, linewidth=1, color=color, label=label)
     axes.set_xlabel("chance that a drafted token is rejected")
     axes.set_ylabel("total variation from the target")
     axes.spines[["top", "right"]].set_visible(False)
