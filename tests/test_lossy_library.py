@@ -30,7 +30,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
 def test_a_lossy_rule_says_so_in_its_help_and_in_each_answer(name: str, pair: tuple[Loaded, Loaded]) -> None:
     assert registry.describe("rules", name).help.startswith("Lossy: ")
     temperature = 0.0 if name == "top_beta" else 1.1
-    with LLM(*pair, rule=name) as llm:
+    method = "speculative" if name == "cascade" else "auto"
+    with LLM(*pair, rule=name, method=method) as llm:
         assert llm.method == "speculative"
         result = llm.stream("hello hello", **{**ASKED, "temperature": temperature}).finish()
     assert not result.lossless
@@ -43,7 +44,8 @@ def test_lossless_answers_say_so() -> None:
 
 
 def test_a_plain_answer_beside_a_cascade_is_the_targets_own(pair: tuple[Loaded, Loaded]) -> None:
-    with LLM(*pair, rule="cascade", defer="chow", alpha="1.0") as llm, LLM(*pair, method="autoregressive") as alone:
+    cascade: dict[str, Any] = {"method": "speculative", "rule": "cascade", "defer": "chow", "alpha": "1.0"}
+    with LLM(*pair, **cascade) as llm, LLM(*pair, method="autoregressive") as alone:
         plain, own = llm.stream("hello", plain=True, **ASKED).finish(), alone.stream("hello", **ASKED).finish()
         assert plain.tokens == own.tokens
         assert plain.lossless
@@ -78,7 +80,9 @@ def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> 
     ):
         ran = CliRunner().invoke(app, [*model, *more])
         assert ran.exception is None, ran.exception
-        assert json.loads(ran.stdout).get("lossless", True) is lossless
+        said = json.loads(ran.stdout)
+        assert said.get("lossless", True) is lossless
+        assert ("relaxed_tokens" in said) is not lossless
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,14 @@ def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> 
             "confident, .*, forced, leaves, .*, width",
         ),
         ({"rule": "lenience", "lenience": 2}, "lenience is 2"),
-        ({"rule": "cascade", "drafter": "ngram"}, "drafter ngram has none; the rules that fit are adaptive, block,"),
+        (
+            {"method": "speculative", "rule": "cascade", "drafter": "ngram"},
+            "drafter ngram has none; the rules that fit are adaptive, block,",
+        ),
+        ({"rule": "cascade"}, "^rule cascade does not go with method auto, use it with method bild or speculative$"),
+        ({"rule": "cascade", "method": "auto", "drafter": "ngram"}, "^rule cascade does not go with method auto"),
+        ({"rule": "cascade", "method": "autoregressive"}, "this method drafts nothing; the rules that fit are"),
+        ({"rule": "cascade", "method": "card"}, "rule cascade judges drafts that were drawn in turn"),
         ({"rule": "multi_round", "draws": "0"}, "draws is 0"),
     ],
 )

@@ -40,9 +40,9 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
     UserError for anything unknown, and for a worker that no method has.
     """
     found = {PLAIN: Contender(PLAIN, PLAIN)}
-    for label, name, own in _split(text):
+    for label, name, own in parse_options("methods", text):
         needs = registry.find("decoders", name).NEEDS
-        values = {option: _value(option, value) for option, value in own.items()}
+        values: dict[str, Any] = {option: _value(option, value) for option, value in own.items()}
         if name == PLAIN and not values:
             continue
         if label in found:
@@ -89,31 +89,32 @@ def find_peer(name: str) -> ModuleType:
     return importlib.import_module(f"{peers.__name__}.{name}")
 
 
-def _split(text: str) -> list[tuple[str, str, dict[str, str]]]:
-    """(label, name, options) of each; a part with = and without : is one more option of what stands before it."""
+def parse_options(what: str, text: str) -> list[tuple[str, str, dict[str, str]]]:
+    """(label, name, options) of each of these methods or rules; a part with = and without : is one more option of what
+    stands before it. UserError for another form."""
     found: list[tuple[str, str, dict[str, str]]] = []
     for part in (part.strip() for part in text.split(",")):
         head, colon, tail = part.partition(":")
         is_option = not colon and "=" in part
         if not part or (is_option and not found):
-            raise UserError(f"methods is {text!r}: {SYNTAX}")
+            raise UserError(f"{what} is {text!r}: {SYNTAX}")
         if not is_option:
             found.append((part, head, {}))
         label, name, options = found[-1]
         if is_option:
             found[-1] = (f"{label},{part}" if options else f"{label}:{part}", name, options)
         if is_option or colon:
-            _add(options, part if is_option else tail, text)
+            _add(options, part if is_option else tail, f"{what} is {text!r}")
     return found
 
 
-def _add(options: dict[str, str], part: str, text: str) -> None:
+def _add(options: dict[str, str], part: str, said: str) -> None:
     option, equals, value = (piece.strip() for piece in part.partition("="))
     option = option.replace("-", "_")
     if not (option and equals and value):
-        raise UserError(f"methods is {text!r}: {SYNTAX}")
+        raise UserError(f"{said}: {SYNTAX}")
     if option in options:
-        raise UserError(f"methods is {text!r}, which gives {option} twice")
+        raise UserError(f"{said}, which gives {option} twice")
     options[option] = value
 
 

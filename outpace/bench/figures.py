@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.contenders import PLAIN
+from outpace.bench.predicted import predicted
 from outpace.bench.store import Key, Record
 from outpace.core import stats
 
@@ -37,6 +39,8 @@ class TableRow:
     `tokens_per_second` and `speedup` are pooled: all tokens over all time, decoding only (with `batch` > 1: all answers
     of a group over the time from the call to the last one's end). `quartiles` are of the prompts' own medians.
     `reached_by_position`: the rounds behind each rate of `acceptance_by_position`; () where they are not told.
+    `relaxed`: the share of the tokens that only a lossy rule's dial let pass; `perplexity` by the target, `accuracy` of
+    the `scored` answers: where they were judged. What theory says (`bench/predicted.py`) stands beside.
     """
 
     task: str
@@ -67,6 +71,13 @@ class TableRow:
     accepted: int | None
     failed: int
     reason: str | None
+    predicted_length: float | None = None
+    constant_length: float | None = None
+    predicted_speedup: float | None = None
+    relaxed: float | None = None
+    perplexity: float | None = None
+    accuracy: float | None = None
+    scored: int = 0
 
     @property
     def label(self) -> str:
@@ -134,6 +145,8 @@ def _row(task: str, records: Sequence[Record], latest: dict[Key, Record]) -> Tab
         tokens=sum(len(text) for record in done for text in (record.texts or (record.tokens,))),
         failed=len(failures),
         reason=failures[0] if failures else None,
+        **predicted(done, against),
+        **_judged(done),
     )
 
 
@@ -189,6 +202,21 @@ def _drafting(done: Sequence[Record]) -> dict[str, Any]:
         "draft_acceptance": sum(accepted) / sum(drafted) if told and sum(drafted) and None not in accepted else None,
         "hit_rate": hits / asked if asked else mean,
         **_by_position(alone),
+    }
+
+
+def _judged(done: Sequence[Record]) -> dict[str, Any]:
+    """What the texts are worth; None where that was not judged."""
+    told = [record for record in done if record.relaxed is not None]
+    tokens = sum(len(record.tokens) for record in told)
+    known = [record for record in done if record.surprise is not None and record.tokens]
+    nats = sum(record.surprise or 0.0 for record in known)
+    scored = [record.correct for record in done if record.correct is not None]
+    return {
+        "relaxed": sum(record.relaxed or 0 for record in told) / tokens if tokens else None,
+        "perplexity": math.exp(nats / sum(len(record.tokens) for record in known)) if known else None,
+        "accuracy": sum(scored) / len(scored) if scored else None,
+        "scored": len(scored),
     }
 
 

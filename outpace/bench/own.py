@@ -21,11 +21,17 @@ CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 
 @dataclass(frozen=True)
 class OwnAnswered(Answered):
-    """With the counts behind `by_position`, and what CARD's cache held."""
+    """With the counts behind `by_position`, what CARD's cache held, and where the time of the rounds after the first
+    went. `relaxed`: tokens that only a dial let pass, None where the rule is exact. `lengths`: how many of these rounds
+    verified a branch of length 0, 1, ..."""
 
     positions: Positions = ()
     hits: int = 0
     misses: int = 0
+    relaxed: int | None = None
+    lengths: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
 
 
 class Own:
@@ -60,6 +66,8 @@ class Own:
                     counts.append(0)
                 counts[-1] += len(piece.tokens)  # a round's drafted tokens are one piece, its last token another
             result = stream.finish()
+        later = run.history.steps[1:]
+        offered = [step.depth_offered for step in later]
         return OwnAnswered(
             tokens=result.tokens,
             seconds=time.perf_counter() - called,
@@ -73,6 +81,10 @@ class Own:
             positions=result.figures.positions,
             hits=result.figures.hits,
             misses=result.figures.misses,
+            relaxed=None if result.lossless else result.figures.relaxed,
+            lengths=tuple(offered.count(length) for length in range(max(offered, default=-1) + 1)),
+            draft_seconds=sum(step.draft_seconds for step in later),
+            target_seconds=sum(step.target_seconds for step in later),
         )
 
     def together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from outpace.bench.figures import TableRow
+from outpace.bench.plot_quality import quality, worth
 from outpace.core.errors import UserError
 
-COLORS = ("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333")
+COLORS = (
+    *("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333"),
+    *("#9db4d3", "#edb88f", "#a3cfb3", "#dba0ae", "#c3b6d8", "#c9b294"),
+)
+MOST_BARS = 24  # with more only those of all tasks together are drawn
 FEWEST = 20  # rounds behind a rate that is drawn
 LONGEST = 48  # characters of a name in the legend
 INK = "#333333"
@@ -28,8 +33,11 @@ def plot(found: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> Non
     tasks = list(dict.fromkeys(row.task for row in alone))
     drafting = [row for row in alone if row.task == tasks[-1] and row.acceptance_by_position] if tasks else []
     has_batches = any(row.batch > 1 for row in found)
+    if len(alone) > MOST_BARS:
+        alone, tasks = [row for row in alone if row.task == tasks[-1]], tasks[-1:]
     bars = max(5.0, 0.34 * len(alone) + 0.5 * len(tasks))
-    widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches
+    worths = worth([row for row in alone if row.task == tasks[-1]]) if tasks else []
+    widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches + [5.4] * len(worths)
     figure = Figure(figsize=(sum(widths), 5.4), layout="constrained")
     panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
     _speeds(panels.pop(0), alone, tasks, colors)
@@ -37,6 +45,9 @@ def plot(found: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> Non
         _positions(panels.pop(0), drafting, colors)
     if has_batches:
         _batches(panels.pop(0), found, colors)
+    for name in worths:
+        axes = panels.pop(0)
+        _dress(axes, quality(axes, [row for row in alone if row.task == tasks[-1]], name, colors))
     figure.suptitle(_title(facts), fontsize=11, color=INK, x=0.01, ha="left", linespacing=1.5)
     handles, names = figure.axes[0].get_legend_handles_labels()
     columns = max(1, int(sum(widths) / 2.6))

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.api.llm import LLM
+from outpace.bench import quality
 from outpace.bench.contenders import is_lossy, parse_methods
 from outpace.bench.figures import ALL, TableRow
 from outpace.core import machine
@@ -62,6 +63,8 @@ def _floor(size: int | None, device: str) -> dict[str, Any]:
 def tables(found: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
     """All that is shown at the end."""
     parts: list[RenderableType] = [_title(facts), _speeds([row for row in found if row.batch == 1])]
+    beside = quality.table([row for row in found if row.batch == 1])
+    parts += [beside] if beside is not None else []
     for count in sorted({row.batch for row in found if row.batch > 1}):
         parts += [Text(f"{count} at once", style="bold"), _batched([row for row in found if row.batch == count])]
     if any(row.batch > 1 for row in found):

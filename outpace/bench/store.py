@@ -32,7 +32,9 @@ class Key(NamedTuple):
 class Record:
     """One finished answer, or why there is none (`failed`). With a batch, `texts` has each prompt's tokens.
 
-    Seconds and counts as in `peer.Answered`. `prompts` names the batch's prompts, (task, name) each.
+    Seconds and counts as in `peer.Answered`, the rest of our own methods as in `own.OwnAnswered`. `prompts` names the
+    batch's prompts, (task, name) each. Once judged: `surprise` is -log p of the text in nats, by the target as it is,
+    and `correct` whether the answer is right, None where nobody knows.
     """
 
     label: str
@@ -55,6 +57,12 @@ class Record:
     hit_rate: float | None = None
     hits: int = 0
     misses: int = 0
+    relaxed: int | None = None
+    lengths: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    surprise: float | None = None
+    correct: bool | None = None
     prompts: tuple[tuple[str, str], ...] = ()
     texts: tuple[tuple[int, ...], ...] = ()
 

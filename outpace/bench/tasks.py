@@ -1,4 +1,5 @@
-"""What is asked: files of prompts, data sets of the hub, or a few prompts of our own; a task has a name."""
+"""What is asked: files of prompts, data sets of the hub, or a few prompts of our own; a task has a name, and where its
+answers are known each prompt has a reference."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outpace.bench import scoring
+from outpace.bench.scoring import Reference
 from outpace.core.errors import UserError, unknown
 
 HUB = "hub:"
 BUILT_IN = "builtin"
 REPETITION = "repetition"
 SUMMARIES = "summaries"
+ANSWERS = "answers"
+OWN = (BUILT_IN, REPETITION, SUMMARIES, ANSWERS)
 FORM = 'a JSON object with "turns", a list of texts'
 TEXT_FIELDS = ("turns", "prompt", "question", "instruction", "text")
+REFERENCE_FIELDS = ("reference", "answer_number", "answer")
 KNOWN = {  # name: hub data set, configuration, split
     "gsm8k": ("openai/gsm8k", "main", "test"),
     "humaneval": ("openai/openai_humaneval", None, "test"),
@@ -25,17 +31,19 @@ KNOWN = {  # name: hub data set, configuration, split
 
 
 class Asked(NamedTuple):
-    """One prompt: its task, its name within the task, and the user's message."""
+    """One prompt: its task, its name within the task, the user's message, and what a right answer is, if that is
+    known."""
 
     task: str
     name: str
     text: str
+    reference: Reference | None = None
 
 
 def collect(sources: Sequence[str], count: int) -> list[Asked]:
     """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each.
 
-    A source is a .jsonl file, the name of a known data set, `hub:NAME`, `builtin`, `repetition` or `summaries`.
+    A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `OWN`.
     UserError for one that is none.
     """
     tasks: dict[str, dict[str, Asked]] = {}
@@ -52,9 +60,11 @@ def collect(sources: Sequence[str], count: int) -> list[Asked]:
 
 def _read(source: str, count: int) -> Iterable[Asked]:
     path = Path(source).expanduser()
-    if source in (BUILT_IN, REPETITION, SUMMARIES):
+    if source in OWN:
         return [
-            Asked(task, str(place), text) for task, texts in _own(source).items() for place, text in enumerate(texts)
+            _asked(entry, task, str(place), f"{source}, {task} {place}")
+            for task, entries in _own(source).items()
+            for place, entry in enumerate(entries)
         ]
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
@@ -63,15 +73,17 @@ def _read(source: str, count: int) -> Iterable[Asked]:
         return read_file(path)
     if source in KNOWN:
         return _from_hub(source, KNOWN[source], count)
-    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", BUILT_IN, REPETITION, SUMMARIES, *KNOWN])
+    raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *OWN, *KNOWN])
 
 
-def _own(source: str) -> Mapping[str, Sequence[str]]:
-    """The prompts that come with outpace, by task."""
-    from outpace.bench import builtin, repetition, summaries
+def _own(source: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """The prompts that come with outpace, by task, as lines of a file have them."""
+    from outpace.bench import answers, builtin, repetition, summaries
 
-    own = {BUILT_IN: builtin.PROMPTS, REPETITION: repetition.TASKS, SUMMARIES: summaries.TASKS}
-    return own[source]
+    if source == ANSWERS:
+        return answers.TASKS
+    texts = {BUILT_IN: builtin.PROMPTS, REPETITION: repetition.TASKS, SUMMARIES: summaries.TASKS}[source]
+    return {task: [{"turns": [text]} for text in some] for task, some in texts.items()}
 
 
 def read_file(file: Path) -> list[Asked]:
@@ -98,7 +110,14 @@ def _prompt(file: Path, place: int, line: bytes) -> Asked:
     turns = entry.get("turns") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where} must be {FORM}, none of them empty")
-    return Asked(_name(entry.get("task"), file.stem), _name(entry.get("id"), str(place)), turns[0])
+    return _asked(entry, file.stem, str(place), where)
+
+
+def _asked(entry: Mapping[str, Any], task: str, name: str, where: str) -> Asked:
+    """The first turn; the task and the name are the entry's own, if it has them."""
+    prompt = entry["turns"][0]
+    reference = scoring.read(entry, prompt, where)
+    return Asked(_name(entry.get("task"), task), _name(entry.get("id"), name), prompt, reference)
 
 
 def _name(value: Any, other: str) -> str:
@@ -118,7 +137,18 @@ def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int) 
         chosen = list(itertools.islice(rows, count))
     except Exception as error:  # connection, names, formats and scripts fail in classes of their own
         raise UserError(f"the data set {name} cannot be loaded ({type(error).__name__}: {error})") from error
-    return [Asked(task, str(number), _hub_text(name, number, row)) for number, row in enumerate(chosen)]
+    return [
+        _asked(_hub_entry(name, number, row), task, str(number), f"the data set {name}, row {number}")
+        for number, row in enumerate(chosen)
+    ]
+
+
+def _hub_entry(name: str, number: int, row: Any) -> dict[str, Any]:
+    """As a line of a file has it; what its answer is said to be, where that is a text or a number."""
+    entry = {field: row.get(field) for field in ("test", "entry_point") if row.get("entry_point")}
+    known = (row.get(field) for field in REFERENCE_FIELDS)
+    usable = (value for value in known if isinstance(value, str | int | float) and str(value).strip())
+    return {"turns": [_hub_text(name, number, row)], "reference": next(usable, None), **entry}
 
 
 def _hub_text(name: str, number: int, row: Any) -> str:

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,83 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from outpace.cli import display
 from outpace.cli.files import check_file, check_folder, check_plot, raise_last, write_all
+from outpace.cli.measuring import Keeping, Measuring
 from outpace.cli.options import Loading, flags
 from outpace.cli.signals import INTERRUPTED
 from outpace.cli.termination import as_interrupt
-from outpace.cli.writing import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
 
-MEASURED, KEPT = "What is measured", "What is kept"
 QUIET = 60.0  # seconds between two lines where there is no terminal
 WIDTH = 120  # that the table takes at least; a narrower terminal breaks its lines
-
-
-@dataclass(frozen=True)
-class Measuring:
-    """Who takes part, on what, and how often."""
-
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
-            " repetition, summaries, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
-            rich_help_panel=MEASURED,
-        ),
-    ] = "builtin"
-    methods: Annotated[
-        str,
-        typer.Option(
-            help="Methods, joined by commas, each with options of its own if needed, as in"
-            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
-            rich_help_panel=MEASURED,
-        ),
-    ] = "auto,card,speculative"
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="Other engines, joined by commas, as in llama_cpp,transformers; or all.", rich_help_panel=MEASURED
-        ),
-    ] = ""
-    prompts: Annotated[
-        int, typer.Option(help="How many prompts of each task to use, from its first on.", rich_help_panel=MEASURED)
-    ] = 10
-    rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
-    batch: Annotated[
-        str, typer.Option(help="Numbers of requests at once, as in 1,2,8,16; not for peers.", rich_help_panel=MEASURED)
-    ] = "1"
-    inflate: Annotated[
-        int,
-        typer.Option(
-            help="Give the target the cost of one that is this many times as large.", rich_help_panel=MEASURED
-        ),
-    ] = 1
-    max_tokens: MaxTokens = 128
-    temperature: Temperature = 0.0
-    seed: Seed = 0
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """Where results go."""
-
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for results as they finish; a bench that stopped is continued.", rich_help_panel=KEPT
-        ),
-    ] = None
-    json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None
-    plot: Annotated[Path | None, typer.Option(help="File for a plot: .png, .svg or .pdf.", rich_help_panel=KEPT)] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="File for a trace of what the draft proposes, for outpace simulate; nothing is measured.",
-            rich_help_panel=KEPT,
-        ),
-    ] = None
 
 
 @flags
@@ -119,7 +53,7 @@ def bench(
     with as_interrupt(), _open(loading, options) as llm:
         if keeping.trace is not None:
             _trace(llm, options, keeping.trace)
-        elif not _measure(llm, options, keeping, loading.options.device):
+        elif not _measure(llm, options, keeping, loading.options.device, measuring.run_tests):
             raise typer.Exit(INTERRUPTED)
 
 
@@ -133,7 +67,7 @@ def _check_files(keeping: Keeping) -> None:
 def _options(loading: Loading, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
     from outpace.api.params import SamplingParams
-    from outpace.bench import contenders
+    from outpace.bench import confined, contenders, ruled
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
@@ -141,19 +75,23 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
         raise UserError(f"--method is {loading.method!r}, a bench takes several: write --methods {loading.method}")
     check_whole("inflate", measuring.inflate, 1, 64)
     common = _common(loading)
+    if measuring.run_tests and not confined.can_run():
+        raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
+    sampling = SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed)
+    methods = contenders.parse_methods(measuring.methods, common)
+    if measuring.rules:
+        methods = ruled.with_rules(methods, measuring.rules, sampling.sampling)
     peers = ",".join(contenders.peer_names()) if measuring.peers == "all" else measuring.peers
     options = BenchOptions(
         tasks=tuple(part.strip() for part in measuring.tasks.split(",") if part.strip()),
-        methods=tuple(contenders.parse_methods(measuring.methods, common)),
+        methods=tuple(methods),
         peers=tuple(contenders.parse_peers(peers)),
         prompts=measuring.prompts,
         rounds=measuring.rounds,
         batch=_counts(measuring.batch),
         inflate=measuring.inflate,
         target=loading.target,
-        sampling_params=SamplingParams(
-            max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed
-        ),
+        sampling_params=sampling,
     )
     check_batches(options, collect(options.tasks, options.prompts))
     if options.inflate > 1:
@@ -189,7 +127,7 @@ def _open(loading: Loading, options: Any) -> LLM:
     return replace(loading, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
 
 
-def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:
+def _measure(llm: LLM, options: Any, keeping: Keeping, device: str, runs_tests: bool) -> bool:
     """Runs what is not there yet, and shows all that is finished; False after Ctrl-C."""
     from outpace.bench import report
     from outpace.bench.run import Bench
@@ -198,7 +136,7 @@ def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:
     facts = report.about(llm, options.inflate, shlex.join(["outpace", *sys.argv[1:]]), device)
     store = Store(keeping.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
-        whole = _run(running)
+        whole = _run(running, runs_tests)
         failed = _show(running, facts, keeping)
         if whole and (reason := running.failure) is not None:
             failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
@@ -206,8 +144,10 @@ def _measure(llm: LLM, options: Any, keeping: Keeping, device: str) -> bool:
     return whole
 
 
-def _run(running: Any) -> bool:
-    """With a bar on stderr where somebody looks on, else a line a minute."""
+def _run(running: Any, runs_tests: bool) -> bool:
+    """Measures, then judges, with a bar on stderr where somebody looks on, else a line a minute."""
+    from outpace.bench.judging import judge
+
     console = display.stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
@@ -224,6 +164,7 @@ def _run(running: Any) -> bool:
 
         try:
             running.measure(show)
+            judge(running, show, runs_tests)
         except KeyboardInterrupt:
             return False
     return True

@@ -149,6 +149,7 @@ def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
         record["choice"] = result.choice
     if not result.lossless:
         record["lossless"] = False
+        record["relaxed_tokens"] = result.figures.relaxed
     for name, records in (("logprobs", result.logprobs), ("prompt_logprobs", result.prompt_logprobs)):
         if records:
             record[name] = [

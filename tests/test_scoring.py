@@ -1,0 +1,195 @@
+"""The scorer: numbers, choices, exact texts and programs, the references of task files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.bench import answers, confined, scoring, tasks
+from outpace.bench.scoring import Reference, is_right
+from outpace.core.errors import UserError
+
+CONFINES = confined.can_run()
+needs_confinement = pytest.mark.skipif(not CONFINES, reason="programs cannot be confined here")
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("It is 4, no, 5.", 5),
+        ("1,250 dollars", 1250),
+        ("that makes $18.50.", Fraction(37, 2)),
+        ("-3", -3),
+        ("10-20", 20),
+        ("9 - 4 = 5", 5),
+        ("#### 7\nThe answer is 8", 7),
+        (r"so \boxed{12} is it, 3 times", 12),
+        ("The answer is 6. I took 2 from 8.", 6),
+        ("the answer: 6, not 7", 6),
+        ("The answer is simple: 4 and 4 make 8", 4),
+        ("**42**", 42),
+        ("v2 has no number but x3", None),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_number_of_an_answer(answer: str, number: int | None) -> None:
+    assert scoring.number_in(answer) == number
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices", "chosen"),
+    [
+        ("The capital is Rome, not Milan.", ["Milan", "Rome"], "Rome"),
+        ("Milan? No, the answer is Rome.", ["Milan", "Rome"], "Rome"),
+        ("romeo", ["Milan", "Rome"], None),
+        ("rome", ["Milan", "Rome"], "Rome"),
+        ("A) chair. The correct answer is C) spoon.", ["A", "B", "C"], "C"),
+        ("A good question", ["A", "B"], None),
+        ("B", ["A", "B"], "B"),
+        ("(B) it is", ["A", "B"], "B"),
+        ("", ["A", "B"], None),
+    ],
+)
+def test_the_choice_of_an_answer(answer: str, choices: list[str], chosen: str | None) -> None:
+    assert scoring.choice_in(answer, choices) == chosen
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("The cat sleeps.", True), (' "the  cat sleeps" ', True), ("The cat sleeps here.", False), ("", False)],
+)
+def test_an_exact_text(answer: str, right: bool) -> None:
+    assert is_right(Reference(scoring.TEXT, "The cat sleeps."), answer) is right
+
+
+TEST = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(-1) == -2\n"
+HEAD = "from typing import List\n\n\ndef twice(x: int) -> int:\n    '''Twice x.'''\n"
+PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
+
+
+@needs_confinement
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("    return 2 * x\n", True),
+        ("    return x\n", False),
+        ("def twice(x: int):\n    return x + x\n", True),
+        (
+            "Here:\n```python\ndef twice(x):\n    names: List[int] = [x, x]\n    return sum(names)\n```\nThat is it.",
+            True,
+        ),
+        ("```\nprint(1)\n```\n```python\ndef twice(x):\n    return x * 2\n", True),
+        ("```python\ndef other(x):\n    return x * 2\n```", False),
+        ("    raise SystemExit(77)\n", False),
+        ("    import os; os._exit(0)\n", False),
+        ("    while True: pass\n", False),
+        ("I do not know.", False),
+        ("", False),
+    ],
+)
+def test_programs_are_right_where_they_pass_the_tests(
+    answer: str, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confined.passes, "__defaults__", (2.0,) if "while" in answer else (30.0,))
+    assert is_right(PROGRAM, answer, runs_tests=True) is right
+    assert is_right(PROGRAM, answer) is None, "nothing is run unless that is asked for"
+
+
+REFUSED = {
+    "socket": "import socket; socket.socket()",
+    "write": "open('{folder}/new', 'w')",
+    "append": "open('{folder}/kept', 'a')",
+    "truncate": "import os; os.open('{folder}/kept', os.O_TRUNC)",
+    "delete": "import os; os.unlink('{folder}/kept')",
+    "rename": "import os; os.rename('{folder}/kept', '{folder}/new')",
+    "make a folder": "import os; os.mkdir('{folder}/new')",
+    "fork": "import os; os.fork()",
+    "exec": "import os; os.execv('/bin/true', ['true'])",
+    "signal": "import os; os.kill(os.getppid(), 0)",
+    "connect": "import asyncio; asyncio.new_event_loop()",
+}
+
+
+@needs_confinement
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_confined_program_may_not(what: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("as it was")
+    program = REFUSED[what].format(folder=tmp_path)
+    assert not confined.passes(program, 30)
+    assert confined.passes(
+        f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)", 30
+    )
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept", "as it was")]
+
+
+@needs_confinement
+def test_a_confined_program_computes_and_reads_within_its_bounds() -> None:
+    program = "import math, json, re, hashlib\nassert sum(range(10**6))\nassert not open('/dev/null').read()"
+    assert confined.passes(program, 30)
+    assert confined.passes("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
+    assert not confined.passes("import time; time.sleep(60)", 1.0)
+    assert not confined.passes("not a program", 30)
+    assert not confined.passes("\udcff", 30)
+
+
+def test_nothing_is_run_where_programs_cannot_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confined, "CALLS", {})
+    with pytest.raises(OSError, match="no filter for"):
+        confined.confine(1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({}, None),
+        ({"reference": "She has 3.\n#### 1,018"}, Reference("number", "1,018")),
+        ({"reference": 18}, Reference("number", "18")),
+        ({"reference": "$5"}, Reference("number", "$5")),
+        ({"reference": "a text of 5 words"}, Reference("text", "a text of 5 words")),
+        ({"reference": "B", "choices": ["A", "B"]}, Reference("choice", "B", ("A", "B"))),
+        ({"test": TEST, "entry_point": "twice"}, Reference("program", TEST, entry_point="twice", head="p")),
+    ],
+)
+def test_references_say_how_they_are_scored(entry: dict[str, Any], expected: Reference | None) -> None:
+    assert scoring.read(entry, "p", "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"reference": []}, r"the reference is \[\], it must be a text or a number"),
+        ({"reference": " "}, "the reference is ' '"),
+        ({"reference": True}, "the reference is True"),
+        ({"reference": "#### many"}, "ends with 'many' behind ####, it must be a number"),
+        ({"reference": "C", "choices": ["A", "B"]}, "the reference 'C' must be one of at least two"),
+        ({"reference": "A", "choices": ["A"]}, "at least two different choices"),
+        ({"reference": "A", "choices": ["A", "A"]}, "at least two different choices"),
+        ({"reference": "A", "choices": "AB"}, "choices must be a list of texts, it is 'AB'"),
+        ({"test": TEST}, r"entry_point \(None\) the name of what it tests"),
+        ({"test": TEST, "entry_point": "x; y"}, "entry_point"),
+        ({"test": 3, "entry_point": "x"}, "test must be a program"),
+    ],
+)
+def test_a_reference_that_cannot_be_names_its_line(entry: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(json.dumps({"turns": ["a"]}) + "\n" + json.dumps({"turns": ["b"], **entry}) + "\n")
+    with pytest.raises(UserError, match=f"t.jsonl, line 2: .*{message}"):
+        tasks.collect([str(file)], 5)
+
+
+def test_our_own_questions_have_answers_that_are_right() -> None:
+    found = tasks.collect([tasks.ANSWERS], 99)
+    assert {asked.task for asked in found} == set(answers.TASKS)
+    assert len({asked.text for asked in found}) == len(found) == 36
+    for asked in found:
+        assert asked.reference is not None
+        assert is_right(asked.reference, f"The answer is {asked.reference.value}." * (asked.task != "sentences")) is (
+            asked.task != "sentences"
+        )
+        assert is_right(asked.reference, asked.reference.value)
+        assert not is_right(asked.reference, "I cannot say.")
