@@ -85,7 +85,8 @@ class Answers:
         parts = urlsplit(url)
         self._where, self._file, self._most = (parts.hostname or "127.0.0.1", parts.port or 80), known, most
         lines = known.read_text().splitlines() if known.exists() else []
-        self.rows: dict[str, dict[str, Any]] = {row["file"]: row for row in map(json.loads, lines)}
+        rows = [row for row in map(json.loads, lines) if row["status"] not in (429, 503)]  # those are asked again
+        self.rows: dict[str, dict[str, Any]] = {row["file"]: row for row in rows}
         self._lock = threading.Lock()
 
     def work(self, files: list[Path]) -> None:

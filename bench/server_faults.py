@@ -136,111 +136,103 @@ async def disconnects(url: str, count: int) -> dict[str, Any]:
     return {"disconnects": count, "noticed": left, "idle_after": round(seconds, 3), "kv_share": memory, "bad": bad}
 
 
-async def crowd(url: str, clients: int, seconds: float, seen: Seen, most: int = 60) -> list[int]:
-    """Closed loops: each client asks again when its answer has ended. Tokens of each."""
-    end = time.monotonic() + seconds
+async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], seen: Seen) -> None:
+    """Clients that ask again as soon as they have an answer, until they are cancelled."""
 
-    async def client(number: int) -> int:
-        draw, own = random.Random(number), Seen()
-        while time.monotonic() < end:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(Client(url).ask(request(draw, False, most), own), end - time.monotonic())
-        seen.tokens += own.tokens
-        for status, times in own.statuses.items():
-            seen.statuses[status] = seen.statuses.get(status, 0) + times
-        return own.tokens
+    async def client(number: int) -> None:
+        while True:
+            await Client(url).ask(asked(number), seen)
 
-    return list(await asyncio.gather(*(client(n) for n in range(clients))))
+    await asyncio.gather(*map(client, range(clients)))
 
 
-async def written(url: str) -> float:
-    return (await figures(url))["generation_tokens_total"]
+async def compared(
+    url: str, without: Callable[[], Awaitable[Any]], with_it: Callable[[], Awaitable[Any]], windows: int, seconds: float
+) -> list[tuple[float, float]]:
+    """Tokens a second that the server writes without something and with it, in short windows in turn: the machine's own
+    speed changes too."""
+
+    async def rate(work: Callable[[], Awaitable[Any]]) -> float:
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0.3)
+        before, began = (await figures(url))["generation_tokens_total"], time.perf_counter()
+        await asyncio.sleep(seconds)
+        after = (await figures(url))["generation_tokens_total"]
+        found = (after - before) / (time.perf_counter() - began)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    rows = []
+    for number in range(windows):
+        first, second = (without, with_it) if number % 2 else (with_it, without)
+        found = [await rate(first), await rate(second)]
+        rows.append((found[0], found[1]) if number % 2 else (found[1], found[0]))
+    return rows
 
 
-async def rate(url: str, work: Awaitable[Any]) -> float:
-    """Tokens a second that the server writes while something goes on."""
-    before, began = await written(url), time.perf_counter()
-    await work
-    return (await written(url) - before) / (time.perf_counter() - began)
+def told_of(rows: list[tuple[float, float]]) -> dict[str, Any]:
+    """The share that is left, of all windows, and what each gave."""
+    share = sum(after for _, after in rows) / sum(before for before, _ in rows)
+    ratios = sorted(after / before for before, after in rows)
+    return {"share": round(share, 3), "median": round(statistics.median(ratios), 3), "windows": len(rows)}
 
 
-async def overload(url: str, seconds: float) -> dict[str, Any]:
-    """Ten times the requests that it can answer, as many in each second, against what as many as its batch ask."""
-    seen = Seen()
-    await crowd(url, 16, 5.0, Seen())
-    before = await rate(url, crowd(url, 16, seconds, seen))
-    done = sum(seen.statuses.values())
-    each, flood, draw = seconds / max(done, 1) / 10, Seen(), random.Random(7)
-    tasks: list[asyncio.Task[None]] = []
+async def nothing() -> None:
+    """Until it is cancelled."""
+    await asyncio.sleep(3600)
+
+
+async def overload(url: str, windows: int, seconds: float) -> dict[str, Any]:
+    """As many clients as the batch holds ask all the time; beside them, in every second window, ten times the requests
+    that the server can answer."""
+    seen, flood, draw, cpu = Seen(), Seen(), random.Random(7), [0.0, 0.0]
+    full = asyncio.create_task(crowd(url, 16, lambda number: request(draw, False, 60), seen))
+    await asyncio.sleep(8.0)
+    each = 8.0 / max(sum(seen.statuses.values()), 1) / 10
 
     async def arrive() -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            tasks.append(asyncio.create_task(Client(url).ask(request(draw, False, 60), flood)))
-            await asyncio.sleep(each)
+        tasks, began, used = set(), time.perf_counter(), cpu_seconds()
+        try:
+            while True:
+                tasks.add(asyncio.create_task(Client(url).ask(request(draw, False, 60), flood)))
+                await asyncio.sleep(each)
+        finally:
+            cpu[0], cpu[1] = cpu[0] + cpu_seconds() - used, cpu[1] + time.perf_counter() - began
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    cpu = cpu_seconds()
-    under = await rate(url, arrive())
-    cpu = (cpu_seconds() - cpu) / seconds
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await idle_after(url)
-    after = await rate(url, crowd(url, 16, seconds, Seen()))
-    peak = (before + after) / 2
-    late = quantile(flood.refusals, 0.99)
-    share = under / peak
-    told = {
-        "before": round(before, 1),
-        "after": round(after, 1),
-        "under_load": round(under, 1),
-        "share": round(share, 3),
-        "arrivals": len(tasks),
-    }
-    told |= {"client_cpu": round(cpu, 3)}
-    bad = share < 0.9 or late is None or late > 0.2 or set(flood.statuses) - {200, 429}
-    return {**told, "statuses": flood.statuses, "refused_p99": late, "refused": len(flood.refusals), "bad": bool(bad)}
+    rows = await compared(url, nothing, arrive, windows, seconds)
+    full.cancel()
+    await asyncio.gather(full, return_exceptions=True)
+    late, told = quantile(flood.refusals, 0.99), told_of(rows)
+    bad = told["share"] < 0.9 or late is None or late > 0.2 or set(flood.statuses) - {200, 429}
+    told |= {"statuses": flood.statuses, "refused_p99": late, "client_cpu": round(cpu[0] / max(cpu[1], 0.1), 3)}
+    return {**told, "a_second": round(1 / each, 1), "bad": bool(bad)}
 
 
-async def slow(url: str, rounds: int) -> dict[str, Any]:
-    """How soon seven clients have their answers beside an eighth that reads one that does, over beside one that reads a
-    byte a second. All decode plainly, so that each round is the same work."""
+async def slow(url: str, windows: int, seconds: float) -> dict[str, Any]:
+    """Seven clients ask all the time; beside them an eighth that reads, or one that reads a byte a second. All decode
+    plainly, so that each round is the same work."""
     plain = {"ignore_eos": True, "outpace": {"speculation": False}}
 
-    async def seven() -> float:
-        async def client(number: int) -> None:
-            for _ in range(4):
-                await Client(url).ask(body(PROMPTS[number % len(PROMPTS)], 40, **plain), Seen())
-
-        began = time.perf_counter()
-        await asyncio.gather(*map(client, range(7)))
-        return time.perf_counter() - began
-
-    async def beside(is_slow: bool) -> float:
-        async def eighth() -> None:
-            asked = body("Count from one to two thousand in words.", 2000, stream=True, **plain)
-            async with sent(url, asked) as reader:
+    def eighth(is_slow: bool) -> Callable[[], Awaitable[None]]:
+        async def read() -> None:
+            async with sent(url, body("Count from one on.", 2000, stream=True, **plain)) as reader:
                 while True:
                     await (reader.read(1) if is_slow else reader.readline())
                     await asyncio.sleep(1.0 if is_slow else 0.0)
 
-        task = asyncio.create_task(eighth())
-        await asyncio.sleep(0.3)
-        seconds = await seven()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await idle_after(url)
-        return seconds
+        return read
 
-    await beside(False)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(rounds):
-        for is_slow in (True, False) if number % 2 else (False, True):
-            seconds[is_slow].append(await beside(is_slow))
-    share = statistics.median(seconds[False]) / statistics.median(seconds[True])
-    told = {str(is_slow): [round(one, 2) for one in found] for is_slow, found in seconds.items()}
-    return {"share": round(share, 3), "seconds_by_slow": told, "bad": share < 0.97}
+    asked = [body(PROMPTS[number % len(PROMPTS)], 200, **plain) for number in range(7)]
+    seven = asyncio.create_task(crowd(url, 7, lambda number: asked[number], Seen()))
+    await asyncio.sleep(3.0)
+    told = told_of(await compared(url, eighth(False), eighth(True), windows, seconds))
+    seven.cancel()
+    await asyncio.gather(seven, return_exceptions=True)
+    return {**told, "bad": told["share"] < 0.97}
 
 
 async def fairness(url: str, seconds: float) -> dict[str, Any]:
@@ -343,8 +335,8 @@ def parts(given: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
     card = ("--method", "card", "--worker", "process", "--draft", given.draft)
     return {
         "disconnects": alone(lambda server: disconnects(server.url, given.disconnects)),
-        "overload": alone(lambda server: overload(server.url, given.seconds), "--max-queue", "16"),
-        "slow": alone(lambda server: slow(server.url, given.rounds)),
+        "overload": alone(lambda server: overload(server.url, given.windows, 1.5), "--max-queue", "16"),
+        "slow": alone(lambda server: slow(server.url, given.windows, 1.5)),
         "fairness": alone(lambda server: fairness(server.url, given.seconds)),
         "drafter": alone(lambda server: drafter(server, given.kills), *card),
         "sigterm": lambda: sigterm(30.0),
@@ -357,7 +349,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="+")
     parser.add_argument("--disconnects", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=25.0)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--draft", default="layers:0,1,28,29")
     given = parser.parse_args()
