@@ -212,7 +212,7 @@ async def soak(url: str, seconds: float, clients: int, pid: int | None, known: P
         while time.monotonic() < end and pid is not None:
             memory.append(resident(pid))
             print(f"{len(memory):4d} min  {memory[-1] >> 20} MiB  {seen.statuses}  {seen.tokens} tokens", flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(min(60.0, max(end - time.monotonic(), 0.0)))
 
     await asyncio.gather(watch(), *(client(number) for number in range(clients)))
     told = {"seconds": before.get("seconds", 0) + seconds, "clients": clients, "tokens": seen.tokens}
