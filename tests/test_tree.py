@@ -214,3 +214,53 @@ def test_late_child_ends_the_path() -> None:
     assert follow(tree, [2, 3]) == Verdict([0, 1, 2], None)
     assert follow(tree, [2, 7]) == Verdict([0, 1], 7)
     assert follow(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_children_hung_together_stand_as_if_added_one_by_one(seed: int) -> None:
+    one, other, chance = random_tree(seed), random_tree(seed), random.Random(seed)
+    places = [(parent, token) for parent in range(len(one)) for token in range(6)]
+    chosen = chance.sample(places, min(len(places), 9))
+    children = [(chance.uniform(-9.0, 0.5), parent, token) for parent, token in chosen]
+    for place, (score, parent, token) in enumerate(children):
+        one.add(parent, token, score, Role.PRIMARY if place < 4 else Role.SECONDARY)
+    other.hang(children, 4)
+    assert vars(other) == vars(one)
+
+
+def test_children_that_cannot_be_hung_are_refused() -> None:
+    tree = TokenTree(1)
+    with pytest.raises(ValueError, match="path score of token 3 is not a number"):
+        tree.hang([(math.nan, 0, 3)], 1)
+    tree = TokenTree(1)
+    tree.add(0, 2, -1.0, siblings=Siblings.DRAWN)
+    with pytest.raises(ValueError, match="children of node 0 are drawn, not picked"):
+        tree.hang([(-1.0, 0, 3)], 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_lies_below_the_bound_is_never_verified(seed: int) -> None:
+    """A tree that leaves it out has the same best nodes as one that lets it grow."""
+    chance = random.Random(seed)
+    whole, pruned = TokenTree(0), TokenTree(0)
+    pruned.most = chance.randrange(2, 12)
+    steps: dict[tuple[int, ...], float] = {}  # by path: what a model would say of its last token
+    for _ in range(5):
+        parents = {tuple(tokens_to(whole, node)): node for node in range(len(whole))}
+        beside = {tuple(tokens_to(pruned, node)): node for node in range(len(pruned))}
+        some = chance.sample(sorted(parents), min(4, len(parents)))
+        drawn = [
+            (path, token, steps.setdefault((*path, token), chance.uniform(-3.0, 0.0)))
+            for path in some
+            for token in range(3)
+        ]
+        whole.hang([(whole.scores[parents[p]] + s, parents[p], t) for p, t, s in drawn], 4)
+        there = [(pruned.scores[beside[p]] + s, beside[p], t) for p, t, s in drawn if p in beside]
+        pruned.hang(there, 4)
+    best, own = best_nodes(whole, pruned.most), best_nodes(pruned, pruned.most)
+    assert {tuple(tokens_to(whole, node)) for node in best} == {tuple(tokens_to(pruned, node)) for node in own}
+    assert len(pruned) < len(whole)
+
+
+def tokens_to(tree: TokenTree, node: int) -> list[int]:
+    return [tree.tokens[other] for other in path_to(tree, node)]

@@ -47,6 +47,8 @@ class TokenTree:
     child. `scores[i]` is W, the log of the estimated chance that the target walks down to node i; it never exceeds
     the parent's, so the best n nodes are always closed under ancestors. `ids` are unique for the life of a request.
 
+    Where `most` nodes can be verified, what stands behind the best so many need not grow: see `bound`.
+
     One writer at a time: whoever grows it. A reader freezes it by remembering `len(tree)`.
     """
 
@@ -60,6 +62,7 @@ class TokenTree:
         self.siblings: dict[int, Siblings] = {}
         self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
+        self.most: int | None = None  # nodes that can be verified, where that is known while it grows
         self._children: list[list[int]] = [[]]
 
     def __len__(self) -> int:
@@ -99,6 +102,34 @@ class TokenTree:
         beside.append(node)
         return node
 
+    def hang(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
+        """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
+        bound; the first `primary` are C, the others B. No two of them are the same token below the same parent."""
+        kids, siblings, scores = self._children, self.siblings, self.scores
+        for parent in {parent for _, parent, _ in children}:
+            if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
+                raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
+        fresh = [
+            (min(score, scores[parent]), parent, token, Role.PRIMARY if place < primary else Role.SECONDARY)
+            for place, (score, parent, token) in enumerate(children)
+            if not kids[parent] or self.child(parent, token) is None
+        ]
+        bound = self.bound([child[0] for child in fresh])
+        for score, parent, token, role in fresh:
+            if math.isnan(score):
+                raise ValueError(f"the path score of token {token} is not a number")
+            if score < bound:
+                continue
+            kids[parent].append(len(scores))
+            kids.append([])
+            self.tokens.append(token)
+            self.parents.append(parent)
+            scores.append(score)
+            self.roles.append(role)
+            self.ids.append(self.next_id)
+            self.sources.append("")
+            self.next_id += 1
+
     def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
         """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
         if self._children[parent] or parent in self.drawn:
@@ -108,6 +139,13 @@ class TokenTree:
         for token in distinct:
             self.add(parent, token, self.scores[parent] + math.log(float(drawn.q[token])), siblings=siblings)
         return len(distinct)
+
+    def bound(self, more: Sequence[float] = ()) -> float:
+        """The path score below which no node can be among the `most` best, with candidates of scores `more` beside
+        those that stand: whatever grows later can only put it further back."""
+        if self.most is None or self.drawn or len(self.tokens) + len(more) <= self.most:
+            return -math.inf
+        return sorted([*self.scores, *more], reverse=True)[self.most - 1]
 
     def mark(self, first: int, source: str) -> None:
         """The nodes from `first` on were planted by this drafter, but for those that are another's already."""

@@ -152,10 +152,11 @@ class Grower:
             if is_worthy and (count <= room or tree.depth(node) <= room):
                 heappush(state.open, (-scores[node], node))
         state.seen = count
-        most = min(self._width, len(state.open))
+        most, bound = min(self._width, len(state.open)), tree.bound()
         if self._on_base:
             most = min(most, state.session.free)
-        return sorted([heappop(state.open)[1] for _ in range(most)])
+        best = [heappop(state.open)[1] for _ in range(most)]
+        return sorted([node for node in best if scores[node] >= bound])
 
     def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""

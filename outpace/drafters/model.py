@@ -15,7 +15,7 @@ from typing import Any
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given
 from outpace.core.scores import Held
-from outpace.core.tree import Role, TokenTree
+from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._chance import Choices
 from outpace.drafters._choosing import Choosing
@@ -161,8 +161,7 @@ class ModelDrafter(Drafter):
                 children.append((score + chance, node, token))
         children.sort(key=_SCORE, reverse=True)
         before = len(tree)
-        for place, (score, node, token) in enumerate(children[: self._options.tree_nodes - before]):
-            tree.add(node, token, score, Role.PRIMARY if place < width else Role.SECONDARY)
+        tree.hang(children[: self._options.tree_nodes - before], width)
         return len(tree) - before
 
 
