@@ -125,13 +125,13 @@ def test_a_garbage_chain_is_a_pass_a_token() -> None:
     assert target.work["moved"] == 0, "of a chain the accepted nodes stand where they belong"
 
 
-def test_a_tree_is_grown_by_as_many_forwards_as_it_has_layers() -> None:
+def test_a_tree_is_grown_by_at_most_as_many_forwards_as_it_has_layers() -> None:
     target, draft = Counted(), Counted(99, 2)
     outcome = run(target, requests_of(3, 12), "speculative", ModelDrafter(draft, Options()), draft_length=3)
     rounds = [len(steps) for steps in outcome.steps]
     assert target.work["passes"] == 1 + max(rounds)
     assert target.work["wanted"] == sum(step.verified_rows for steps in outcome.steps for step in steps)
-    assert draft.work["passes"] == 3 * max(rounds)
+    assert max(rounds) < draft.work["passes"] <= 3 * max(rounds), "none where no node that is new could be verified"
     assert draft.work["wanted"] <= sum(rounds) * (1 + 4 + 4), "the root, then the four best nodes"
 
 

@@ -144,8 +144,13 @@ class TokenTree:
         """The path score below which no node can be among the `most` best, with candidates of scores `more` beside
         those that stand: whatever grows later can only put it further back."""
         if self.most is None or self.drawn or len(self.tokens) + len(more) <= self.most:
-            return -math.inf
+            return -math.inf  # everything has room
         return sorted([*self.scores, *more], reverse=True)[self.most - 1]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any node that is added can be verified, however unlikely it is."""
+        return self.most is None or bool(self.drawn) or len(self.tokens) < self.most
 
     def mark(self, first: int, source: str) -> None:
         """The nodes from `first` on were planted by this drafter, but for those that are another's already."""

@@ -85,13 +85,14 @@ class ModelDrafter(Drafter):
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
         """One forward of the draft model over the frontiers of all trees; nodes added to each.
 
-        Another forward for a tree to which nothing was added because another drafter's branch stood there already.
+        Another forward for a tree to which nothing was added because another drafter's branch stood there already; not
+        for one that has as many nodes as can be verified, and got none that is better.
         """
         before = [len(tree) for tree in trees]
         waiting, beside = states, trees
         while jobs := self._grower.jobs(waiting, beside):
             added = self._expand(jobs)
-            again = [job for job, count in zip(jobs, added, strict=True) if not count]
+            again = [job for job, count in zip(jobs, added, strict=True) if not count and job.tree.has_room]
             waiting, beside = [job.state for job in again], [job.tree for job in again]
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
