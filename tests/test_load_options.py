@@ -135,7 +135,7 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
     ("options", "says"),
     [
         ({"dtype": "int9"}, "unknown dtype 'int9', allowed are .*; did you mean 'int8'"),
-        ({"dtype": torch.float64}, "unknown dtype 'float64', allowed are auto, bfloat16, float16"),
+        ({"dtype": torch.float64}, "unknown dtype 'float64', allowed are auto, bfloat16, file, float16"),
         ({"dtype": 3}, "unknown dtype '3'"),
         ({"exact": "yes"}, "exact is 'yes', it must be True, False or None"),
         ({"trust_remote_code": "no"}, "trust_remote_code is 'no', it must be True or False"),

@@ -118,7 +118,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         ({"runtime": "llama", "dtype": "int8"}, "dtype int8 needs the runtime native"),
         ({"runtime": "transformers", "dtype": "int8"}, "dtype int8 needs the runtime native"),
         ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
-        ({"dtype": "int4", "runtime": "native"}, "unknown dtype 'int4', allowed are auto, bfloat16, float16"),
+        ({"dtype": "int4", "runtime": "native"}, "unknown dtype 'int4', allowed are auto, bfloat16, file, float16"),
     ],
 )
 def test_a_precision_that_is_not_to_be_had_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:

@@ -1,8 +1,33 @@
-"""The forward of a Llama-family model on a CPU: int8 weights, token trees, the same bits for every batch.
+"""The forward of a Llama-family model on a CPU: weights in int8 or as a GGUF file has them,
+token trees, the same bits for every batch.
 
 Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is the arithmetic in numpy.
 """
 
-from outpace_kernels._native import GROUP, LANES, MAX_DEPTH, Heads, Layer, Matrix, Model, Store, instruction_sets, rank
+from outpace_kernels._native import (
+    FORMATS,
+    GROUP,
+    LANES,
+    MAX_DEPTH,
+    Heads,
+    Layer,
+    Matrix,
+    Model,
+    Store,
+    instruction_sets,
+    rank,
+)
 
-__all__ = ["GROUP", "LANES", "MAX_DEPTH", "Heads", "Layer", "Matrix", "Model", "Store", "instruction_sets", "rank"]
+__all__ = [
+    "FORMATS",
+    "GROUP",
+    "LANES",
+    "MAX_DEPTH",
+    "Heads",
+    "Layer",
+    "Matrix",
+    "Model",
+    "Store",
+    "instruction_sets",
+    "rank",
+]

@@ -119,8 +119,7 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
         for (int i = 0; i < heads.head_groups(); ++i) {
             const int group = head * heads.head_groups() + i;
-            quantize_group(out + q * kDepthMax + i * kGroup, task.out.row_values(row) + group * kGroup,
-                           task.out.row_scales(row) + group, task.out.row_offsets(row) + group);
+            quantize_group(out + q * kDepthMax + i * kGroup, task.out, row, group);
         }
     }
 }

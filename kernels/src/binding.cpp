@@ -27,13 +27,54 @@ using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
 
 std::vector<float> to_vector(const Vector& values) { return {values.data(), values.data() + values.size()}; }
 
-std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias) {
+using Blocks = Array<const uint8_t, 2>;
+
+void check_bias(const std::vector<float>& bias, std::size_t outputs) {
+    if (!bias.empty() && bias.size() != outputs)
+        throw std::invalid_argument("bias must have an entry for every output");
+}
+
+void check_threads(int threads) {
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+}
+
+std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias, int threads) {
     const auto outputs = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
-    if (!bias.empty() && bias.size() != weights.shape(0))
-        throw std::invalid_argument("bias must have an entry for every output");
+    check_bias(bias, weights.shape(0));
+    check_threads(threads);
     const nb::gil_scoped_release release;
-    return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs);
+    return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs, threads);
+}
+
+/// A matrix of rows of a file's tensors, see stored.h; `rounded` to int8 where that is asked for.
+std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Blocks>>& parts,
+                                    const Array<const int32_t, 1>& rows, int inputs, int chunk,
+                                    const std::vector<float>& bias, bool rounded, int threads) {
+    Stored stored{{}, rows.data(), static_cast<int>(rows.size()), inputs, chunk};
+    for (const auto& [name, blocks] : parts)
+        stored.parts.push_back({format_of(name.c_str()), blocks.data(), static_cast<int64_t>(blocks.shape(0)),
+                                static_cast<int64_t>(blocks.shape(1))});
+    check_bias(bias, rows.size());
+    check_threads(threads);
+    const nb::gil_scoped_release release;
+    const auto held = std::make_shared<Matrix>(stored, bias.empty() ? nullptr : bias.data(), threads);
+    return rounded ? std::make_shared<Matrix>(*held, threads) : held;
+}
+
+std::vector<std::string> format_names(const Matrix& matrix) {
+    std::vector<std::string> names;
+    for (Format format : matrix.formats()) names.emplace_back(name_of(format));
+    return names;
+}
+
+/// The formats of files that are taken, and the inputs of a block of each.
+nb::dict file_formats() {
+    nb::dict found;
+    for (Format format : {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0, Format::iq4_nl,
+                          Format::q4_k, Format::q5_k, Format::q6_k})
+        found[name_of(format)] = file_block(format).inputs;
+    return found;
 }
 
 /// The weights of some outputs as they are used, [outputs, inputs].
@@ -198,12 +239,16 @@ NB_MODULE(_native, m) {
     m.attr("GROUP") = kGroup;
     m.attr("LANES") = kLanes;
     m.attr("MAX_DEPTH") = kDepthMax;
+    m.attr("FORMATS") = file_formats();
     m.def("instruction_sets", &instruction_sets);
 
     m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a);
 
     nb::class_<Matrix>(m, "Matrix")
-        .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{})
+        .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{}, "threads"_a = 1)
+        .def_static("stored", &make_stored, "parts"_a, "rows"_a, "inputs"_a, "chunk"_a = 0,
+                    "bias"_a = std::vector<float>{}, "rounded"_a = false, "threads"_a = 1)
+        .def_prop_ro("formats", &format_names)
         .def_prop_ro("outputs", &Matrix::outputs)
         .def_prop_ro("inputs", &Matrix::inputs)
         .def_prop_ro("bytes", &Matrix::bytes)

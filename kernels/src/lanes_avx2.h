@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "formats.h"
 #include "half.h"
 #include "layout.h"
 
@@ -89,6 +90,36 @@ inline Floats load_bfloat16(const uint8_t* p) {
     return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)};
 }
 
+inline Floats load_bytes(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m256i lo = _mm256_cvtepi8_epi32(bytes), hi = _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8));
+    return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)};
+}
+
+struct Bytes {
+    __m256i lo, hi;
+
+    static Bytes load(const uint8_t* p) {
+        const auto* halves = reinterpret_cast<const __m256i*>(p);
+        return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+    }
+};
+
+inline Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+
+/// Shifts move 16 bits at once; the mask drops what comes from the other byte.
+template <int Left, int Mask>
+inline __m256i bits(__m256i a) {
+    const __m256i mask = _mm256_set1_epi8(Mask);
+    if constexpr (Left > 0) return _mm256_and_si256(_mm256_slli_epi16(a, Left), mask);
+    if constexpr (Left < 0) return _mm256_and_si256(_mm256_srli_epi16(a, -Left), mask);
+    return _mm256_and_si256(a, mask);
+}
+template <int Left, int Mask>
+inline Bytes bits(Bytes a) {
+    return {bits<Left, Mask>(a.lo), bits<Left, Mask>(a.hi)};
+}
+
 #ifdef __AVXVNNI__
 
 struct Weights {
@@ -117,6 +148,15 @@ inline Ints dot(Ints sums, Weights w, Quad a) {
     return {_mm256_dpbusd_avx_epi32(sums.lo, w.lo, a.v), _mm256_dpbusd_avx_epi32(sums.hi, w.hi, a.v)};
 }
 
+inline Weights lookup(Bytes a) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable)));
+    return {_mm256_shuffle_epi8(table, a.lo), _mm256_shuffle_epi8(table, a.hi)};
+}
+
+inline Ints dot(Ints sums, Bytes q, Quad a) {
+    return {_mm256_dpbusd_avx_epi32(sums.lo, q.lo, a.v), _mm256_dpbusd_avx_epi32(sums.hi, q.hi, a.v)};
+}
+
 #else
 
 /// Signed weights again: w + 128 with its top bit flipped is w.
@@ -132,24 +172,38 @@ struct Weights {
 };
 
 struct Quad {
-    __m256i v, magnitude;
+    __m256i v;
 
     static Quad load(const int8_t* p) {
         int32_t four;
         __builtin_memcpy(&four, p, 4);
-        const __m256i v = _mm256_set1_epi32(four);
-        return {v, _mm256_abs_epi8(v)};
+        return {_mm256_set1_epi32(four)};
     }
 };
 
 inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed: nothing to take back
 
-/// |a| * (w with a's sign): two products are at most 2 * 127 * 127 = 32258, so vpmaddubsw does not saturate.
-inline __m256i dot(__m256i sums, __m256i w, const Quad& a) {
-    const __m256i pairs = _mm256_maddubs_epi16(a.magnitude, _mm256_sign_epi8(w, a.v));
+inline __m256i add_pairs(__m256i sums, __m256i pairs) {
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+
+/// |w| * (a with w's sign): two products are at most 2 * 128 * 127 = 32512, so vpmaddubsw does not saturate. A file may
+/// hold the weight -128, whose magnitude is a byte without a sign; no activation is -128.
+inline __m256i dot(__m256i sums, __m256i w, Quad a) {
+    return add_pairs(sums, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a.v, w)));
+}
 inline Ints dot(Ints sums, Weights w, Quad a) { return {dot(sums.lo, w.lo, a), dot(sums.hi, w.hi, a)}; }
+
+inline Weights lookup(Bytes a) {
+    const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_xor_si128(stored, _mm_set1_epi8(-128)));
+    return {_mm256_shuffle_epi8(table, a.lo), _mm256_shuffle_epi8(table, a.hi)};
+}
+
+/// Two products are at most 2 * 63 * 127 = 16002.
+inline Ints dot(Ints sums, Bytes q, Quad a) {
+    return {add_pairs(sums.lo, _mm256_maddubs_epi16(q.lo, a.v)), add_pairs(sums.hi, _mm256_maddubs_epi16(q.hi, a.v))};
+}
 
 #endif
 

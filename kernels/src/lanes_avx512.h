@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "formats.h"
 #include "half.h"
 #include "layout.h"
 
@@ -87,6 +88,34 @@ inline Ints begin(int32_t offset) { return Ints::all(offset); }
 
 /// vpdpbusd: unsigned weights (w + 128) times signed activations, four products summed in int32 without saturation.
 inline Ints dot(Ints sums, Weights w, Quad a) { return {_mm512_dpbusd_epi32(sums.v, w.v, a.v)}; }
+
+struct Bytes {
+    __m512i v;
+
+    static Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+};
+
+inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+
+/// Shifts move 16 bits at once; the mask drops what comes from the other byte.
+template <int Left, int Mask>
+inline Bytes bits(Bytes a) {
+    const __m512i mask = _mm512_set1_epi8(Mask);
+    if constexpr (Left > 0) return {_mm512_and_si512(_mm512_slli_epi16(a.v, Left), mask)};
+    if constexpr (Left < 0) return {_mm512_and_si512(_mm512_srli_epi16(a.v, -Left), mask)};
+    return {_mm512_and_si512(a.v, mask)};
+}
+
+inline Weights lookup(Bytes a) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), a.v)};
+}
+
+inline Ints dot(Ints sums, Bytes q, Quad a) { return {_mm512_dpbusd_epi32(sums.v, q.v, a.v)}; }
+
+inline Floats load_bytes(const uint8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 
 inline Floats load_bfloat16(const uint8_t* p) {
     const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "formats.h"
 #include "half.h"
 #include "layout.h"
 
@@ -121,6 +122,46 @@ inline Ints begin(int32_t) { return Ints::all(0); }  // the weights are signed: 
 inline Ints dot(Ints sums, const Weights& w, Quad a) {
     for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], w.v[i], a.v);
     return sums;
+}
+
+struct Bytes {
+    uint8x16_t v[4];
+
+    static Bytes load(const uint8_t* p) { return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}}; }
+};
+
+inline Bytes operator|(const Bytes& a, const Bytes& b) {
+    return {{vorrq_u8(a.v[0], b.v[0]), vorrq_u8(a.v[1], b.v[1]), vorrq_u8(a.v[2], b.v[2]), vorrq_u8(a.v[3], b.v[3])}};
+}
+
+template <int Left, int Mask>
+inline uint8x16_t bits(uint8x16_t a) {
+    const uint8x16_t mask = vdupq_n_u8(Mask);
+    if constexpr (Left > 0) return vandq_u8(vshlq_n_u8(a, Left), mask);
+    if constexpr (Left < 0) return vandq_u8(vshrq_n_u8(a, -Left), mask);
+    return vandq_u8(a, mask);
+}
+template <int Left, int Mask>
+inline Bytes bits(const Bytes& a) {
+    return {{bits<Left, Mask>(a.v[0]), bits<Left, Mask>(a.v[1]), bits<Left, Mask>(a.v[2]), bits<Left, Mask>(a.v[3])}};
+}
+
+inline Weights lookup(const Bytes& a) {
+    const int8x16_t table = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(kTable), vdupq_n_u8(0x80)));
+    return {{vqtbl1q_s8(table, a.v[0]), vqtbl1q_s8(table, a.v[1]), vqtbl1q_s8(table, a.v[2]), vqtbl1q_s8(table, a.v[3])}};
+}
+
+/// Numbers up to 63 are the same with a sign.
+inline Ints dot(Ints sums, const Bytes& q, Quad a) {
+    for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], vreinterpretq_s8_u8(q.v[i]), a.v);
+    return sums;
+}
+
+inline Floats load_bytes(const uint8_t* p) {
+    const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
+    const int16x8_t lo = vmovl_s8(vget_low_s8(bytes)), hi = vmovl_s8(vget_high_s8(bytes));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(lo))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(lo))),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(hi))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(hi)))}};
 }
 
 }  // namespace

@@ -4,14 +4,15 @@
 #include <cmath>
 #include <cstring>
 
+#include "formats.h"
 #include "half.h"
 #include "layout.h"
 
 namespace outpace {
 namespace {
 
-constexpr int kTileRows = 4;     // rows of a product that are worked on together
-constexpr int kTileVectors = 2;  // times 16 outputs
+constexpr int kTileRows = 2;     // rows of a product that are worked on together; more take long to compile
+constexpr int kTileVectors = 1;  // times 16 outputs
 constexpr int kQueries = 2;      // queries of attention that are worked on together
 constexpr int kMixVectors = 2;   // times 16 entries of a value
 
@@ -135,6 +136,50 @@ inline Ints dot(Ints sums, const Weights& w, Quad a) {
     for (int i = 0; i < kLanes; ++i)
         for (int j = 0; j < 4; ++j) sums.v[i] += static_cast<int32_t>(w.v[4 * i + j]) * a.v[j];
     return sums;
+}
+
+/// 64 whole numbers from 0 to 63 of a file's weights, or what they are made of.
+struct Bytes {
+    uint8_t v[64];
+
+    static Bytes load(const uint8_t* p) {
+        Bytes r;
+        std::memcpy(r.v, p, sizeof r.v);
+        return r;
+    }
+};
+
+template <class F>
+inline Bytes each_byte(F f) {
+    Bytes r;
+    for (int i = 0; i < 64; ++i) r.v[i] = static_cast<uint8_t>(f(i));
+    return r;
+}
+inline Bytes operator|(const Bytes& a, const Bytes& b) { return each_byte([&](int i) { return a.v[i] | b.v[i]; }); }
+
+/// The bits of `Mask` after a shift of each byte by `Left` bits, to the right where that is below 0.
+template <int Left, int Mask>
+inline Bytes bits(const Bytes& a) {
+    return each_byte([&](int i) { return (Left < 0 ? a.v[i] >> -Left : a.v[i] << Left) & Mask; });
+}
+
+/// What numbers from 0 to 15 stand for, as weights.
+inline Weights lookup(const Bytes& a) {
+    Weights r;
+    for (int i = 0; i < 64; ++i) r.v[i] = kTable[a.v[i]];
+    return r;
+}
+
+/// sums + q * a over four inputs, for 16 outputs.
+inline Ints dot(Ints sums, const Bytes& q, Quad a) {
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < 4; ++j) sums.v[i] += static_cast<int32_t>(q.v[4 * i + j]) * a.v[j];
+    return sums;
+}
+
+/// Sixteen signed bytes.
+inline Floats load_bytes(const uint8_t* p) {
+    return each([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
 }
 
 /// Sixteen bfloat16 numbers.

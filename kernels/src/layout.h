@@ -22,28 +22,55 @@ struct Half {
     uint16_t bits;
 };
 
+constexpr int kSums = kGroup / kLanes;  // of a group's activations, one for each 16 of them
+constexpr int kHalves = 2;              // of a group; weights of a file have a scale for 32 inputs, or for 16
+
 /// Rows of int8 activations: row r is `groups` groups of kGroup values, a scale and an offset for each group.
 /// offset = -128 * (sum of the group's values): it takes back what weights stored as w + 128 add to a product.
+/// sums: of 16 values each; mins = scale * (sum of 32 values): what a weight's smallest value is multiplied by.
 struct Activations {
     int8_t* values;
     float* scales;
     int32_t* offsets;
+    int32_t* sums;
+    float* mins;
     int groups;
 
     int8_t* row_values(int row) const { return values + static_cast<int64_t>(row) * groups * kGroup; }
     float* row_scales(int row) const { return scales + static_cast<int64_t>(row) * groups; }
     int32_t* row_offsets(int row) const { return offsets + static_cast<int64_t>(row) * groups; }
+    int32_t* row_sums(int row) const { return sums + static_cast<int64_t>(row) * groups * kSums; }
+    float* row_mins(int row) const { return mins + static_cast<int64_t>(row) * groups * kHalves; }
+};
+
+/// How weights are held: rounded here (int8), or as a GGUF file has them, by ggml's names (see formats.h).
+enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k };
+
+/// Panels of one format that follow each other, from panel `first` of a matrix on.
+struct Section {
+    Format format;
+    int first;
+    int64_t panel_bytes;
+    const uint8_t* blocks;
 };
 
 /// A packed weight matrix, see matrix.h.
 struct Panels {
-    const uint8_t* blocks;
+    const Section* sections;
+    int num_sections;
     const float* bias;  // one an output, padded to whole panels; null where there is none
     int outputs;
     int groups;
 
     int count() const { return round_up(outputs, kPanel) / kPanel; }
-    const uint8_t* panel(int number) const { return blocks + static_cast<int64_t>(number) * groups * kBlock; }
+    const Section& section(int panel) const {
+        int number = num_sections - 1;
+        while (sections[number].first > panel) --number;
+        return sections[number];
+    }
+    static const uint8_t* blocks(const Section& section, int panel) {
+        return section.blocks + (panel - section.first) * section.panel_bytes;
+    }
 };
 
 }  // namespace outpace

@@ -1,4 +1,4 @@
-// Weight matrices in int8, packed in panels for products with few rows.
+// Weight matrices, packed in panels for products with few rows: rounded to int8, or as a GGUF file has them.
 #pragma once
 
 #include <initializer_list>
@@ -7,17 +7,25 @@
 
 #include "layout.h"
 #include "memory.h"
+#include "stored.h"
 
 namespace outpace {
 
-/// W [outputs, inputs] rounded to int8 in groups of kGroup inputs.
+/// W [outputs, inputs]. Panels of 32 outputs follow each other.
 ///
-/// scale = (largest |w| of the group / 127) rounded up to bfloat16; q = round(w / scale), stored as q + 128.
-/// Panels of 32 outputs follow each other, in each its groups, in each: 32 scales, then for every 4 inputs 32 x 4 bytes.
+/// In int8 each has its groups, in each: 32 scales, then for every 4 inputs 32 x 4 bytes. scale = (largest |w| of the
+/// group / 127) rounded up to bfloat16; q = round(w / scale), stored as q + 128. Other formats: formats.h.
 class Matrix {
   public:
-    /// `bias` may be null.
-    Matrix(const float* weights, const float* bias, int outputs, int inputs);
+    /// Rounded to int8. `bias` may be null.
+    Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1);
+
+    /// What a file holds. Throws std::invalid_argument for what does not fit, std::domain_error for a scale that is not
+    /// finite.
+    Matrix(const Stored& stored, const float* bias, int threads = 1);
+
+    /// What another holds, rounded to int8.
+    Matrix(const Matrix& other, int threads);
 
     /// A copy of another whose panels lie in `home` from byte `start` on.
     Matrix(const Matrix& other, std::shared_ptr<const Block<uint8_t>> home, std::size_t start);
@@ -26,20 +34,28 @@ class Matrix {
     int inputs() const { return inputs_; }
     int groups() const { return groups_; }
     std::size_t bytes() const { return panel_bytes() + bias_.size() * sizeof(float); }
-    std::size_t panel_bytes() const { return static_cast<std::size_t>(panels().count()) * groups_ * kBlock; }
-    Panels panels() const { return {blocks_, bias_.empty() ? nullptr : bias_.data(), outputs_, groups_}; }
+    std::size_t panel_bytes() const;
+    Panels panels() const {
+        return {sections_.data(), static_cast<int>(sections_.size()), bias_.empty() ? nullptr : bias_.data(), outputs_,
+                groups_};
+    }
 
-    /// The weights of one output as they are used: q * scale. `out` has room for whole groups.
+    /// The weights of one output as they are used: q * scale, or what the file means. `out` has room for whole groups.
     void row(int output, float* out) const;
 
+    /// Of its panels, in their order.
+    std::vector<Format> formats() const;
+
   private:
-    void pack_group(const float* weights, int count, int output, int group);
-    uint8_t* block(int output, int group) const;
+    void pack_panel(int number, const float* const (&rows)[kPanel]);
+    void set_bias(const float* bias);
+    void allocate(std::vector<Section> sections);
+    uint8_t* panel(int number) const;
 
     int outputs_, inputs_, groups_;
     std::vector<float> bias_;
     std::shared_ptr<const Block<uint8_t>> home_;
-    uint8_t* blocks_;  // within home_
+    std::vector<Section> sections_;  // within home_
 };
 
 /// Copies take the place of the matrices, one behind the other in one block. Alone, a small model's matrices would not

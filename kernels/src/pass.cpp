@@ -8,7 +8,9 @@ Activations ActivationBuffer::view(int rows, int groups) {
     values.reserve(count * kGroup);
     scales.reserve(count);
     offsets.reserve(count);
-    return {values.data(), scales.data(), offsets.data(), groups};
+    sums.reserve(count * kSums);
+    mins.reserve(count * kHalves);
+    return {values.data(), scales.data(), offsets.data(), sums.data(), mins.data(), groups};
 }
 
 Model::Pass::Pass(Model& model, const Forest& forest, float* scores)

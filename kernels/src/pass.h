@@ -9,7 +9,8 @@ namespace outpace {
 struct ActivationBuffer {
     Block<int8_t> values;
     Block<float> scales;
-    Block<int32_t> offsets;
+    Block<int32_t> offsets, sums;
+    Block<float> mins;
 
     Activations view(int rows, int groups);
 };

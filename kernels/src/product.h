@@ -7,25 +7,14 @@
 #pragma once
 
 #include "exponential.h"
+#include "stored_product.h"
 #include "kernels.h"
 #include "rowwise.h"
 
 namespace outpace {
 namespace {
 
-constexpr int kSteps = kGroup / 4;
 constexpr int kFetchingRows = 3;  // in a tile alone: without fetching ahead 3 to 5 rows took 1.25 to 1.45 times as long
-
-/// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
-/// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
-/// one is done: two tiles take turns, of more the last does it. One or two rows wait for memory anyway, and the
-/// machine's own prefetching serves them as well.
-struct Tile {
-    int first;
-    int rows;
-    int64_t ahead;
-    uint32_t fetched_steps;
-};
 
 /// R rows times V vectors of 16 outputs, beginning with vector `first` of a panel, into out [R, kPanel].
 template <int R, int V>
@@ -75,22 +64,29 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
 
 /// R rows times one panel.
 template <int R>
-inline void multiply_rows(const uint8_t* panel, const Activations& in, const Tile& tile, float* out) {
-    for (int first = 0; first < kPanel / kLanes; first += kTileVectors)
-        multiply_vectors<R, kTileVectors>(panel, first, in, tile, out);
+inline void multiply_rows(Format format, const uint8_t* panel, const Activations& in, const Tile& tile, float* out) {
+    for (int first = 0; first < kPanel / kLanes; first += kTileVectors) {
+        if (format == Format::int8)
+            multiply_vectors<R, kTileVectors>(panel, first, in, tile, out);
+        else
+            with_format(format, [&](auto f) {
+                multiply_stored<decltype(f), R, kTileVectors>(panel, first, in, tile, out);
+            });
+    }
 }
 
 /// A tile's rows times one panel, plus bias: out [rows, kPanel].
 inline void multiply(const Panels& weights, int panel, const Activations& in, const Tile& tile, float* out) {
     static_assert(kTileRows <= 6);
-    const uint8_t* blocks = weights.panel(panel);
+    const Section& section = weights.section(panel);
+    const uint8_t* blocks = Panels::blocks(section, panel);
     switch (tile.rows) {
-        case 1: multiply_rows<1>(blocks, in, tile, out); break;
-        case 2: multiply_rows<2>(blocks, in, tile, out); break;
-        case 3: multiply_rows<3>(blocks, in, tile, out); break;
-        case 4: multiply_rows<4>(blocks, in, tile, out); break;
-        case 5: multiply_rows<kTileRows >= 5 ? 5 : 1>(blocks, in, tile, out); break;
-        default: multiply_rows<kTileRows >= 6 ? 6 : 1>(blocks, in, tile, out);
+        case 1: multiply_rows<1>(section.format, blocks, in, tile, out); break;
+        case 2: multiply_rows<2>(section.format, blocks, in, tile, out); break;
+        case 3: multiply_rows<kTileRows >= 3 ? 3 : 1>(section.format, blocks, in, tile, out); break;
+        case 4: multiply_rows<kTileRows >= 4 ? 4 : 1>(section.format, blocks, in, tile, out); break;
+        case 5: multiply_rows<kTileRows >= 5 ? 5 : 1>(section.format, blocks, in, tile, out); break;
+        default: multiply_rows<kTileRows >= 6 ? 6 : 1>(section.format, blocks, in, tile, out);
     }
     if (!weights.bias) return;
     const float* bias = weights.bias + panel * kPanel;
@@ -115,7 +111,7 @@ void product(const Product& task, int panel) {
     const Panels& weights = task.weights;
     const int first_output = panel * kPanel;
     const int outputs = weights.outputs - first_output < kPanel ? weights.outputs - first_output : kPanel;
-    for_tiles(task.rows, weights.groups * int64_t{kBlock}, [&](const Tile& tile) {
+    for_tiles(task.rows, weights.section(panel).panel_bytes, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
         multiply(weights, panel, task.in, tile, products);
         for (int r = 0; r < tile.rows; ++r) {
@@ -131,7 +127,8 @@ void product(const Product& task, int panel) {
 
 void gated_product(const GatedProduct& task, int group) {
     constexpr int kPanels = kGroup / kLanes;  // each panel gives 16 outputs
-    for_tiles(task.rows, kPanels * task.weights.groups * int64_t{kBlock}, [&](const Tile& tile) {
+    const int64_t ahead = kPanels * task.weights.section(group * kPanels).panel_bytes;
+    for_tiles(task.rows, ahead, [&](const Tile& tile) {
         alignas(64) float gated[kTileRows * kGroup];
         for (int part = 0; part < kPanels; ++part) {
             alignas(64) float products[kTileRows * kPanel];
@@ -142,11 +139,7 @@ void gated_product(const GatedProduct& task, int group) {
                 out.store(gated + r * kGroup + part * kLanes);
             }
         }
-        for (int r = 0; r < tile.rows; ++r) {
-            const int row = tile.first + r;
-            quantize_group(gated + r * kGroup, task.out.row_values(row) + group * kGroup,
-                           task.out.row_scales(row) + group, task.out.row_offsets(row) + group);
-        }
+        for (int r = 0; r < tile.rows; ++r) quantize_group(gated + r * kGroup, task.out, tile.first + r, group);
     });
 }
 

@@ -6,21 +6,25 @@
 namespace outpace {
 namespace {
 
-/// kGroup floats to int8: scale = largest |x| / 127, q = round(x * (127 / largest)).
-inline void quantize_group(const float* x, int8_t* values, float* scale, int32_t* offset) {
+/// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)).
+inline void quantize_group(const float* x, const Activations& out, int row, int group) {
+    int8_t* values = out.row_values(row) + group * kGroup;
+    int32_t* sums = out.row_sums(row) + group * kSums;
     Floats most = abs(Floats::load(x));
     for (int i = kLanes; i < kGroup; i += kLanes) most = max(most, abs(Floats::load(x + i)));
     const float top = largest(most);
     const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
     const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
-    Ints total = Ints::all(0);
-    for (int i = 0; i < kGroup; i += kLanes) {
-        const Ints q = round(Floats::load(x + i) * factor);
-        q.store_bytes(values + i);
-        total = total + q;
+    for (int i = 0; i < kSums; ++i) {
+        const Ints q = round(Floats::load(x + i * kLanes) * factor);
+        q.store_bytes(values + i * kLanes);
+        sums[i] = sum(q);
     }
-    *scale = is_zero ? 0.0f : top / 127.0f;
-    *offset = -128 * sum(total);
+    const float scale = is_zero ? 0.0f : top / 127.0f;
+    const int32_t halves[kHalves] = {sums[0] + sums[1], sums[2] + sums[3]};
+    out.row_scales(row)[group] = scale;
+    out.row_offsets(row)[group] = -128 * (halves[0] + halves[1]);
+    for (int i = 0; i < kHalves; ++i) out.row_mins(row)[group * kHalves + i] = scale * static_cast<float>(halves[i]);
 }
 
 /// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.
@@ -47,8 +51,7 @@ void normalize(const Normalize& task, int row) {
             const int at = group * kGroup + i;
             (Floats::load(x + at) * inverse * Floats::load(task.weight + at)).store(normed + i);
         }
-        quantize_group(normed, task.out.row_values(row) + group * kGroup, task.out.row_scales(row) + group,
-                       task.out.row_offsets(row) + group);
+        quantize_group(normed, task.out, row, group);
     }
 }
 

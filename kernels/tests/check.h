@@ -1,6 +1,7 @@
 // What the tests share.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
@@ -16,5 +17,6 @@ inline void check(bool holds, const char* what) {
 }  // namespace
 
 void test_ranking();
+uint64_t test_stored();  // the bits of its products
 
 }  // namespace outpace

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.files.find import resolve, shipped_model
+from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 from outpace.models.load import LAYERS, Progress, fitted, load_draft, load_model, open_draft
 from outpace.models.options import LoadOptions
@@ -83,7 +83,7 @@ def _shipped(
 ) -> tuple[Loaded, Loaded]:
     """The shipped pair, both loaded at once."""
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(open_draft, draft, shipped_model().stem, partial(resolve, None), of_draft)
+        other = pool.submit(open_draft, draft, shipped_model().stem, partial(locate, None), of_draft)
         target = load_model(None, options, progress=progress)
         return target, fitted(other.result(), target) if same_tokens else other.result()
 

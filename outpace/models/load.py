@@ -13,7 +13,7 @@ from outpace.core.errors import UserError, check_range
 from outpace.core.lazy import torch
 from outpace.models import runtimes
 from outpace.models.base import Model
-from outpace.models.files.find import resolve
+from outpace.models.files.find import locate
 from outpace.models.files.packed import is_packed, whole
 from outpace.models.files.pairs import find_draft
 from outpace.models.options import LoadOptions
@@ -47,7 +47,7 @@ def load_model(
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
     _check_device(options.device)
     loaded = runtimes.open_model(spec, options, progress)
-    files = partial(resolve, None if spec is None else str(spec))
+    files = partial(locate, None if spec is None else str(spec))
     return replace(loaded, again=partial(load_model, spec, options), files=files)
 
 

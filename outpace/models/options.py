@@ -12,7 +12,7 @@ from outpace.core.numbers import plain
 if TYPE_CHECKING:
     import torch
 
-AUTO, INT8 = "auto", "int8"
+AUTO, INT8, FILE = "auto", "int8", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
 MOST_INFLATED = 256
 
@@ -21,7 +21,8 @@ MOST_INFLATED = 256
 class LoadOptions:
     """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
 
-    `dtype` "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
+    `dtype` "file": a GGUF file's own weights, on a CPU by the native kernels; what comes in float is int8 there.
+    "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. `inflate`: a pass costs that many times as much.
@@ -38,8 +39,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _pythonic(getattr(self, field.name)))
-        if self.dtype not in (AUTO, INT8, *FLOATS):
-            raise unknown("dtype", str(self.dtype), (AUTO, INT8, *FLOATS))
+        if self.dtype not in (AUTO, INT8, FILE, *FLOATS):
+            raise unknown("dtype", str(self.dtype), (AUTO, INT8, FILE, *FLOATS))
         if self.exact not in (None, True, False):
             raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
         if self.trust_remote_code not in (True, False):
@@ -57,11 +58,12 @@ class LoadOptions:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for int8."""
+        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for int8 and
+        file."""
         import torch
 
-        if self.dtype == INT8:
-            raise UserError(f"dtype int8 needs the runtime native, torch computes in {', '.join(FLOATS)}")
+        if self.dtype in (INT8, FILE):
+            raise UserError(f"dtype {self.dtype} needs the runtime native, torch computes in {', '.join(FLOATS)}")
         name = self.dtype
         if name == AUTO:
             is_on_gpu = self.device_map is not None or torch.device(self.device).type == "cuda"

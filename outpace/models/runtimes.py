@@ -19,7 +19,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.llama.inflate import inflated, label, notice
-from outpace.models.options import AUTO, INT8, LoadOptions
+from outpace.models.options import AUTO, FILE, INT8, LoadOptions
 
 Progress = Callable[[str, float], None]
 INSTALL = "`pip install 'outpace[transformers]'`"
@@ -95,7 +95,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
     """Native on a CPU where no other precision is asked for, else torch."""
     from outpace.models.llama.native_runtime import UnsupportedShape
 
-    if options.dtype == INT8:
+    if options.dtype in (INT8, FILE):
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu:
         return _llama(spec, options, progress)
@@ -122,14 +122,21 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
     from outpace.models.llama.native_runtime import NativeLlama, Options, load_kernels, usable_cores
 
-    load_kernels()
+    is_old = not hasattr(load_kernels(), "FORMATS")  # built before they took a file's own weights
+    if is_old and options.dtype == FILE:
+        raise UserError("dtype file needs newer kernels: `pip install ./kernels` in a checkout")
     if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
-    if options.dtype not in (AUTO, INT8, "float16"):
-        raise UserError(f"the runtime native computes in int8, dtype {options.dtype} needs the runtime llama")
+    if options.dtype not in (AUTO, INT8, FILE, "float16"):
+        held = "in int8 or as a GGUF file has them"
+        raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
     count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
-    native = Options(count, "float16" if options.dtype == "float16" else "float32")
-    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), as_arrays=True)
+    native = Options(
+        count,
+        "float16" if options.dtype == "float16" else "float32",
+        weights=FILE if options.dtype == FILE else INT8,
+    )
+    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), None, True, is_old)
 
 
 def _read(
@@ -138,26 +145,28 @@ def _read(
     progress: Progress,
     build: Callable[..., Model],
     reason: str | None = None,
-    as_arrays: bool = False,
+    in_place: bool = False,
+    converted: bool = False,
 ) -> Loaded:
-    """A model of the Llama family from its files; `build` is handed tensors, or arrays."""
-    from outpace.models.files.checkpoint import Checkpoint
-    from outpace.models.files.find import resolve
+    """A model of the Llama family from its files. `build` is handed tensors, a .gguf file's by way of its conversion;
+    `in_place`: arrays, and such a file's matrices as they are. `converted`: all of them are arrays."""
+    from outpace.models.files.find import locate, resolve
+    from outpace.models.files.source import open_source
     from outpace.models.llama.config import from_dict, tensor_shapes
     from outpace.models.llama.draft_vocab import read_draft_vocab
-    from outpace.models.text.tokenizer import Tokenizer
+    from outpace.models.text.source import tokenizer_of
 
-    path = resolve(None if spec is None else str(spec), progress=progress)
-    with Checkpoint.open(path) as checkpoint, ThreadPoolExecutor(1) as aside:
-        config = from_dict(checkpoint.config)
-        checkpoint.check_shapes(tensor_shapes(config))
-        head_ids = read_draft_vocab(path, checkpoint.config)
-        reading = aside.submit(Tokenizer.from_folder, path)
-        weights = checkpoint.array if as_arrays else checkpoint.tensor
+    path = (locate if in_place and not converted else resolve)(None if spec is None else str(spec), progress=progress)
+    with open_source(path) as source, ThreadPoolExecutor(1) as aside:
+        config = from_dict(source.config)
+        source.check_shapes(tensor_shapes(config))
+        head_ids = read_draft_vocab(path, source.config)
+        reading = aside.submit(tokenizer_of, source)
+        weights = source.weight if in_place else source.tensor
         model = build(*inflated(config, weights, options.inflate), head_ids=head_ids, progress=progress)
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
-    return Loaded(model, reading.result(), name, checkpoint.config, options.inflate, notices or None)
+    return Loaded(model, reading.result(), name, source.config, options.inflate, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

@@ -1,6 +1,6 @@
 """What stands in the cache folder: made once, listed, and removed. Nothing is touched but what outpace has made there.
 
-    NAME-<hash>-v2/          a model converted from a .gguf file
+    NAME-<hash>-v2/          a model converted from a .gguf file, for other runtimes than the native one
     drafts/<hash>-v2/        a packed draft made whole with its target's embeddings
     gguf/NAME-<hash>-Q.gguf  a model written for llama.cpp
     profiles/<hash>.json     what the planner learnt of a pair of models

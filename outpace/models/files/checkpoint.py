@@ -101,6 +101,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise UserError(f"{self.path / shard} is damaged: tensor {name!r} holds values that are not finite")
         return value
 
+    def weight(self, name: str) -> np.ndarray:
+        """As `array`: a folder has no matrices in blocks."""
+        return self.array(name)
+
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
         for name, expected in shapes.items():

@@ -30,6 +30,14 @@ def resolve(
 
     A .gguf file is converted once, under `cache` (by default `cache_folder()`), with `progress(stage, fraction)`.
     """
+    from outpace.models.files.gguf.convert import convert
+
+    found = locate(spec, progress=progress)
+    return found if found.is_dir() else convert(found, cache or cache_folder(), progress)
+
+
+def locate(spec: str | None, *, progress: Callable[[str, float], None] = lambda stage, fraction: None) -> Path:
+    """The model folder or the .gguf file that `spec` means, as it lies there. UserError as `resolve`."""
     path = shipped_model() if spec is None else Path(spec)
     try:
         path = path.expanduser()
@@ -39,20 +47,18 @@ def resolve(
     if is_folder:
         return _checked_folder(path)
     if is_file:
-        return _from_file(path, cache, progress)
+        return _checked_file(path)
     name = hub.parse(spec) if spec is not None else None
     if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
         raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")
     found = hub.fetch(name, progress)
-    return _checked_folder(found) if found.is_dir() else _from_file(found, cache, progress)
+    return _checked_folder(found) if found.is_dir() else _checked_file(found)
 
 
-def _from_file(path: Path, cache: Path | None, progress: Callable[[str, float], None]) -> Path:
-    from outpace.models.files.gguf.convert import convert
-
+def _checked_file(path: Path) -> Path:
     if path.suffix.lower() != ".gguf":
         raise UserError(f"{path} is not a model; a model is {FORMS}")
-    return convert(path, cache or cache_folder(), progress)
+    return path
 
 
 def _checked_folder(path: Path) -> Path:

@@ -20,7 +20,9 @@ from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, re
 from outpace.models.files.checkpoint import EMBEDDING, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, new_folder
 from outpace.models.files.digests import Digests
 from outpace.models.files.find import cache_folder
+from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import read_json
+from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -86,12 +88,13 @@ def unpack(draft: Path, target: Path, out: Path) -> None:
 
 
 def _unpack(draft: Path, target: Path, out: Path) -> None:
+    """`target` may be a .gguf file."""
     config = read_json(draft / "config.json")
     if not lacks_embedding(config):
         raise UserError(f"{draft} is not packed: it has its own embeddings, and loads as it is")
     ours = {name: value for name, value in config.pop("outpace").items() if name != EMBEDDING}
     config |= {"outpace": ours} if ours else {}
-    with Checkpoint.open(draft) as small, Checkpoint.open(target) as large:
+    with Checkpoint.open(draft) as small, open_source(target) as large:
         _check_fit(draft, config, target, large.config)
         shapes = tensor_shapes(from_dict(config))
         shared = {name: shapes.pop(name) for name in _shared(shapes)}
@@ -102,13 +105,16 @@ def _unpack(draft: Path, target: Path, out: Path) -> None:
         tensors |= {name: large.tensor(name).to(dtype) for name in shared}
         with new_folder(out) as made:
             _write(made, config, tensors)
+            if isinstance(large, GgufSource):
+                large.write_tokenizer(made)
             for file in (*(target / name for name in TOKENIZER_FILES), *_others(draft)):
                 if file.is_file():
                     shutil.copyfile(file, made / file.name)
 
 
 def whole(draft: Path, target: Path, cache: Path | None = None) -> Path:
-    """The folder of this packed draft with the embeddings of `target`, made once under `cache`."""
+    """The folder of this packed draft with the embeddings of `target`, a folder or a .gguf file, made once under
+    `cache`."""
     cache = cache or cache_folder()
     folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
     mark_used(folder)
@@ -170,7 +176,7 @@ def _content(draft: Path, target: Path, memory: Path) -> str:
     """A short name for all that the whole draft is made of: what the files hold, wherever they lie."""
     config = read_json(draft / "config.json")
     digest = hashlib.sha256()
-    with Checkpoint.open(target) as large, Digests(memory, memory.parent.parent) as digests:
+    with open_source(target) as large, Digests(memory, memory.parent.parent) as digests:
         _check_fit(draft, config, target, large.config)
         for file in sorted(draft.iterdir()):
             if file.suffix in USED:
@@ -178,13 +184,22 @@ def _content(draft: Path, target: Path, memory: Path) -> str:
         for name in TOKENIZER_FILES:
             if (target / name).is_file():
                 digest.update(f"target {name} {digests.of_file(target / name)}\n".encode())
+        if isinstance(large, GgufSource):
+            held = digests.of_part(target, "tokenizer", partial(_hash_tokenizer, large))
+            digest.update(f"target tokenizer {held}\n".encode())
         for name in _shared(tensor_shapes(from_dict(config))):
             held = digests.of_part(large.file_of(name), name, partial(_hash, large, name))
             digest.update(f"target {name} {held}\n".encode())
     return digest.hexdigest()[:16]
 
 
-def _hash(checkpoint: Checkpoint, name: str) -> str:
+def _hash_tokenizer(source: GgufSource) -> str:
+    """Of all that the tokenizer's files would hold."""
+    built = source.tokenizer
+    return hashlib.sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
+
+
+def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
     """Of a tensor's type, shape and values."""
     value = checkpoint.tensor(name).contiguous()
     digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}\n".encode())

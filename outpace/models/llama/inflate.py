@@ -15,11 +15,12 @@ import numpy as np
 from outpace.core.errors import check_whole
 from outpace.core.lazy import torch
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.stored import Stored
 from outpace.models.options import MOST_INFLATED
 
 PREFIX = "model.layers."
 SILENCED = ("self_attn.o_proj.", "mlp.down_proj.")
-Fetch = Callable[[str], Any]  # a tensor or an array
+Fetch = Callable[[str], Any]  # a tensor, an array, or a matrix as its file has it
 
 
 def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConfig, Fetch]:
@@ -38,6 +39,8 @@ def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConf
             return tensor(name)
         weight = tensor(f"{PREFIX}{sources[int(number)]}.{part}")
         is_array, is_silent = isinstance(weight, np.ndarray), part.startswith(SILENCED)
+        if isinstance(weight, Stored):
+            return weight.silenced() if is_silent else weight
         if is_silent:
             return np.zeros_like(weight) if is_array else torch.zeros_like(weight)
         return weight.copy() if is_array else weight.clone()  # what two layers share would be read from memory once

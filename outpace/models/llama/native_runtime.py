@@ -20,13 +20,16 @@ from outpace.core.scores import Held
 from outpace.models.base import Model, Part, Session, check_forest
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
-from outpace.models.llama.native_weights import Fetch, fetcher, load_layer, middle_size
+from outpace.models.llama.native_weights import Fetch, load_layer, middle_size, of_rows
+from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
+from outpace.models.options import FILE, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KV_DTYPES = {"float32": 4, "float16": 2}
+WEIGHTS = (INT8, FILE)
 INSTALL = (
     "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
     " `pip install ./kernels` in a checkout, with a C++20 compiler"
@@ -39,17 +42,21 @@ class UnsupportedShape(UserError):
 
 @dataclass(frozen=True)
 class Options:
-    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has."""
+    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
+    `weights` "file": those of a GGUF file stay as they are; all others are rounded to int8."""
 
     threads: int | None = None
     kv_dtype: str = "float32"
     instruction_set: str = ""
+    weights: str = INT8
 
     def __post_init__(self) -> None:
         if self.threads is not None:
             check_whole("threads", self.threads, 1, usable_cores())
         if self.kv_dtype not in KV_DTYPES:
             raise unknown("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.weights not in WEIGHTS:
+            raise unknown("weights", self.weights, WEIGHTS)
 
 
 def usable_cores() -> int:
@@ -107,7 +114,7 @@ class NativeLlama(Model):
 
     exact = True
     device = "cpu"
-    precision = "int8"
+    precision = INT8
 
     def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
         """`layers`: as `native_weights.load_layer` gives them."""
@@ -165,18 +172,20 @@ class NativeLlama(Model):
     def from_tensors(
         cls,
         config: LlamaConfig,
-        tensor: Callable[[str], Tensor | np.ndarray],
+        tensor: Callable[[str], Tensor | np.ndarray | Stored],
         *,
         options: Options = Options(),
         head_ids: np.ndarray | Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> NativeLlama:
-        """From Hugging Face weight names. `tensor(name)` gives a weight; they are rounded anew, layer by layer.
+        """From Hugging Face weight names. `tensor(name)` gives a weight. What comes in float is rounded to int8, layer
+        by layer; what comes as a file has it is held as `options.weights` says.
 
         `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
         """
         check_supported(config)
-        kernels, fetch = load_kernels(), fetcher(tensor)
+        kernels = load_kernels()
+        fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights == INT8)
         with ThreadPoolExecutor(options.threads or usable_cores()) as pool:
             try:
                 ends = pool.submit(Ends.load, kernels, config, fetch, head_ids)
@@ -185,15 +194,19 @@ class NativeLlama(Model):
                 for number, layer in enumerate(found, 1):
                     layers.append(layer)
                     progress("loading", number / config.num_layers)
-                return cls(config, layers, ends.result(), options)
+                model = cls(config, layers, ends.result(), options)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        model.precision, model.notice = fetch.precision, fetch.notice
+        return model
 
     def shallow(self, layers: Sequence[int]) -> NativeLlama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
         chosen = [self._layers[number] for number in layers]
-        return NativeLlama(self.config.of_layers(layers), chosen, self._ends, self.options)
+        made = NativeLlama(self.config.of_layers(layers), chosen, self._ends, self.options)
+        made.precision = self.precision
+        return made
 
     def open(self, capacity: int, room: int) -> NativeSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
@@ -254,12 +267,11 @@ class Ends:
     @classmethod
     def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
         """From Hugging Face weight names; an output layer that is the embedding is held once."""
-        table = fetch("model.embed_tokens.weight")
-        embedding = kernels.Matrix(table)
+        name, held = "model.embed_tokens.weight", None
+        embedding = of_rows(kernels, fetch, name)
         if config.tie_embeddings and head_ids is None:
             return cls(embedding, fetch("model.norm.weight"), embedding, None)
-        weight, held = table if config.tie_embeddings else fetch("lm_head.weight"), None
         if head_ids is not None:
             held = np.sort(checked_ids(head_ids, config.vocab_size))
-            weight = np.ascontiguousarray(weight[held])
-        return cls(embedding, fetch("model.norm.weight"), kernels.Matrix(weight), held)
+        head = of_rows(kernels, fetch, name if config.tie_embeddings else "lm_head.weight", held)
+        return cls(embedding, fetch("model.norm.weight"), head, held)

@@ -1,31 +1,64 @@
-"""Lays the weights of a layer out for the native kernels: fused, padded to whole groups, rounded to int8."""
+"""Lays the weights of a layer out for the native kernels: fused, padded to whole groups, and rounded to int8 unless
+they are taken as the file has them (stored.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from outpace.core.lazy import torch
+from outpace.models.llama import stored
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.stored import Stored
+from outpace.models.options import FILE, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Fetch = Callable[[str], np.ndarray]
 
+class Fetch:
+    """Weights by name. A call gives float32, row by row in memory."""
 
-def fetcher(weight: Callable[[str], Tensor | np.ndarray]) -> Fetch:
-    """Weights as float32 arrays, row by row in memory."""
+    def __init__(
+        self, weight: Callable[[str], Tensor | np.ndarray | Stored], formats: Collection[str], rounded: bool
+    ) -> None:
+        """`formats`: ggml's names of those that the kernels take. `rounded`: all are to be int8."""
+        self._weight, self._formats, self.rounded = weight, formats, rounded
+        self._kept = False  # a matrix is held as its file has it
+        self._slow = set[str]()  # formats of those that went by way of float32
 
-    def fetch(name: str) -> np.ndarray:
-        held = weight(name)
+    @property
+    def precision(self) -> str:
+        """Of a model whose matrices were asked for here: int8, or as the file has them."""
+        return FILE if self._kept else INT8
+
+    @property
+    def notice(self) -> str | None:
+        """What was not kept, where all should be."""
+        slow = ", ".join(sorted(self._slow))
+        return None if self.rounded or not slow else f"rounded to int8, for the kernels do not take them so: {slow}"
+
+    def __call__(self, name: str) -> np.ndarray:
+        held = self._weight(name)
+        if isinstance(held, Stored):
+            self._slow.add(held.kind)
+            values = held.values()
+            held.forget()
+            held = values
         if not isinstance(held, np.ndarray):
             held = held.to(device="cpu", dtype=torch.float32).numpy()
         return np.ascontiguousarray(held, np.float32)
 
-    return fetch
+    def stored(self, *names: str) -> list[Stored]:
+        """The matrices as a file has them; none unless the kernels take them all."""
+        found = [held for name in names if isinstance(held := self._weight(name), Stored)]
+        if len(found) < len(names) or any(held.kind not in self._formats for held in found):
+            return []
+        self._kept |= not self.rounded
+        return found
 
 
 def load_layer(kernels: Any, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
@@ -54,16 +87,23 @@ def middle_size(kernels: Any, config: LlamaConfig) -> int:
 
 def _qkv(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     names = [f"{prefix}{name}_proj" for name in "qkv"]
-    bias = [fetch(name + ".bias") for name in names] if config.attention_bias else [np.zeros(0, np.float32)]
-    weight = np.concatenate([fetch(name + ".weight") for name in names])
-    return kernels.Matrix(weight, np.concatenate(bias).tolist())
+    weights = [name + ".weight" for name in names]
+    bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
+    held = fetch.stored(*weights)
+    made = stored.below_one_another(kernels, held, bias, fetch.rounded) if held else None
+    return made or kernels.Matrix(np.concatenate([fetch(name) for name in weights]), bias)
 
 
 def _output(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
+    bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
+    held = fetch.stored(prefix + "o_proj.weight")
+    made = stored.chunked(kernels, held[0], config.head_dim, bias, fetch.rounded) if held else None
+    if made:
+        return made
     weight = fetch(prefix + "o_proj.weight").reshape(config.hidden_size, config.num_heads, config.head_dim)
     padded = _padded(weight, 2, -config.head_dim % kernels.GROUP).reshape(config.hidden_size, -1)
-    return kernels.Matrix(padded, fetch(prefix + "o_proj.bias").tolist() if config.output_bias else [])
+    return kernels.Matrix(padded, bias)
 
 
 def _gate_up(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
@@ -76,13 +116,21 @@ def _gate_up(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
         both = np.stack([part.reshape(-1, kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
         return both.reshape(2 * middle, *parts[0].shape[1:])
 
-    return kernels.Matrix(woven("weight"), woven("bias").tolist() if config.mlp_bias else [])
+    bias = woven("bias").tolist() if config.mlp_bias else []
+    held = fetch.stored(prefix + "gate_proj.weight", prefix + "up_proj.weight")
+    made = stored.woven(kernels, held, middle, bias, fetch.rounded) if held else None
+    return made or kernels.Matrix(woven("weight"), bias)
 
 
 def _down(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+    bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
+    held = fetch.stored(prefix + "down_proj.weight")
+    made = stored.chunked(kernels, held[0], config.intermediate_size, bias, fetch.rounded) if held else None
+    if made:
+        return made
     weight = fetch(prefix + "down_proj.weight")
     weight = _padded(weight, 1, middle_size(kernels, config) - config.intermediate_size)
-    return kernels.Matrix(weight, fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else [])
+    return kernels.Matrix(weight, bias)
 
 
 def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
@@ -90,3 +138,13 @@ def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
     if not count:
         return weight
     return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])
+
+
+def of_rows(kernels: Any, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
+    """A matrix without a bias, or those rows of it alone."""
+    held = fetch.stored(name)
+    if held:
+        part = held[0] if rows is None else replace(held[0], order=held[0].order[rows])
+        return stored.below_one_another(kernels, [part], [], fetch.rounded)
+    weight = fetch(name)
+    return kernels.Matrix(weight if rows is None else np.ascontiguousarray(weight[rows]))

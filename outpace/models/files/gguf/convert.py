@@ -15,6 +15,7 @@ from outpace.models.files.checkpoint import SINGLE, Checkpoint, new_folder
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import GgufHeader, open_gguf
+from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.weights import check_types, num_bytes, write_weights
 from outpace.models.llama import config as llama
 
@@ -72,19 +73,19 @@ def _write_folder(header: GgufHeader, folder: Path, progress: Progress) -> None:
     progress("reading", 0.0)
     model = read_model(header)
     check_types(header, model)
-    tokenizer = gguf_tokenizer.build(header.path, header.metadata)
-    if tokenizer.size > model.config.vocab_size:
-        raise UserError(
-            f"{header.path} names {tokenizer.size} tokens, its embedding has {model.config.vocab_size} rows"
-        )
+    tokenizer = gguf_tokenizer.build_for(header, model)
     _check_space(header.path, folder.parent, num_bytes(header, model))
     with new_folder(folder) as temporary:
-        (temporary / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(), encoding="utf-8")
         _write_json(temporary / "config.json", model.settings | tokenizer.special_ids)
-        _write_json(temporary / "generation_config.json", {"_from_model_config": True} | tokenizer.special_ids)
-        limit = {"model_max_length": model.config.max_positions}
-        _write_json(temporary / "tokenizer_config.json", tokenizer.settings | limit)
+        write_tokenizer(tokenizer, model.config.max_positions, temporary)
         write_weights(header, model, temporary / SINGLE, progress)
+
+
+def write_tokenizer(tokenizer: GgufTokenizer, max_positions: int, folder: Path) -> None:
+    """The tokenizer's files of a model folder."""
+    (folder / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(), encoding="utf-8")
+    _write_json(folder / "generation_config.json", {"_from_model_config": True} | tokenizer.special_ids)
+    _write_json(folder / "tokenizer_config.json", tokenizer.settings | {"model_max_length": max_positions})
 
 
 def _check_space(path: Path, folder: Path, needed: int) -> None:

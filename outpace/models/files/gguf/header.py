@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files.gguf.types import type_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -65,6 +66,13 @@ class GgufHeader:
         """The stored bytes of one tensor, mapped from the file."""
         entry = self.tensors[name]
         return np.frombuffer(self.data, np.uint8, entry.num_bytes, entry.start)
+
+    def forget(self, name: str) -> None:
+        """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
+        entry, page = self.tensors[name], mmap.PAGESIZE
+        start, end = -(-entry.start // page) * page, (entry.start + entry.num_bytes) // page * page
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 @contextmanager
@@ -190,10 +198,8 @@ class _Reader:
         return tensors
 
     def num_bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
         try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            _, block, block_bytes = type_of(kind)
         except (ValueError, KeyError):
             raise UserError(f"{self.path}: tensor {name!r} has the unknown quantisation {kind}") from None
         if not shape or 0 in shape or shape[-1] % block:

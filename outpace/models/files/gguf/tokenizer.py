@@ -12,6 +12,9 @@ from outpace.core.errors import UserError, unknown
 if TYPE_CHECKING:
     import tokenizers
 
+    from outpace.models.files.gguf.config import GgufModel
+    from outpace.models.files.gguf.header import GgufHeader
+
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space
 LONGEST_PIECE = 1000  # characters of a token that merges are sought for, which takes their square
@@ -52,6 +55,19 @@ class GgufTokenizer:
     size: int
     settings: dict[str, Any]
     special_ids: dict[str, Any]
+
+
+def build_for(header: GgufHeader, model: GgufModel) -> GgufTokenizer:
+    """As `build`; UserError where it names more tokens than the embedding has rows."""
+    built, rows = build(header.path, header.metadata), model.config.vocab_size
+    if built.size > rows:
+        raise UserError(f"{header.path} names {built.size} tokens, its embedding has {rows} rows")
+    return built
+
+
+def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of special tokens, without the tokenizer."""
+    return _special_ids(_Vocabulary(path, metadata))
 
 
 def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:

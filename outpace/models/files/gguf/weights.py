@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.config import GgufModel
 from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.gguf.types import type_of
 
 PIECE_VALUES = 2**22  # values dequantised at once: numpy needs several times their size for it
 F32, F16, BF16 = 0, 1, 30  # ggml's numbers of the types that safetensors has too
@@ -20,12 +21,13 @@ STORED = {F32: ("F32", "<u4", 0x7F800000), F16: ("F16", "<u2", 0x7C00), BF16: ("
 PIECE_OF_TYPE = STORED[F32]  # everything else is dequantised to float32
 
 
-def check_types(header: GgufHeader, model: GgufModel) -> None:
-    """UserError if a tensor has a quantisation that the `gguf` package cannot undo; it names those that it can."""
+def check_types(header: GgufHeader, model: GgufModel, known: Container[int] = ()) -> None:
+    """UserError if a tensor has a quantisation that the `gguf` package cannot undo; it names those that it can. What is
+    `known` is not tried, and the package not imported for it."""
     for name in model.sources.values():
         kind = header.tensors[name].kind
-        if not can_read(kind):
-            found = f"tensor {name!r} has the unsupported quantisation {_type_name(kind)}"
+        if kind not in known and not can_read(kind):
+            found = f"tensor {name!r} has the unsupported quantisation {type_of(kind).name}"
             raise UserError(f"{header.path}: {found}, allowed are {', '.join(readable_types())}")
 
 
@@ -86,16 +88,36 @@ def _stored_bytes(header: GgufHeader, source: str) -> int:
     return prod(entry.shape) * np.dtype(STORED.get(entry.kind, PIECE_OF_TYPE)[1]).itemsize
 
 
+def rotary_unit(model: GgufModel, name: str) -> int:
+    """How many rows of the file's tensor make a head in llama.cpp's order; 1 where rows stand as they should."""
+    part = name.split(".")[2] if name.startswith("blk.") else ""
+    return model.config.head_dim if model.is_paired and part in ("attn_q", "attn_k") else 1
+
+
+def read_values(header: GgufHeader, model: GgufModel, name: str) -> np.ndarray:
+    """The tensor as float32 in the order of Hugging Face; UserError where a value is not finite."""
+    kind = header.tensors[name].kind
+    pieces = [_as_float(piece, kind) for piece in _pieces(header, model, name)]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return whole.reshape(header.tensors[name].shape)
+
+
+def _as_float(values: np.ndarray, kind: int) -> np.ndarray:
+    """Bits as `_read` gives them."""
+    if kind == BF16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.view(np.float16).astype(np.float32) if kind == F16 else values.view(np.float32)
+
+
 def _pieces(header: GgufHeader, model: GgufModel, name: str) -> Iterator[np.ndarray]:
     """The tensor's rows in the order of Hugging Face, as they are stored."""
-    part = name.split(".")[2] if name.startswith("blk.") else ""
-    is_paired = model.is_paired and part in ("attn_q", "attn_k")
+    unit = rotary_unit(model, name)
+    is_paired = unit > 1
     entry = header.tensors[name]
     columns = entry.shape[-1]
     raw = header.raw(name).reshape(prod(entry.shape[:-1]), -1)  # [rows, bytes]
     if is_paired and len(entry.shape) == 1:  # a bias
         raw, columns = raw.reshape(columns, -1), 1
-    unit = model.config.head_dim if is_paired else 1
     step = max(1, PIECE_VALUES // (columns * unit)) * unit
     for start in range(0, len(raw), step):
         piece = _read(header, name, raw[start : start + step])
@@ -104,23 +126,17 @@ def _pieces(header: GgufHeader, model: GgufModel, name: str) -> Iterator[np.ndar
 
 def _read(header: GgufHeader, name: str, raw: np.ndarray) -> np.ndarray:
     """Bytes of some rows [rows, bytes] as values [rows, columns], 16 and 32 bits as unsigned numbers."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
     kind = header.tensors[name].kind
     if kind in STORED:
         values = np.ascontiguousarray(raw).view(STORED[kind][1])
         exponent = STORED[kind][2]
     else:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
             values = dequantize(raw, GGMLQuantizationType(kind)).astype(np.float32, copy=False).view("<u4")
         exponent = PIECE_OF_TYPE[2]
     if (values & exponent == exponent).any():
         raise UserError(f"{header.path} is damaged: tensor {name!r} holds values that are not finite")
     return values
-
-
-def _type_name(kind: int) -> str:
-    from gguf.constants import GGMLQuantizationType
-
-    return GGMLQuantizationType(kind).name

@@ -1,0 +1,126 @@
+"""Writes a .gguf file of a known model's shape with random weights in one format, to time what no file at hand has.
+
+Run: python bench/random_gguf.py SHAPE FORMAT OUT, as llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random bytes with
+small scales, so its texts mean nothing, but a pass reads and computes what a trained model's does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+from outpace.models.text.text_stream import byte_alphabet
+
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes, as config.json names them."""
+
+    architecture: str
+    vocab: int
+    hidden: int
+    middle: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+SHAPES = {
+    "llama-3.2-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 64),
+    "llama-3.2-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 128),
+    "qwen3-0.6b": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128),
+    "qwen3-1.7b": Shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 128),
+}
+
+
+def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> np.ndarray:
+    """Rows of blocks, uint8 [rows, bytes]: one row in 64 is drawn, the others are its rotations."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    drawn = random.integers(0, 256, (-(-rows // 64), columns // block, size), np.uint8)
+    for start in SCALES[kind]:
+        drawn[..., start] = 0
+        drawn[..., start + 1] = 0x04 + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
+    turned = np.stack([np.roll(drawn, turn, axis=1) for turn in range(64)], axis=1)
+    return turned.reshape(-1, columns // block * size)[:rows]
+
+
+def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
+    """Sizes, and a byte-level tokenizer whose tokens beyond the bytes are padding."""
+    name = shape.architecture
+    for key, value in (
+        ("context_length", 8192),
+        ("embedding_length", shape.hidden),
+        ("feed_forward_length", shape.middle),
+        ("block_count", shape.layers),
+        ("attention.head_count", shape.heads),
+        ("attention.head_count_kv", shape.kv_heads),
+        ("attention.key_length", shape.head_dim),
+        ("attention.value_length", shape.head_dim),
+        ("rope.dimension_count", shape.head_dim),
+    ):
+        writer.add_uint32(f"{name}.{key}", value)
+    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32(f"{name}.rope.freq_base", 500000.0)
+    tokens = [*byte_alphabet(), "<|end|>", "ab"]
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), shape.vocab)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3, 1] + [5] * (shape.vocab - 258))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(256)
+
+
+def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices."""
+    width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "attn_q": (width, shape.hidden),
+        "attn_k": (narrow, shape.hidden),
+        "attn_v": (narrow, shape.hidden),
+        "attn_output": (shape.hidden, width),
+        "ffn_gate": (shape.middle, shape.hidden),
+        "ffn_up": (shape.middle, shape.hidden),
+        "ffn_down": (shape.hidden, shape.middle),
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("format", choices=SCALES)
+    parser.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    shape, random = SHAPES[asked.shape], np.random.default_rng(0)
+    writer = GGUFWriter(asked.out, shape.architecture)
+    write_metadata(writer, shape)
+
+    def add(name: str, rows: int, columns: int) -> None:
+        kind = GGMLQuantizationType[asked.format]
+        writer.add_tensor(name, blocks(random, asked.format, rows, columns), raw_dtype=kind)
+
+    add("token_embd.weight", shape.vocab, shape.hidden)
+    norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
+    norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim} if shape.architecture == "qwen3" else {}
+    for layer in range(shape.layers):
+        for name, size in matrices(shape).items():
+            add(f"blk.{layer}.{name}.weight", *size)
+        for name, width in norms.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the blocks of a GGUF file mean, in numpy: weights c * (q - bias) + m, with c and m those of a part of a row.
+
+The formats are ggml's (https://github.com/ggml-org/ggml, ggml-quants.c). Every number is exact in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+F = np.float32
+IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
+
+
+class Parts(NamedTuple):
+    """`q` int16 [rows, parts, inputs of a part], less the bias; `c` float32 [rows, parts]; `m` so too, or None."""
+
+    q: np.ndarray
+    c: np.ndarray
+    m: np.ndarray | None
+
+
+def half(block: np.ndarray, start: int) -> np.ndarray:
+    """Two bytes of every block as a number in half precision: float32 [rows, blocks]."""
+    return np.ascontiguousarray(block[..., start : start + 2]).view(np.float16)[..., 0].astype(F)
+
+
+def nibbles(data: np.ndarray) -> np.ndarray:
+    """The lower halves of some bytes, then the upper ones."""
+    return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.int16)
+
+
+def single_bits(data: np.ndarray) -> np.ndarray:
+    """Bits of bytes, the lowest first."""
+    return np.unpackbits(data, axis=-1, bitorder="little").astype(np.int16)
+
+
+def q4_0(block: np.ndarray) -> Parts:
+    return Parts(nibbles(block[..., 2:]) - 8, half(block, 0), None)
+
+
+def q4_1(block: np.ndarray) -> Parts:
+    return Parts(nibbles(block[..., 4:]), half(block, 0), half(block, 2))
+
+
+def q5_0(block: np.ndarray) -> Parts:
+    return Parts(nibbles(block[..., 6:]) + 16 * single_bits(block[..., 2:6]) - 16, half(block, 0), None)
+
+
+def q5_1(block: np.ndarray) -> Parts:
+    return Parts(nibbles(block[..., 8:]) + 16 * single_bits(block[..., 4:8]), half(block, 0), half(block, 2))
+
+
+def q8_0(block: np.ndarray) -> Parts:
+    return Parts(block[..., 2:].view(np.int8).astype(np.int16), half(block, 0), None)
+
+
+def iq4_nl(block: np.ndarray) -> Parts:
+    return Parts(IQ4_NL[nibbles(block[..., 2:])], half(block, 0), None)
+
+
+def six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Twelve bytes as eight c and eight m of six bits: [rows, blocks, 8] twice."""
+    first, second, third = (data[..., i : i + 4] for i in (0, 4, 8))
+    c = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=-1)
+    m = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=-1)
+    return c.astype(F), m.astype(F)
+
+
+def k_parts(block: np.ndarray, low: np.ndarray, high: np.ndarray | int) -> Parts:
+    """Eight parts of 32: the lower nibbles of 32 bytes, then their upper ones. `high`: the fifth bits, in place."""
+    by_32 = low.reshape(*low.shape[:-1], 4, 32)
+    q = np.stack([by_32 & 15, by_32 >> 4], axis=-2).reshape(*low.shape[:-1], 8, 32).astype(np.int16) + high
+    c, m = six_bits(block[..., 4:16])
+    return Parts(q, half(block, 0)[..., None] * c, -half(block, 2)[..., None] * m)
+
+
+def q4_k(block: np.ndarray) -> Parts:
+    return k_parts(block, block[..., 16:], 0)
+
+
+def q5_k(block: np.ndarray) -> Parts:
+    fifth = block[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # bit i of 32 bytes: part i
+    return k_parts(block, block[..., 48:], 16 * fifth.astype(np.int16))
+
+
+def q6_k(block: np.ndarray) -> Parts:
+    low = block[..., :128].reshape(*block.shape[:-1], 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
+    pairs = block[..., 128:192].reshape(*block.shape[:-1], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
+    q = low.reshape(*block.shape[:-1], 256) | pairs.reshape(*block.shape[:-1], 256) << 4
+    c = half(block, 208)[..., None] * np.ascontiguousarray(block[..., 192:208]).view(np.int8).astype(F)
+    return Parts(q.astype(np.int16).reshape(*block.shape[:-1], 16, 16) - 32, c, None)
+
+
+class Format(NamedTuple):
+    """Inputs and bytes of a block, and what a block means."""
+
+    inputs: int
+    bytes: int
+    parts: Callable[[np.ndarray], Parts]
+
+
+FORMATS = {
+    "Q4_0": Format(32, 18, q4_0),
+    "Q4_1": Format(32, 20, q4_1),
+    "Q5_0": Format(32, 22, q5_0),
+    "Q5_1": Format(32, 24, q5_1),
+    "Q8_0": Format(32, 34, q8_0),
+    "IQ4_NL": Format(32, 18, iq4_nl),
+    "Q4_K": Format(256, 144, q4_k),
+    "Q5_K": Format(256, 176, q5_k),
+    "Q6_K": Format(256, 210, q6_k),
+}
+
+
+def parts_of(name: str, data: np.ndarray) -> Parts:
+    """Rows of a tensor as the file has them, uint8 [rows, bytes]; parts are 32 inputs, of Q6_K 16."""
+    form = FORMATS[name]
+    found = form.parts(data.reshape(len(data), -1, form.bytes))
+    q = found.q.reshape(len(data), -1, 16 if name == "Q6_K" else 32)
+    c, m = (None if part is None else part.reshape(len(data), -1) for part in found[1:])
+    assert c is not None
+    return Parts(q, c, m)

@@ -1,0 +1,58 @@
+// The blocks of a GGUF file's tensors, and the same numbers in panels.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "formats.h"
+
+namespace outpace {
+
+/// Rows of one tensor, as the file has them.
+struct StoredRows {
+    Format format;
+    const uint8_t* data;
+    int64_t rows;
+    int64_t row_bytes;
+};
+
+/// A matrix made of rows of tensors. Output i is row rows[i] of all parts' rows one behind the other, zeros below 0. All
+/// outputs of a panel have one format. Where `chunk` is not 0, so many inputs each are padded to whole groups.
+struct Stored {
+    std::vector<StoredRows> parts;
+    const int* rows;
+    int outputs;
+    int inputs;  // padded ones included
+    int chunk;
+
+    /// The inputs that the file has.
+    int file_inputs() const { return chunk ? inputs / round_up(chunk, kGroup) * chunk : inputs; }
+
+    /// Where output i stands, and its format; null for zeros.
+    const uint8_t* find(int output, Format* format) const;
+
+    /// Throws std::invalid_argument.
+    void check() const;
+};
+
+/// What one of ggml's names means, as "Q4_1". Throws std::invalid_argument for others.
+Format format_of(const char* name);
+const char* name_of(Format format);
+
+/// Inputs and bytes of one block of a file.
+struct FileBlock {
+    int inputs;
+    int bytes;
+};
+FileBlock file_block(Format format);
+
+/// Bytes of one panel.
+int64_t panel_bytes(Format format, int groups);
+
+/// Group `group` of lane `lane` of a panel from a row of the file; `row` null: zeros. False where a scale is not finite.
+bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int group, int lane);
+
+/// The values of a group of one lane, float32 [kGroup].
+void read_stored(Format format, const uint8_t* panel, int group, int lane, float* out);
+
+}  // namespace outpace

@@ -1,0 +1,200 @@
+// Weights as a file has them: every instruction set gives the same bits for any count of rows, a row is what its
+// neighbours leave it, products are sums of what `row` reads, and what does not fit throws.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+#include "check.h"
+#include "kernels.h"
+#include "matrix.h"
+#include "pass.h"
+
+namespace outpace {
+namespace {
+
+constexpr Format kFormats[] = {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0,
+                               Format::iq4_nl, Format::q4_k, Format::q5_k, Format::q6_k};
+constexpr int kRows = 13, kOutputs = 75;
+
+using Random = std::mt19937;
+
+/// Any bytes, but for the scales of blocks, which lie between 1/128 and 1/4.
+std::vector<uint8_t> file_rows(Random& random, Format format, int rows, int inputs) {
+    const FileBlock block = file_block(format);
+    const bool has_second = format == Format::q4_1 || format == Format::q5_1 || format == Format::q4_k || format == Format::q5_k;
+    std::vector<uint8_t> bytes(static_cast<std::size_t>(rows) * inputs / block.inputs * block.bytes);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 8);
+    for (std::size_t start = 0; start < bytes.size(); start += block.bytes) {
+        const int scale = format == Format::q6_k ? 208 : 0;
+        bytes[start + scale + 1] = static_cast<uint8_t>(0x20 + bytes[start + scale + 1] % 0x14);
+        if (has_second) bytes[start + 3] = static_cast<uint8_t>(0x20 + bytes[start + 3] % 0x14 + bytes[start + 2] / 128 * 128);
+    }
+    return bytes;
+}
+
+struct Source {
+    Format format;
+    std::vector<uint8_t> bytes;
+    std::vector<int> rows;
+    Stored stored;
+
+    Source(Random& random, Format asked, int outputs, int inputs, int chunk = 0) : format(asked), rows(outputs) {
+        for (int i = 0; i < outputs; ++i) rows[i] = i % 7 == 5 ? -1 : (i * 11) % outputs;
+        stored = {{}, rows.data(), outputs, inputs, chunk};
+        bytes = file_rows(random, format, outputs, stored.file_inputs());
+        stored.parts.push_back({format, bytes.data(), outputs, static_cast<int64_t>(bytes.size()) / outputs});
+    }
+};
+
+std::vector<float> floats(Random& random, std::size_t count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = static_cast<float>(random() >> 8) * 0x1p-22f - 2.0f;
+    return values;
+}
+
+/// x [rows, inputs] as a norm by ones leaves it, in int8.
+struct Inputs {
+    ActivationBuffer buffer;
+    Activations view;
+
+    Inputs(const Kernels& kernels, const std::vector<float>& x, int rows, int inputs)
+        : view(buffer.view(rows, round_up(inputs, kGroup) / kGroup)) {
+        const int stride = view.groups * kGroup;
+        std::vector<float> padded(static_cast<std::size_t>(rows) * stride), ones(stride, 1.0f);
+        for (int row = 0; row < rows; ++row)
+            std::copy_n(x.data() + static_cast<std::size_t>(row) * inputs, inputs, padded.data() + static_cast<std::size_t>(row) * stride);
+        const Normalize task{padded.data(), ones.data(), inputs, stride, 1e-5f, nullptr, view};
+        for (int row = 0; row < rows; ++row) kernels.normalize(task, row);
+    }
+};
+
+std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const Inputs& in, int rows) {
+    std::vector<float> out(static_cast<std::size_t>(rows) * matrix.outputs());
+    const Product task{matrix.panels(), in.view, rows, out.data(), matrix.outputs(), false};
+    for (int panel = 0; panel < task.weights.count(); ++panel) kernels.product(task, panel);
+    return out;
+}
+
+bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
+
+/// Sums in double of what `row` reads and of what the activations stand for.
+void check_values(const Matrix& matrix, const Inputs& in, const std::vector<float>& bias, const std::vector<float>& out) {
+    std::vector<float> weights(static_cast<std::size_t>(matrix.groups()) * kGroup);
+    for (int output = 0; output < matrix.outputs(); ++output) {
+        matrix.row(output, weights.data());
+        for (int row = 0; row < kRows; ++row) {
+            double total = bias[output], size = 0;
+            for (int i = 0; i < matrix.groups() * kGroup; ++i) {
+                const double term = static_cast<double>(weights[i]) * in.view.row_values(row)[i] * in.view.row_scales(row)[i / kGroup];
+                total += term;
+                size += std::fabs(term);
+            }
+            const float got = out[static_cast<std::size_t>(row) * matrix.outputs() + output];
+            check(std::fabs(got - total) <= 1e-5 * (size + 1), name_of(matrix.formats()[0]));
+        }
+    }
+}
+
+uint64_t test_products(const Matrix& matrix, const std::vector<float>& bias, const std::vector<float>& x, int inputs) {
+    std::vector<float> expected;
+    for (const Kernels* kernels : available_kernels()) {
+        const Inputs in(*kernels, x, kRows, inputs);
+        const std::vector<float> all = multiply(*kernels, matrix, in, kRows);
+        if (expected.empty()) check_values(matrix, in, bias, expected = all);
+        check(same(all.data(), expected.data(), all.size()), (std::string(kernels->name) + " and a file's weights").c_str());
+        for (int rows = 1; rows < kRows; ++rows) {
+            const std::vector<float> some = multiply(*kernels, matrix, in, rows);
+            check(same(some.data(), expected.data(), some.size()), "a row does not see its neighbours");
+        }
+    }
+    uint64_t hash = 0xcbf29ce484222325u;
+    const auto* bytes = reinterpret_cast<const unsigned char*>(expected.data());
+    for (std::size_t i = 0; i < expected.size() * sizeof(float); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/// Chunks of 32 of a group of 64: the other half is zeros, and inputs there change nothing.
+void test_padding(Random& random) {
+    for (Format format : {Format::q4_1, Format::q8_0, Format::iq4_nl}) {
+        const Source source(random, format, 32, 256, 32);
+        const Matrix matrix(source.stored, nullptr);
+        std::vector<float> row(256);
+        for (int output = 0; output < 32; ++output) {
+            matrix.row(output, row.data());
+            for (int i = 0; i < 256; ++i) check(i % 64 < 32 || row[i] == 0.0f, "padding is zeros");
+        }
+    }
+}
+
+/// Two tensors of two formats in one matrix, and its copy in another place.
+uint64_t test_sections(Random& random) {
+    const Source first(random, Format::q4_k, 64, 512), second(random, Format::q6_k, kOutputs, 512);
+    std::vector<int> rows(64 + kOutputs);
+    for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int>(i);
+    Stored both = first.stored;
+    both.parts.push_back(second.stored.parts[0]);
+    both.rows = rows.data();
+    both.outputs = static_cast<int>(rows.size());
+    std::shared_ptr<const Matrix> matrix = std::make_shared<Matrix>(both, nullptr, 3), other = std::make_shared<Matrix>(first.stored, nullptr);
+    check(matrix->formats().size() == 2, "a section for every format");
+    const std::vector<float> x = floats(random, kRows * 512), none(rows.size());
+    const uint64_t bits = test_products(*matrix, none, x, 512);
+    gather({&other, &matrix});
+    check(test_products(*matrix, none, x, 512) == bits, "a copy gives the same bits");
+    return bits;
+}
+
+template <class E, class F>
+void check_throws(F f, const char* what) {
+    try {
+        f();
+    } catch (const E&) {
+        return;
+    }
+    check(false, what);
+}
+
+void test_refusals(Random& random) {
+    Source source(random, Format::q4_k, 32, 256);
+    source.stored.inputs = 512;
+    check_throws<std::invalid_argument>([&] { Matrix(source.stored, nullptr); }, "rows of another size");
+    source.stored.inputs = 256;
+    source.rows[3] = 32;
+    check_throws<std::invalid_argument>([&] { Matrix(source.stored, nullptr); }, "a row out of range");
+    source.rows[3] = 0;
+    Stored mixed = source.stored;
+    const Source other(random, Format::q5_k, 32, 256);
+    mixed.parts.push_back(other.stored.parts[0]);
+    source.rows[8] = 40;
+    check_throws<std::invalid_argument>([&] { Matrix(mixed, nullptr); }, "two formats in a panel");
+    source.rows[8] = 0;
+    for (std::size_t at : {1u, 3u}) {
+        Source damaged(random, Format::q4_k, 32, 256);
+        damaged.bytes[at] = 0x7c;
+        check_throws<std::domain_error>([&] { Matrix(damaged.stored, nullptr); }, "a scale that is not finite");
+    }
+    check_throws<std::invalid_argument>([] { format_of("Q9_9"); }, "a format that is not known");
+}
+
+}  // namespace
+
+uint64_t test_stored() {
+    Random random(11);
+    uint64_t bits = 0;
+    for (Format format : kFormats) {
+        const int inputs = file_block(format).inputs == 32 ? 416 : 768;  // 6.5 groups, 12
+        const Source source(random, format, kOutputs, inputs);
+        const std::vector<float> bias = floats(random, kOutputs), x = floats(random, static_cast<std::size_t>(kRows) * inputs);
+        check(format_of(name_of(format)) == format, "a format has one name");
+        bits ^= test_products(Matrix(source.stored, bias.data()), bias, x, inputs);
+    }
+    test_padding(random);
+    bits ^= test_sections(random);
+    test_refusals(random);
+    return bits;
+}
+
+}  // namespace outpace

@@ -1,0 +1,90 @@
+"""Weights as a GGUF file has them, laid out for the native kernels: rows chosen and padded, no number rounded anew.
+
+The kernels hold panels of 32 outputs in one format and pad inputs to whole groups. What does not fit that is not taken
+here and goes the slower way, by float32: `None` says so. `rounded` to int8, it is the same by either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.core.errors import UserError
+
+PANEL = 32  # outputs that the kernels pack together
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The matrix `name` [rows, columns] of the file `path`. `kind`: ggml's name of its format.
+
+    `data` uint8 [rows, bytes of a row]; row i is row order[i] of it, int32. `values` gives float32 [rows, columns],
+    `forget` the memory of `data` back, where the file stays.
+    """
+
+    path: Path
+    name: str
+    kind: str
+    data: np.ndarray
+    order: np.ndarray
+    columns: int
+    values: Callable[[], np.ndarray]
+    forget: Callable[[], None]
+
+    def silenced(self) -> Stored:
+        """As large, all zeros: so is a block whose bytes, and so its scales, are zeros."""
+        return replace(self, data=np.zeros_like(self.data), values=self._zeros)
+
+    def _zeros(self) -> np.ndarray:
+        return np.zeros((len(self.order), self.columns), np.float32)
+
+
+def below_one_another(kernels: Any, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:
+    """The rows of all parts; None where a panel would have two formats."""
+    ends = np.cumsum([len(part.order) for part in parts])
+    kinds = [part.kind for part in parts]
+    for end, one, other in zip(ends, kinds, kinds[1:], strict=False):
+        if one != other and end % PANEL:
+            return None
+    firsts = [0, *np.cumsum([len(part.data) for part in parts])]
+    rows = np.concatenate([part.order + first for part, first in zip(parts, firsts, strict=False)])
+    return _made(kernels, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+
+
+def woven(kernels: Any, parts: Sequence[Stored], middle: int, bias: Sequence[float], rounded: bool) -> Any:
+    """16 rows of the first part, 16 of the second, and so on, each part with zeros up to `middle` rows; None where they
+    have two formats."""
+    if len({part.kind for part in parts}) > 1:
+        return None
+    first, orders = 0, []
+    for part in parts:
+        orders.append(np.pad(part.order + first, (0, middle - len(part.order)), constant_values=-1))
+        first += len(part.data)
+    rows = np.stack([order.reshape(-1, kernels.LANES) for order in orders], axis=1).reshape(-1)
+    return _made(kernels, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+
+
+def chunked(kernels: Any, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
+    """Every `chunk` inputs padded to whole groups; None where a block would have to be cut."""
+    padding = -chunk % kernels.GROUP
+    unit = kernels.FORMATS[part.kind]
+    if padding and (unit > kernels.GROUP or chunk % unit):
+        return None
+    inputs = part.columns // chunk * (chunk + padding)
+    return _made(kernels, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
+
+
+def _made(kernels: Any, parts: Sequence[Stored], rows: np.ndarray, inputs: int, **options: Any) -> Any:
+    data = [(part.kind, part.data) for part in parts]
+    try:
+        return kernels.Matrix.stored(data, np.ascontiguousarray(rows, np.int32), inputs, **options)
+    except ValueError as error:  # of a scale: all else was checked
+        names = " or ".join(repr(part.name) for part in parts)
+        raise UserError(f"{parts[0].path} is damaged: tensor {names} holds values that are not finite") from error
+    finally:
+        for part in parts:
+            part.forget()

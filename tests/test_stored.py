@@ -1,0 +1,258 @@
+"""Weights as a GGUF file has them: values as the gguf package reads them, bits of the emulation, nothing cached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from files import CONFIG, smollm2_file, weights, write_gguf
+from gguf import GGMLQuantizationType
+from passes import fresh, prefilled, random_parents, text
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.models.base import Part
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.types import COMMON
+from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config import from_dict
+from outpace.models.llama.native_runtime import NativeLlama, Options
+from outpace.models.load import load_model
+from outpace.models.text.source import tokenizer_of
+from outpace.models.text.tokenizer import Tokenizer
+
+kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
+emulation = pytest.importorskip("outpace_kernels.emulation")
+if not hasattr(kernels, "FORMATS"):
+    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
+
+FORMATS = list(emulation.FILE_FORMATS)
+K = [name for name in FORMATS if emulation.FORMATS[name] == 256]
+SETS = kernels.instruction_sets()
+PROMPT = "hello world"
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    "wide": {"hidden_size": 512, "intermediate_size": 256, "num_attention_heads": 8},  # heads of whole groups
+    "padded": {"hidden_size": 128, "intermediate_size": 160},  # heads and MLP of half a group
+}
+
+
+def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Any bytes as rows of a format, but for the scales of its blocks, which are small numbers."""
+    form = emulation.FILE_FORMATS[name]
+    data = np.random.default_rng(seed).integers(0, 256, (rows, columns // form.inputs, form.bytes)).astype(np.uint8)
+    scales = [208] if name == "Q6_K" else [0, *([2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [])]
+    for start in scales:
+        data[..., start + 1] = 0x10 + data[..., start + 1] % 0x10  # 2^-11 to 2^-8
+    return data.reshape(rows, -1)
+
+
+def file_of(folder: Path, kind: str, **changes: Any) -> Path:
+    """A tiny model with matrices of one format."""
+    heads = changes.get("num_attention_heads", CONFIG["num_attention_heads"])
+    shape = {**changes, "head_dim": changes.get("hidden_size", CONFIG["hidden_size"]) // heads}
+    metadata = {
+        f"llama.{ours}": shape[theirs]
+        for ours, theirs in (
+            ("embedding_length", "hidden_size"),
+            ("feed_forward_length", "intermediate_size"),
+            ("attention.head_count", "num_attention_heads"),
+        )
+        if theirs in shape
+    } | {"llama.rope.dimension_count": shape["head_dim"]}
+    tensors = {name: 0.1 * values if values.ndim == 2 else values for name, values in weights(**shape).items()}
+    return write_gguf(folder / f"{kind}.gguf", metadata, kind, tensors=tensors)
+
+
+def model_of(path: Path, held: str = "file", **options: Any) -> NativeLlama:
+    with GgufSource(path) as source:
+        return NativeLlama.from_tensors(
+            from_dict(source.config), source.weight, options=Options(weights=held, **options)
+        )
+
+
+def tree_scores(model: NativeLlama) -> torch.Tensor:
+    session = prefilled(model, text(model, 17))
+    return model.score([Part(session, text(model, 14, 2), random_parents(14, 1), range(14))])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_means_what_the_gguf_package_says(name: str) -> None:
+    data = blocks(name, 70, 768)
+    order = np.random.default_rng(1).permutation(70).astype(np.int32)
+    expected = gguf.quants.dequantize(data, GGMLQuantizationType[name])[order]
+    for package in (kernels, emulation):
+        matrix = package.Matrix.stored([(name, data)], order, 768)
+        out = np.empty((70, 768), np.float32)
+        matrix.read(np.arange(70, dtype=np.int32), out)
+        assert np.array_equal(out, expected)
+        rounded, direct = package.Matrix.stored([(name, data)], order, 768, rounded=True), package.Matrix(expected)
+        both = [np.empty((70, 768), np.float32) for _ in range(2)]
+        for held, place in zip((rounded, direct), both, strict=True):
+            held.read(np.arange(70, dtype=np.int32), place)
+        assert np.array_equal(*both)
+
+
+def test_the_common_types_are_what_the_gguf_package_says() -> None:
+    for number, common in COMMON.items():
+        kind = GGMLQuantizationType(number)
+        assert common == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
+    assert {kind.name for kind in COMMON.values()} >= set(kernels.FORMATS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_the_kernels_are_what_their_emulation_says(
+    tmp_path: Path, kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file_of(tmp_path, kind, **SHAPES[shape])
+    expected = {held: tree_scores(model_of(path, held)) for held in ("file", "int8")}
+    assert not torch.equal(expected["file"], expected["int8"])
+    for name in SETS:
+        assert torch.equal(tree_scores(model_of(path, instruction_set=name, threads=1)), expected["file"])
+    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    for held, scores in expected.items():
+        assert torch.equal(tree_scores(model_of(path, held)), scores)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_what_the_emulation_says(name: str, rows: int) -> None:
+    """By a model of one layer whose matrices are of that format, the embedding too."""
+    hidden, heads = 256, (4, 2, 64)
+    shapes = {"qkv": (512, hidden), "output": (hidden, 256), "gate_up": (512, hidden), "down": (hidden, 256)}
+    data = {
+        part: blocks(name, *shape, seed) for seed, (part, shape) in enumerate({**shapes, "table": (96, 256)}.items())
+    }
+    sees = np.tril(np.ones((rows, rows), bool))
+    angles = np.arange(rows)[:, None] / (1 + np.arange(32))
+    turns = np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
+    found = []
+    for package, sets in ((emulation, ["emulation"]), (kernels, SETS)):
+        for instruction_set in sets:
+            made = {
+                part: package.Matrix.stored([(name, held)], np.arange(len(held), dtype=np.int32), 256)
+                for part, held in data.items()
+            }
+            norm, table = np.ones(hidden, np.float32), made.pop("table")
+            layer = package.Layer(norm, norm, *made.values())
+            sizes = package.Heads(*heads, False, 1e-5)
+            model = package.Model(sizes, hidden, 256, 1e-5, [layer], table, norm, table, instruction_set, 2)
+            out = np.zeros((rows, 96), np.float32)
+            every = np.arange(rows, dtype=np.int32)
+            model.forward([(package.Store(sizes, 1, 64), 0, 0, rows, sees)], every * 5, turns, every, out)
+            found.append(out)
+    assert np.isfinite(found[0]).all()
+    assert found[0].std() > 0
+    assert all(np.array_equal(other, found[0]) for other in found)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_file_in_place_is_what_its_conversion_is(tmp_path: Path, kind: str, architecture: str) -> None:
+    changes = {"attention_bias": True} if architecture == "qwen2" else {}
+    settings = {"qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}, "qwen2": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}}.get(architecture, {})  # fmt: skip
+    path = write_gguf(
+        tmp_path / "tiny.gguf", kind=kind, tensors=weights(**settings, **changes), architecture=architecture
+    )
+    folder = convert(path, tmp_path / "cache")
+    with Checkpoint.open(folder) as whole, GgufSource(path) as source:
+        assert source.config == whole.config
+        assert source.names() == whole.names()
+        for name in whole.names():
+            assert torch.equal(source.tensor(name), whole.tensor(name).float())
+        one, other = tokenizer_of(source), Tokenizer.from_folder(folder)
+    assert one.encode("hello 12 <|im_end|>") == other.encode("hello 12 <|im_end|>")
+    assert (one.stop_ids, one.size, one.chat_template) == (other.stop_ids, other.size, other.chat_template)
+    models = [load_model(place, dtype="int8").model for place in (path, folder)]
+    assert torch.equal(*(fresh(model, text(model, 9)) for model in models))
+
+
+def test_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    path = file_of(tmp_path, "Q8_0")
+    for dtype in ("file", "int8", "auto"):
+        with outpace.load(path, dtype=dtype, method="speculative", drafter="ngram") as llm:
+            assert llm.target.precision == ("file" if dtype == "file" else "int8")
+            assert len(llm.generate([PROMPT], max_tokens=8)[0].tokens) == 8
+            assert llm.target.again().precision == llm.target.precision
+    written = [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and "profiles" not in file.parts]
+    assert not written
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["speculative", "card", "auto"])
+def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, method: str, temperature: float) -> None:
+    path = file_of(tmp_path, "Q4_1")
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    with outpace.load(path, dtype="file", method="autoregressive") as llm:
+        plain = llm.generate([PROMPT], **asked)[0]
+    worker = {"worker": "inline"} if method == "card" else {}
+    with outpace.load(path, path, dtype="file", draft_dtype="int8", method=method, drafter="model", **worker) as llm:
+        assert (llm.target.precision, llm.draft.precision) == ("file", "int8")
+        assert llm.generate([PROMPT], **asked)[0].tokens == plain.tokens
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q2_K"])
+def test_what_the_kernels_do_not_take_is_rounded_and_told(tmp_path: Path, kind: str) -> None:
+    shape = SHAPES["wide"] if kind == "Q2_K" else {}
+    found = load_model(file_of(tmp_path, kind, **shape), dtype="file")
+    assert found.precision == "int8"
+    assert found.notice == f"rounded to int8, for the kernels do not take them so: {kind}"
+    assert load_model(file_of(tmp_path, kind, **shape), dtype="int8").notice is None
+
+
+@pytest.mark.parametrize("kind", K)
+def test_a_format_of_256_inputs_in_a_file(tmp_path: Path, kind: str) -> None:
+    """Blocks of any bytes: only finite scores are sure, and that trees score as their paths do."""
+    model = model_of(file_of(tmp_path, kind, **SHAPES["wide"]))
+    tokens = text(model, 9)
+    scores = fresh(model, tokens)
+    session = prefilled(model, tokens[:-1])
+    got = model.score([Part(session, [tokens[-1], 3], [-1, 0], range(2))])
+    assert torch.isfinite(scores).all()
+    assert torch.equal(got[0], scores)
+
+
+@pytest.mark.parametrize("dtype", ["file", "int8"])
+def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> None:
+    path = file_of(tmp_path, "Q4_1")
+    with GgufSource(path) as source:
+        name = "model.layers.1.mlp.up_proj.weight"
+        start = source._header.tensors[source._model.sources[name]].start
+    data = bytearray(path.read_bytes())
+    data[start + 1] = 0x7C
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=f"{path.name} is damaged: .*not finite"):
+        load_model(path, dtype=dtype)
+
+
+def test_file_is_for_the_native_runtime(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "Q8_0")
+    with pytest.raises(UserError, match="dtype file needs the runtime native"):
+        load_model(path, dtype="file", runtime="llama")
+    with pytest.raises(UserError, match="allowed are auto, bfloat16, file, float16"):
+        load_model(path, dtype="files")
+
+
+def test_an_inflated_model_writes_its_own_text(tmp_path: Path) -> None:
+    path = file_of(tmp_path, "Q4_1")
+    one, four = (load_model(path, dtype="file", inflate=factor).model for factor in (1, 4))
+    assert four.num_layers > one.num_layers
+    assert four.weight_bytes > 2.5 * one.weight_bytes
+    assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))
+
+
+@pytest.mark.smollm2
+def test_the_real_file_has_one_set_of_bits() -> None:
+    models = [model_of(smollm2_file(), instruction_set=name) for name in SETS]
+    expected = fresh(models[0], text(models[0], 13))
+    assert all(torch.equal(fresh(model, text(model, 13)), expected) for model in models[1:])
