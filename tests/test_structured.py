@@ -51,7 +51,8 @@ def is_valid(name: str, text: str) -> bool:
 @pytest.mark.parametrize("method", registry.names("decoders"))
 def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str) -> None:
     needs = registry.find("decoders", method).NEEDS
-    with outpace.load(model, "layers:0" if needs else None, method=method, worker="inline", profile=False) as llm:
+    worker = "inline" if needs == "worker" else None
+    with outpace.load(model, "layers:0" if needs else None, method=method, worker=worker, profile=False) as llm:
         for name, asked in ASKED.items():
             for sampling in SAMPLINGS:
                 plain = llm.chat("hello", structured_outputs=asked, max_tokens=60, plain=True, **sampling)

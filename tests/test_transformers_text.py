@@ -160,7 +160,7 @@ def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path
 
 def test_the_library_takes_a_loaded_model(tokenizer: Tokenizer) -> None:
     module, near = pair("gpt2")
-    with outpace.load(module, near, tokenizer=tokenizer, worker="inline") as llm:
+    with outpace.load(module, near, tokenizer=tokenizer) as llm:
         result = llm.stream(PROMPT, max_tokens=30).finish()
     assert list(result.tokens) == generate(module, tokenizer, 30)
     assert result.method == "auto"
