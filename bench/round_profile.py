@@ -134,8 +134,8 @@ def watching(clock: Clock, target: Any, draft: Any) -> Iterator[None]:
         kept.append((where, name, getattr(where, name), name in vars(where)))
         setattr(where, name, value)
 
-    put(target, "_model", Watched(clock, "target: native call", target._model))
-    put(draft, "_model", Watched(clock, "draft: native call", draft._model))
+    for model, name in ((target, "target"), (draft, "draft")):
+        put(model, "_team", lambda team=model._team, part=f"{name}: native call": Watched(clock, part, team()))
     for where, name, part in seams(target, draft):
         put(where, name, clock.timed(part, getattr(where, name)))
     put(engine.Engine, "step", clock.timed("the rest", engine.Engine.step, is_lap=True))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from doubles import (
@@ -105,7 +106,8 @@ def nothing_left() -> Iterator[None]:
 class Drive:
     """An engine that answers `REQUESTS` in turn, three at once, for as long as a test needs it to."""
 
-    def __init__(self, worker: Worker, options: EngineOptions = SMALL) -> None:
+    def __init__(self, worker: Worker, options: EngineOptions = SMALL, decoder: ModuleType = card) -> None:
+        self.decoder = decoder
         self.engine = Engine(TARGET, worker=worker, options=options)
         self.runs: list[tuple[int, Running]] = []
         self._numbers = itertools.cycle(range(len(REQUESTS)))
@@ -114,7 +116,7 @@ class Drive:
         """One step of the engine."""
         while len(self.engine.running) + len(self.engine.waiting) < 3:
             number = next(self._numbers)
-            self.runs.append((number, self.engine.submit(REQUESTS[number], card, card.Options())))
+            self.runs.append((number, self.engine.submit(REQUESTS[number], self.decoder, self.decoder.Options())))
         self.engine.step()
         time.sleep(0.0005)  # one core is enough for both
 
@@ -142,11 +144,11 @@ class Drive:
             assert run.tokens == TEXTS[number]
 
 
-def driven(worker: ProcessWorker, work: Callable[[Drive], None]) -> list[str]:
+def driven(worker: ProcessWorker, work: Callable[[Drive], None], decoder: ModuleType = card) -> list[str]:
     """Does `work` in an engine of its own and checks all texts; the warnings that it gave."""
 
     def whole() -> None:
-        drive = Drive(worker)
+        drive = Drive(worker, decoder=decoder)
         with drive.engine:
             work(drive)
             drive.finish()

@@ -1,10 +1,11 @@
-"""CARD under many random interleavings of drafter and target, racing in earnest, and with drafters that die."""
+"""CARD, PEARL and SSD under many random interleavings of drafter and target, racing, and with drafters that die."""
 
 from __future__ import annotations
 
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ from outpace.engine.engine import Engine, EngineOptions
 
 TARGETS = [QuickToy(8 + number, 2 + number % 2, 100 + number) for number in range(9)]
 KINDS = ("perfect", "model", "both", "garbage", "ngram", "failing", "empty")
+OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # of each method beside the target, by chance
+    "card": lambda chance: {"just_in_time": chance.randrange(3)},
+    "pearl": lambda chance: {"draft_length": chance.randint(1, 6)},
+    "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
+    "planned": lambda chance: {"deepest": chance.randrange(5), "trials": chance.choice((0.0, 0.3))},
+}
 ROUNDS = (120, pytest.param(1000, marks=pytest.mark.long))
 
 
@@ -66,7 +73,7 @@ def random_drafter(chance: random.Random, target: QuickToy, met: Counter[str]) -
     return drafter, watched
 
 
-def run_once(seed: int, met: Counter[str]) -> None:
+def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     """One random interleaving: the text is plain decoding's; adds what was met to `met`."""
     chance = random.Random(seed)
     target = chance.choice(TARGETS)
@@ -76,9 +83,9 @@ def run_once(seed: int, met: Counter[str]) -> None:
         nodes=chance.randint(1, 10), rows=chance.randint(4, 24), chunk=chance.randint(1, 6), batch=chance.randint(1, 3)
     )
     worker = InlineWorker(drafter, random_clock(chance))
-    waits = chance.randrange(3)
+    options = OPTIONS[method](chance)
     run, messages = collect_warnings(
-        lambda: decode(requests, "card", worker=worker, target=target, engine=engine, just_in_time=waits)
+        lambda: decode(requests, method, worker=worker, target=target, engine=engine, **options)
     )
     assert run.texts == [write(target, request) for request in requests], f"interleaving {seed}"
     died = isinstance(run.failure, DrafterDiedError)
@@ -91,13 +98,15 @@ def run_once(seed: int, met: Counter[str]) -> None:
     met["batched"] += len(requests) > 1
 
 
+@pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_random_interleavings(rounds: int) -> None:
+def test_random_interleavings(rounds: int, method: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(rounds):
-        run_once(seed, met)
-    print(f"\n{rounds} interleavings:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
-    for kind in ("dead parent", "primary", "secondary", "late", "miss", "full tree", "dead worker", "batched", *KINDS):
+        run_once(seed, met, method)
+    print(f"\n{rounds} interleavings of {method}:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
+    kinds = ("dead parent", "primary", "late", "miss", "full tree", "dead worker", "batched", *KINDS)
+    for kind in (*kinds, "secondary")[: None if method in ("card", "planned") else -1]:  # chains have few siblings
         assert met[kind] > 0, f"never met: {kind}"
 
 
@@ -109,29 +118,35 @@ def test_simulated_clock_is_deterministic() -> None:
     assert first == again
 
 
+@pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("seed", range(6))
-def test_race_in_earnest(seed: int) -> None:
+def test_race_in_earnest(seed: int, method: str) -> None:
     chance = random.Random(seed)
     target = TARGETS[seed]
     requests = [request for _ in range(3) for request in random_requests(chance, target)]
     kind = ("model", "both", "perfect")[seed % 3]
     drafter = sleepy(make_drafter(kind, target, width=1 + seed % 4, tree_nodes=16), seed)
     engine = EngineOptions(nodes=8, chunk=5, batch=4)
-    run = decode(requests, "card", drafter, worker="thread", target=target, engine=engine, just_in_time=seed % 3)
+    options = {"just_in_time": seed % 3} if method == "card" else OPTIONS[method](chance)
+    run = decode(requests, method, drafter, worker="thread", target=target, engine=engine, **options)
     assert run.texts == [write(target, request) for request in requests]
     assert run.failure is None
     assert run.figures.misses > 0
-    if seed % 3:  # the target waits for a first layer: something is drafted whatever the race does
+    if seed % 3 or method in (
+        "pearl",
+        "ssd",
+    ):  # the target waits for a first layer: something is drafted whatever the race does
         assert run.figures.drafted > 0
 
 
+@pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("verb", ["grow", "observe", "open"])
-def test_thread_that_raises_mid_text(verb: str) -> None:
+def test_thread_that_raises_mid_text(verb: str, method: str) -> None:
     target = TARGETS[0]
     requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]
     before = set(threading.enumerate())
     drafter = sleepy(failing(make_drafter("model", target), verb, 2), 0)
-    run, messages = collect_warnings(lambda: decode(requests, "card", drafter, worker="thread", target=target))
+    run, messages = collect_warnings(lambda: decode(requests, method, drafter, worker="thread", target=target))
     assert run.texts == [write(target, request) for request in requests]
     assert isinstance(run.failure, DrafterDiedError)
     assert len(messages) == 1

@@ -33,6 +33,12 @@ METHODS = {
     "card, simulated": ("card", "inline", 4),
     "card chain, simulated": ("card", "inline", 1),
     "card, thread": ("card", "thread", 4),
+    "pearl, simulated": ("pearl", "inline", 4),
+    "pearl, thread": ("pearl", "thread", 4),
+    "planned, simulated": ("planned", "inline", 4),
+    "planned, thread": ("planned", "thread", 4),
+    "ssd, simulated": ("ssd", "inline", 4),
+    "ssd, thread": ("ssd", "thread", 4),
 }
 SPECULATES = ("perfect", "model", "both")
 

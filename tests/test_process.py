@@ -58,11 +58,12 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("method", ["card", "pearl", "planned", "ssd"])
 @pytest.mark.parametrize("name", ["both", "garbage"])
-def test_texts_are_plain_decodings(name: str) -> None:
+def test_texts_are_plain_decodings(name: str, method: str) -> None:
     worker = ProcessWorker(partial(build, name), threads=2)
     until(lambda: worker.is_ready, "a drafter")
-    outcome = within(SECONDS, partial(decode, REQUESTS, "card", worker=worker, target=TARGET))
+    outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=TARGET))
     assert outcome.texts == TEXTS
     assert outcome.failure is None
     assert outcome.figures.accepted > 0

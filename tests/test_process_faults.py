@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 import pytest
 from doubles import (
@@ -42,7 +43,7 @@ from outpace.candidates.cache import CandidateCache
 from outpace.candidates.child import portable
 from outpace.candidates.process import DraftProcessError, ProcessWorker
 from outpace.core.errors import UserError
-from outpace.decoders import card
+from outpace.decoders import card, pearl, planned, ssd
 from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
@@ -63,7 +64,8 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-def test_a_killed_process_is_started_again_and_then_given_up() -> None:
+@pytest.mark.parametrize("method", [card, pearl, planned, ssd], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build, pauses=(0.01, 0.01))
     chance = random.Random(5)
     pids = []
@@ -84,7 +86,7 @@ def test_a_killed_process_is_started_again_and_then_given_up() -> None:
         for _ in range(50):
             drive.round()
 
-    said = driven(worker, work)
+    said = driven(worker, work, method)
     assert said == ["the drafter failed (DraftProcessError: its process was ended by SIGKILL); going on without it"]
     assert isinstance(worker.failure, DraftProcessError)
     assert len(set(pids)) == 3

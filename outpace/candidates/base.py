@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outpace.candidates.cache import CandidateCache, Correction, Layer
-from outpace.candidates.loop import Close, Correct, Message, Open
+from outpace.candidates.loop import Close, Correct, Message, Open, Order
+from outpace.core.orders import Orders
 from outpace.core.types import Request
 
 T = TypeVar("T")
@@ -17,8 +18,12 @@ class Worker(ABC):
     """Runs a drafter beside the target and never holds it up. Whoever starts a worker closes it.
 
     `failure` is the exception that ended it, or keeps it from drafting just now, if one does. Only requests,
-    corrections and layers cross between the two sides; the caches stay on the target's.
+    corrections and layers cross between the two sides; the caches stay on the target's. `cores`: of those that the
+    target could use, how many the drafter takes while it works.
     """
+
+    cores = 0
+    turn_seconds = 0.0  # of the drafter's forwards, on average; 0: not known yet
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -33,10 +38,19 @@ class Worker(ABC):
         """The target moved a request's root; returns at once."""
         self._post(Correct(key, correction))
 
+    def order(self, key: int, orders: Orders) -> None:
+        """How a request is drafted from now on; returns at once."""
+        self._post(Order(key, orders))
+
     def forget(self, key: int) -> None:
         """A request is over."""
         self._caches.pop(key, None)
         self._post(Close(key))
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the drafter works at the moment, or will when it has read its messages."""
+        return bool(self._caches) and self.failure is None
 
     @abstractmethod
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from math import exp
 from typing import NamedTuple
 
 from outpace.core.tree import Role, TokenTree, best_nodes, depths
@@ -56,6 +57,7 @@ class Sight(NamedTuple):
     secondary: bool = True
     late: bool = True
     chain: bool = False
+    keeps: bool = True  # what stands below the next root lives on
 
 
 class CandidateCache:
@@ -108,6 +110,20 @@ class CandidateCache:
             self._tell()
             return added
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the drafter adds no more below this root."""
+        return self.layers >= _GIVEN_UP
+
+    def outlook(self) -> tuple[list[float], list[float]]:
+        """Estimated chances that the target walks to a candidate: of all of them, and of those without children; best
+        first. Where there is none the root itself is what may get children."""
+        with self._lock:
+            tree = self._tree
+            chances = [exp(score) for score in tree.scores]
+            leaves = [chance for node, chance in enumerate(chances) if not tree.children(node)]
+        return sorted(chances[1:], reverse=True), sorted(leaves, reverse=True)
+
     def query(self, budget: int) -> TokenTree:
         """The target's thread: a copy of the best `budget` nodes, the root included; maybe the root alone."""
         with self._lock:
@@ -145,10 +161,11 @@ class CandidateCache:
                 tokens.append(verdict.next_token)
                 assert root is not None
                 root = self._tree.child(root, verdict.next_token)
-                root = None if root is None or not self._sees(root) else root
+                root = None if root is None or not (self.sight.keeps and self._sees(root)) else root
                 kind = "miss" if root is None else self._tree.roles[root].value
             elif verdict.path[-1] >= verified:
                 path.pop()  # the late child is the new root
+                root, kind = (root, kind) if self.sight.keeps else (None, "miss")
             else:
                 raise ValueError("a verdict without a next token must end on a late child")
             self._move(root, tokens[-1])

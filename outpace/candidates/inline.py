@@ -102,7 +102,9 @@ class InlineWorker(Worker):
             self.failure = failure
             return
         if layers:
-            self._running = (self.clock.now + self.clock.draft_seconds(), layers)
+            seconds = self.clock.draft_seconds()
+            self.turn_seconds += 0.1 * (seconds - self.turn_seconds) if self.turn_seconds else seconds
+            self._running = (self.clock.now + seconds, layers)
 
     def _delay(self, seconds: float) -> None:
         """Both had half of the device for so much of the other's work: all ends later by it."""

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from outpace.candidates.cache import Candidate, Correction, Layer
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING
-from outpace.core.tree import TokenTree
+from outpace.core.orders import FREE, Orders
+from outpace.core.tree import TokenTree, depths
 from outpace.core.types import Drafter, Observation, Request
 
 
@@ -28,13 +29,20 @@ class Correct(NamedTuple):
     correction: Correction
 
 
+class Order(NamedTuple):
+    """How a request is drafted from now on."""
+
+    key: int
+    orders: Orders
+
+
 class Close(NamedTuple):
     """A request is over."""
 
     key: int
 
 
-Message = Open | Correct | Close
+Message = Open | Correct | Order | Close
 
 
 @dataclass
@@ -44,7 +52,15 @@ class Track:
     state: Any
     tree: TokenTree
     published: int = 1
-    idle: bool = False  # the drafter had nothing to add; a correction wakes it
+    idle: bool = False  # the drafter had nothing to add, or has done what was ordered; a message wakes it
+    orders: Orders = FREE
+    layers: int = 0  # grown since the orders came
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its orders say that it is not to grow on."""
+        layers, depth, *_ = self.orders
+        return (layers is not None and self.layers >= layers) or 0 < depth <= max(depths(self.tree.parents))
 
 
 def check_beside(drafter: Drafter) -> None:
@@ -81,8 +97,13 @@ class DraftLoop:
         tracks = [self._tracks[key] for key in keys]
         added = self._drafter.grow([track.state for track in tracks], [track.tree for track in tracks])
         for track, count in zip(tracks, added, strict=True):
-            track.idle = not count
+            track.layers += count > 0
+            track.idle = not count or track.is_done
         return [(key, self._delta(self._tracks[key])) for key in keys]
+
+    def share_cores(self, most: int) -> None:
+        """The drafter's models take at most so many CPU threads in this thread."""
+        self._drafter.share_cores(most)
 
     @property
     def has_work(self) -> bool:
@@ -133,8 +154,15 @@ class DraftLoop:
             track = self._tracks.pop(message.key, None)
             if track is not None:
                 self._drafter.close(track.state)
+        elif isinstance(message, Order):
+            self._heed(self._tracks[message.key], message.orders)
         elif message is not None:
             self._follow(self._tracks[message.key], message.correction)
+
+    def _heed(self, track: Track, orders: Orders) -> None:
+        track.orders, track.layers = orders, 0
+        self._drafter.heed(track.state, orders)
+        track.idle = track.is_done
 
     def _follow(self, track: Track, correction: Correction) -> None:
         """Re-roots: after a hit the subtree lives on; after a miss there is a new root and nothing else."""
@@ -145,4 +173,4 @@ class DraftLoop:
             track.tree = TokenTree(correction.tokens[-1], correction.root_id, old.next_id)
         self._drafter.observe(track.state, Observation(correction.path, correction.tokens, track.tree))
         track.published = len(track.tree)
-        track.idle = False
+        track.idle = track.is_done

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache, Correction
 from outpace.candidates.child import Failed, Grown, Ping, Ready, Said, Start
-from outpace.candidates.loop import Close, Correct, Message, Open
+from outpace.candidates.loop import Close, Correct, Message, Open, Order
 from outpace.core import child_process
 from outpace.core.errors import UserError, check_whole
+from outpace.core.orders import FREE, Orders
 from outpace.core.types import Drafter, Request
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class _Told:
     cache: CandidateCache
     tokens: list[int] = field(default_factory=list)  # committed
     child: _Child | None = None
+    orders: Orders = FREE
 
 
 class ProcessWorker(Worker):
@@ -78,7 +80,7 @@ class ProcessWorker(Worker):
         self._ready: _Child | None = None  # the same, once it drafts
         self._stopping = False
         self._bell: SimpleQueue[None] = SimpleQueue()  # ends a rest
-        self._turn_seconds = 0.01
+        self.turn_seconds = 0.01
         self._heard = 0  # messages of the child so far
         self._unanswered = -1  # what was heard when a wait was in vain
         self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
@@ -94,6 +96,10 @@ class ProcessWorker(Worker):
         """Whether the drafter stands and takes requests."""
         return self._ready is not None
 
+    @property
+    def is_working(self) -> bool:
+        return super().is_working and self.is_ready
+
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
 
@@ -103,7 +109,7 @@ class ProcessWorker(Worker):
         known = any(told.cache is cache and told.child is ready for told in self._told.values())
         if ready is None or not known or heard == self._unanswered:
             return
-        cache.wait(layers, _PATIENCE * self._turn_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
+        cache.wait(layers, _PATIENCE * self.turn_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
         if self._heard == heard and not cache.has(layers, depth):
             self._unanswered = heard
 
@@ -130,6 +136,8 @@ class ProcessWorker(Worker):
             del self._told[message.key]
         elif isinstance(message, Correct):
             told.tokens += message.correction.tokens
+        elif isinstance(message, Order):
+            told.orders = message.orders
         if ready is None:
             return
         if told.child is ready:
@@ -138,6 +146,7 @@ class ProcessWorker(Worker):
             told.child = ready
             ready.post(Open(message.key, told.request, told.cache.next_id))
             ready.post(Correct(message.key, Correction([0], list(told.tokens), message.correction.root_id, False)))
+            ready.post(Order(message.key, told.orders))
 
     def _run(self) -> None:
         """One child after another. Of this thread, because a child ends with the thread that started it."""
@@ -198,7 +207,7 @@ class ProcessWorker(Worker):
             self._ready = child
         elif isinstance(said, Grown):
             self._publish(said.layers)
-            self._turn_seconds += 0.1 * (said.seconds - self._turn_seconds)
+            self.turn_seconds += 0.1 * (said.seconds - self.turn_seconds)
 
 
 class _Child(AbstractContextManager["_Child"]):

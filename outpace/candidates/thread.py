@@ -28,8 +28,8 @@ class ThreadWorker(Worker):
         super().__init__()
         self._loop = DraftLoop(drafter)
         self._threads = threads
-        self._stopping = False
-        self._turn_seconds = 0.01
+        self._stopping = self._resting = False
+        self.turn_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
         before = torch.get_num_threads() if is_loaded() else 0
@@ -40,12 +40,16 @@ class ThreadWorker(Worker):
             if before:
                 torch.set_num_threads(before)  # a thread's count is also the default of all threads that come after it
 
+    @property
+    def is_working(self) -> bool:
+        return super().is_working and not self._resting
+
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
-            cache.wait(layers, _PATIENCE * self._turn_seconds * (max(layers, depth) + 1), depth)
+            cache.wait(layers, _PATIENCE * self.turn_seconds * (max(layers, depth) + 1), depth)
 
     def stop(self) -> None:
         self._stopping = True
@@ -59,6 +63,7 @@ class ThreadWorker(Worker):
 
     def _post(self, message: Message) -> None:
         if self.failure is None:
+            self._resting = False
             self._loop.mail.put(message)
 
     def _run(self) -> None:
@@ -66,6 +71,7 @@ class ThreadWorker(Worker):
             try:
                 if is_loaded():
                     torch.set_num_threads(self._threads)
+                self._loop.share_cores(self._threads)
             finally:
                 self._ready.put(None)
             self._work()
@@ -78,10 +84,12 @@ class ThreadWorker(Worker):
         """Turns until it is closed, or the program ends without closing it: that is neither held up nor torn down."""
         main = threading.main_thread()
         while main.is_alive() and not self._stopping:
+            self._resting = False
             start = time.perf_counter()
             layers = self._loop.grow()
             if layers:
                 self._publish(layers)
-                self._turn_seconds += 0.1 * (time.perf_counter() - start - self._turn_seconds)
+                self.turn_seconds += 0.1 * (time.perf_counter() - start - self.turn_seconds)
             elif not self._loop.has_work:
+                self._resting = self._loop.mail.empty()
                 self._loop.wait(_POLL_SECONDS)

@@ -86,7 +86,9 @@ def simulate(
         typer.Option(help="Rows of the table to simulate, as in speculative,card,card-chain; the default is all."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
-    width: Annotated[int, typer.Option(help="Nodes that the drafter expands in one forward.")] = 16,
+    width: Annotated[
+        str, typer.Option(help="Nodes that the drafter expands in one forward (K); more, as in 16,5,25,105, for CARD.")
+    ] = "16",
 ) -> None:
     """Simulate every method on two devices, from a recorded pair, at any ratio of their times."""
     check_file("--json", shown.rows)
@@ -95,7 +97,8 @@ def simulate(
     from outpace.simulate import report, run
     from outpace.simulate.setups import Sizes, chosen
 
-    sizes = Sizes(nodes, width)
+    first, *others = _widths(width)
+    sizes = Sizes(nodes, first, others=tuple(others))
     rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [])
     trace = _trace(pair)
     outcomes: list[Any] = []
@@ -117,6 +120,13 @@ def simulate(
         failed += write_all([partial(report.plot, outcomes, title, shown.plot)])
     display.print_json({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"width is {text!r}, it must be whole numbers such as 16 or 16,5,25") from None
 
 
 def _costs(times: Times) -> list[Any]:

@@ -56,6 +56,14 @@ def pearl_speedup(alpha: float, gamma: int, c: float) -> float:
     return tokens / max(gamma * c, 1.0)
 
 
+def ssd_speedup(hit: float, on_hit: float, on_miss: float, primary: float, backup: float) -> float:
+    """SSD's over plain decoding. `hit`: the share of outcomes that were drafted for; `on_hit` and `on_miss`: tokens of
+    such rounds; `primary`, `backup`: drafting for outcomes and drafting after a miss, in passes of the target. Kumar,
+    Dao, May, arXiv:2603.03251."""
+    tokens = hit * on_hit + (1.0 - hit) * on_miss
+    return tokens / (hit * max(1.0, primary) + (1.0 - hit) * (1.0 + backup))
+
+
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:
     """CARD's bound, A / v by the target and 1 / (c d) by the drafter: `tokens` A a pass, `slow_down` d of a wide draft
     forward. arXiv:2508.04462."""

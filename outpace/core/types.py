@@ -13,6 +13,7 @@ from outpace.core.chance import Chance
 from outpace.core.constraint import Constraint
 from outpace.core.errors import check_range, check_whole
 from outpace.core.needs import NOTHING, Needs, Seen
+from outpace.core.orders import Orders
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
@@ -276,6 +277,9 @@ class Drafter:
         """The target has judged: follow it."""
         raise NotImplementedError
 
+    def heed(self, state: Any, orders: Orders) -> None:
+        """Beside the target: how wide and where to draft from now on; whoever cannot, drafts as ever."""
+
     def read(self, state: Any, seen: Seen) -> None:
         """A chunk of the prompt was read; called where `needs.prompt`. The prompt's last token is the first tree's
         root, which `observe` tells of."""
@@ -285,6 +289,9 @@ class Drafter:
         """log q of these tokens one after the other, as it would draft them next; None where it does not tell. Drafters
         can be compared by it without another pass of the target."""
         return None
+
+    def share_cores(self, most: int) -> None:
+        """Its models take at most so many CPU threads in what this thread runs."""
 
     def close(self, state: Any) -> None:
         """The request is over."""

@@ -51,6 +51,8 @@ class Costs:
         self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
         self._last: dict[int, int] = {}  # rows -> the round in which they were seen last
         self.latest_draft = 0.0  # seconds of the last growth, a request's share of them
+        self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
+        self.latest_pass = 0.0  # without them
         self.seen = 0  # rounds
         self._tried = 0  # the last of them that was for the sake of knowing its time
         self._curve: tuple[list[int], list[float]] | None = None
@@ -64,9 +66,11 @@ class Costs:
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
         self._growth: dict[str, list[Mean]] = {}  # by source
+        self._modes: dict[str, Mean] = {}  # see `mode`
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
+        self.latest_round, self.latest_pass = seconds, seconds - drafting
         bucket = _bucket(rows)
         samples = self._rounds.setdefault(bucket, deque(maxlen=_KEPT))
         samples.append(seconds - drafting)
@@ -98,6 +102,10 @@ class Costs:
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
         return self._trust.setdefault(source, Mean(1.0, 2.0, _TRUST_FADE))
+
+    def mode(self, name: str, prior: float = 0.0, weight: float = 0.0) -> Mean:
+        """What is known of one of several ways of working, whatever that is."""
+        return self._modes.setdefault(name, Mean(prior, weight, _GROWTH_FADE))
 
     def growth(self, source: Source, layer: int) -> Mean:
         """Of the chance at the leaves, what the source's layer of this number puts below them."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.candidates.cache import CandidateCache, Correction
+from outpace.core.orders import Orders
 from outpace.core.types import Ask, Request, Source
 from outpace.decoders._costs import Costs
 
 Coroutine = Generator[Ask, Any, None]
 
 
-def _to_nobody(correction: Correction) -> None:
+def _to_nobody(message: Correction | Orders) -> None:
     """There is no worker."""
 
 
@@ -32,6 +33,8 @@ class Place:
     left: int = 1  # tokens that may still be written
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
+    turn_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
+    order: Callable[[Orders], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
 
     @property
     def last_token(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from outpace.candidates.cache import Sight
 from outpace.core.errors import check_whole
+from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -25,27 +26,37 @@ class Options:
     """`just_in_time`: layers that the target lets the drafter add after a miss, within a bound; 0: it never waits.
 
     For measuring what a part is worth, each may be switched off: `chain` verifies one branch instead of the best tree,
-    without `secondary` B is not consulted, without `late` nothing counts that came while the target ran.
+    without `secondary` B is not consulted, without `late` nothing counts that came while the target ran, and without
+    `correction` nothing lives on that was drafted before the new root was known. `lockstep`: forwards that it makes
+    in each pass of the target, after which each waits for the other, as in the authors' code; 0: it runs freely.
     """
 
     just_in_time: int = 1
     chain: bool = False
     secondary: bool = True
     late: bool = True
+    correction: bool = True
+    lockstep: int = 0
 
     def __post_init__(self) -> None:
         check_whole("just_in_time", self.just_in_time, 0, 16)
+        check_whole("lockstep", self.lockstep, 0, 256)
 
 
 def decode(place: Place, options: Options) -> Coroutine:
     """Query, verify, correct. An empty query is plain decoding."""
     candidates = place.candidates
-    candidates.sight = Sight(options.secondary, options.late, options.chain)
+    candidates.sight = Sight(options.secondary, options.late, options.chain, options.correction)
+    in_step = Orders(layers=options.lockstep) if options.lockstep else None
     while True:
         if candidates.missed and options.just_in_time:
             yield Await(options.just_in_time)
         tree = candidates.query(place.budget)
+        if in_step:
+            place.order(in_step)
         picks = yield Verify(tree)
+        if in_step:
+            yield Await(options.lockstep)
         candidates.late(tree)
         verdict = place.request.rule.walk(tree, picks)
         hit, correction = candidates.correct(tree, verdict, len(picks))

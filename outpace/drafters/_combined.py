@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 from outpace.core.needs import Needs, Seen
+from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 
@@ -74,6 +75,14 @@ class Combined(Drafter):
         for part, inner in zip(self.parts, state.parts, strict=True):
             own = None if seen.seen is None else seen.seen.only(part.needs, self.needs.layers)
             part.observe(inner, seen._replace(seen=own))
+
+    def heed(self, state: CombinedState, orders: Orders) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.heed(inner, orders)
+
+    def share_cores(self, most: int) -> None:
+        for part in self.parts:
+            part.share_cores(most)
 
     def read(self, state: CombinedState, seen: Seen) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from outpace.core.orders import FREE, Orders
 from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
+from outpace.drafters._outcomes import for_outcomes
 from outpace.models.base import Model, Part, chain
 
 _CHUNK = 256  # prompt tokens a forward
@@ -35,6 +37,7 @@ class GrowState(DraftState):
     open: list[tuple[float, int]] = field(default_factory=list)
     seen: int = 0
     start: int = 0
+    orders: Orders = FREE
 
     @property
     def missing(self) -> int:
@@ -70,7 +73,7 @@ class Grower:
         sessions."""
         self.model, self.window, self._on_base = model, window, on_base
         self._width, self._tree_nodes = width, tree_nodes
-        self._floor = math.log(floor) if floor else -math.inf
+        self._floor = _log(floor)
 
     def open(self, request: Request) -> Any:
         """A session of the model for this request; None where the target's is lent for each round."""
@@ -118,6 +121,10 @@ class Grower:
         inside = [token if token < scores.shape[-1] else -1 for token in tokens]
         return [float(scores[row, token]) if token >= 0 else -math.inf for row, token in enumerate(inside)]
 
+    def heed(self, state: GrowState, orders: Orders) -> None:
+        """From now on it drafts as it is told; which nodes are open is found anew."""
+        state.orders, state.open, state.seen = orders, [], 0
+
     def follow(self, state: GrowState, seen: Observation) -> None:
         """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
         target's session: that is the target's."""
@@ -145,14 +152,19 @@ class Grower:
         if count >= self._tree_nodes:
             return []
         room = state.session.capacity - len(state.tokens) + state.start  # a model with a shorter context stops there
-        floor = -math.inf if state.request.rule.leaf_q else self._floor  # such a rule wants q after every token
+        width = min(state.orders.width or self._width, self._width)
+        if state.orders.outcomes:
+            tips = for_outcomes(tree, state.slots, state.orders.outcomes, width)
+            return [node for node in tips if tree.depth(node) <= room]
+        floor = self._floor if state.orders.floor is None else _log(state.orders.floor)
+        floor = -math.inf if state.request.rule.leaf_q else floor  # such a rule wants q after every token
         ids, scores, roles = tree.ids, tree.scores, tree.roles
         for node in range(state.seen, count):
             is_worthy = scores[node] >= floor and ids[node] not in state.slots and roles[node] is not Role.PROBE
             if is_worthy and (count <= room or tree.depth(node) <= room):
                 heappush(state.open, (-scores[node], node))
         state.seen = count
-        most, bound = min(self._width, len(state.open)), tree.bound()
+        most, bound = min(width, len(state.open)), tree.bound()
         if self._on_base:
             most = min(most, state.session.free)
         best = [heappop(state.open)[1] for _ in range(most)]
@@ -198,6 +210,10 @@ class Grower:
         """A target padded further than the draft may write ids that the draft has no embedding for."""
         last = self.model.vocab_size - 1
         return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
+
+
+def _log(chance: float) -> float:
+    return math.log(chance) if chance else -math.inf
 
 
 def _settle(state: GrowState) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given
+from outpace.core.orders import Orders
 from outpace.core.scores import Held
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
@@ -131,6 +132,12 @@ class ModelDrafter(Drafter):
         """By one forward of the draft model."""
         return self._grower.likelihood(state, tokens)
 
+    def heed(self, state: ModelState, orders: Orders) -> None:
+        self._grower.heed(state, orders)
+
+    def share_cores(self, most: int) -> None:
+        self._grower.model.share_cores(most)
+
     def close(self, state: ModelState) -> None:
         state.session = None
 
@@ -150,7 +157,7 @@ class ModelDrafter(Drafter):
         offers: Sequence[Offer],
     ) -> int:
         """Hangs the best children below the frontier: the best K of all are C, the others B."""
-        width = self._options.width
+        width = min(state.orders.width or self._options.width, self._options.width)
         choice = self._choices.of(state.request)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):

@@ -57,6 +57,8 @@ class Drafting:
         if run.decoder.NEEDS == "worker" and self.worker:
             run.place.candidates = CandidateCache(run.place.last_token)
             run.place.correct = partial(self.worker.correct, run.key)
+            run.place.order = partial(self.worker.order, run.key)
+            run.place.turn_seconds = partial(getattr, self.worker, "turn_seconds")
             self.worker.open(run.key, run.request, run.place.candidates)
         elif (drafter := self._of(run)) is not None:
             run.place.sources = drafter.sources
@@ -93,6 +95,11 @@ class Drafting:
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.place.candidates, *run.ask)
                 run.advance(None)
+
+    @property
+    def cores(self) -> int:
+        """Of those that the target could use, how many the worker's drafter takes at the moment."""
+        return self.worker.cores if self.worker is not None and self.worker.is_working else 0
 
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         """The target's pass over `rows` rows, with the worker's drafter beside it."""

@@ -35,18 +35,21 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
     made.add_column("T_target / T_draft", no_wrap=True)
     for name in costs:
         made.add_column(name, justify="right", style="bold")
-    for name in ("tokens a pass", "hit rate", "target idle", "drafter idle"):
+    for name in ("tokens a pass", "rows a token", "hit rate", "target idle", "drafter idle"):
         made.add_column(name, justify="right")
     for rows in by_setup(outcomes).values():
         details = (
             " ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows),
+            " ".join(f"{row.rows_a_token:.1f}" for row in rows),
             " ".join(_percent(row.figures.hit_rate) for row in rows),
             " ".join(_percent(row.target_idle) for row in rows),
             " ".join(_percent(row.draft_idle) for row in rows),
         )
         is_plain = rows[0].setup.method == PLAIN
         made.add_row(
-            _title(rows), *(f"{row.speedup:.2f}" for row in rows), *(("1.00", "", "", "") if is_plain else details)
+            _title(rows),
+            *(f"{row.speedup:.2f}" for row in rows),
+            *(("1.00", "1.0", "", "", "") if is_plain else details),
         )
     return made
 
@@ -54,11 +57,13 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """The table for a page of the documentation."""
     costs = list(dict.fromkeys(outcome.costs for outcome in outcomes))
-    lines = [f"| T_target / T_draft | {' | '.join(costs)} | tokens a pass | hit rate | target idle | drafter idle |"]
-    lines.append("|---" * (len(costs) + 5) + "|")
+    made = "tokens a pass | rows a token | hit rate | target idle | drafter idle"
+    lines = [f"| T_target / T_draft | {' | '.join(costs)} | {made} |"]
+    lines.append("|---" * (len(costs) + 6) + "|")
     for rows in by_setup(outcomes).values():
         cells = [f"{row.speedup:.2f}" for row in rows]
         cells.append(", ".join(f"{row.figures.mean_accepted_length:.2f}" for row in rows))
+        cells.append(", ".join(f"{row.rows_a_token:.1f}" for row in rows))
         for name in ("hit_rate", "target_idle", "draft_idle"):
             shares = [row.figures.hit_rate if name == "hit_rate" else getattr(row, name) for row in rows]
             cells.append("" if None in shares else ", ".join(_percent(share) for share in shares))
@@ -96,6 +101,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "hit_rate": None if figures.hit_rate is None else round(figures.hit_rate, 4),
         "hits": figures.by_kind,
         "acceptance_by_position": [round(rate, 4) for rate in figures.acceptance_by_position[:8]],
+        "rows_a_token": round(outcome.rows_a_token, 4),
         "target_idle": round(outcome.target_idle, 4),
         "draft_idle": round(outcome.draft_idle, 4),
         "draft_length": outcome.draft_length,

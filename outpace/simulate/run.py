@@ -37,6 +37,7 @@ class Outcome:
     target_idle: float
     draft_idle: float
     draft_length: int | None = None
+    rows_a_token: float = 1.0  # of the target's passes, for each written token
     speedup: float = 1.0  # over plain decoding at the same costs
 
     @property
@@ -100,8 +101,10 @@ def run_setup(
             steps += _answer(engine, script, setup, registry.build_options(setup.decoder, values), clock)
     tokens = sum(len(script.tokens) for script in asked)
     target_idle, draft_idle = (1 - busy / clock.now for busy in (clock.target_busy, clock.draft_busy))
+    judged = sum(step.verified_rows for step in steps) / tokens
     figures = replace(fold(steps), draft_seconds=clock.draft_busy, target_seconds=clock.target_busy)
-    return Outcome(setup, costs.name, costs.ratio, clock.now, tokens, figures, target_idle, draft_idle, draft_length)
+    idle = (target_idle, draft_idle)
+    return Outcome(setup, costs.name, costs.ratio, clock.now, tokens, figures, *idle, draft_length, judged)
 
 
 @dataclass

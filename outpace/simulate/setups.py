@@ -13,20 +13,24 @@ from outpace.core.errors import check_whole, unknown
 PLAIN = "autoregressive"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
 _MOST_NODES = 16384
+_TITLES = {"card": "CARD", "planned": "planned"}
+_PUBLISHED_FORWARDS = 7  # of the draft in a pass of the target, by the authors' settings for 1B and 70B
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """`nodes` the target verifies a pass, the root included; `width` nodes the drafter expands a forward; no more are
-    grown where `tree_nodes` stand."""
+    """`nodes` the target verifies a pass, the root included; `width` (the paper's K) those that the drafter expands a
+    forward; no more are grown where `tree_nodes` stand. CARD, as it is and planned, gets the `others` as well."""
 
     nodes: int = 32
     width: int = 16
     tree_nodes: int = 2048
+    others: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes, 1, 4096)
-        check_whole("width", self.width, 1, 512)
+        for width in (self.width, *self.others):
+            check_whole("width", width, 1, 512)
         check_whole("tree_nodes", self.tree_nodes, 2, _MOST_NODES)
 
 
@@ -61,21 +65,32 @@ def setups(sizes: Sizes) -> list[Setup]:
     for name in registry.names("decoders"):
         if name not in (PLAIN, "speculative", "card"):
             found.append(_other(name, n, tree))
-    return [*found, *_card(n, tree)]
+    wider = [
+        Setup(f"{method}-k{width}", f"{_TITLES[method]}, {width} wide", method, n, tree | {"width": width})
+        for method in _TITLES
+        for width in sizes.others
+    ]
+    return [*found, *_card(n, tree), *wider]
 
 
 def _card(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
     wide = {"width": 100, "tree_nodes": _MOST_NODES, "floor": 0.0}
     published = wide | {"chain": True, "secondary": False, "just_in_time": 0}
+    in_step = published | {"lockstep": _PUBLISHED_FORWARDS}
     parts: dict[str, tuple[str, dict[str, Any]]] = {
         "": ("CARD", {}),
         "-chain": ("CARD, verifies a chain", {"chain": True}),
         "-no-b": ("CARD, without B", {"secondary": False}),
         "-no-wait": ("CARD, never waits", {"just_in_time": 0}),
         "-no-late": ("CARD, without late nodes", {"late": False}),
+        "-no-correction": ("CARD, without correction", {"correction": False}),
     }
     found = [Setup(f"card{name}", title, "card", nodes, {**tree, **off}) for name, (title, off) in parts.items()]
-    return [*found, Setup("card-published", "CARD as published, K=100", "card", nodes, published, ranks=8)]
+    as_published = {
+        "card-published": ("CARD as published, K=100, r=7", in_step),
+        "card-published-free": ("the same, its drafter running freely", published),
+    }
+    return found + [Setup(name, title, "card", nodes, its, ranks=8) for name, (title, its) in as_published.items()]
 
 
 def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:

@@ -8,6 +8,7 @@ another target than float32 ones: the texts of the two differ.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -132,18 +133,36 @@ class NativeLlama(Model):
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, is_half, config.rms_norm_eps
         )
-        self._model = self.kernels.Model(
+        self._threads = options.threads or usable_cores()
+        self._model = self._with(self._threads)
+        self._teams = {self._threads: self._model}
+        self._share = threading.local()  # .threads: of the passes of a thread that leaves cores to others
+
+    def _with(self, threads: int) -> Any:
+        """The kernels' model with so many threads; it shares the weights with all others."""
+        config, ends = self.config, self._ends
+        return self.kernels.Model(
             self.heads,
             config.hidden_size,
             middle_size(self.kernels, config),
             config.rms_norm_eps,
-            list(layers),
+            list(self._layers),
             ends.embedding,
             ends.norm,
             ends.head,
-            options.instruction_set,
-            options.threads or usable_cores(),
+            self.options.instruction_set,
+            threads,
         )
+
+    def share_cores(self, most: int | None = None, leave: int = 0) -> None:
+        threads = max(1, min(self._threads, most or self._threads, usable_cores() - leave if leave else self._threads))
+        if threads not in self._teams:
+            self._teams[threads] = self._with(threads)
+        self._share.threads = threads
+
+    def _team(self) -> Any:
+        """The kernels' model by which this thread's passes run."""
+        return self._teams[getattr(self._share, "threads", self._threads)]
 
     @property
     def token_bytes(self) -> int:
@@ -233,10 +252,11 @@ class NativeLlama(Model):
             wanted += [len(tokens) + node for node in part.wanted]
             tokens += part.tokens
             spans.append(self._span(part, positions))
-        outputs: int = self._model.outputs
+        model = self._team()
+        outputs: int = model.outputs
         out = np.empty((len(wanted), outputs), np.float32)
         turns = self._turns.table.take(positions, 0)  # [rows, pairs, 2]
-        self._model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
+        model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
         ids = self._ends.held
         if ids is None:
             return Held(out if self.vocab_size == outputs else out[:, : self.vocab_size], None, self.vocab_size)

@@ -1,0 +1,169 @@
+"""Two devices in earnest, on a CPU: target and drafter in processes of their own, each on one core, at stated times.
+
+Run: python bench/two_devices.py --tasks A.jsonl,B.jsonl [--ratio 7] [--prompts 2] [--tokens 64] [--pass-ms 40]
+     [--methods card,planned,pearl,ssd,in-turn,auto] [--nodes 16] [--width 8] [--out FILE.jsonl]
+Passes of the target last --pass-ms, forwards of the draft that over --ratio, whatever their rows: both sleep for what
+is left of the time, so that the two share caches and memory and nothing else. Messages, waits, planning and all other
+work of the host are real. Beside it what the simulator predicts from the times that both took (a plain round of the
+target, a turn of the drafter), and from a trace of the same answers. Methods in turn draft in the target's process.
+Linux, two cores. Exit 1 where a text differs from plain decoding's. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from outpace.bench.paced import Paced, paced_drafter
+from outpace.bench.tasks import collect
+from outpace.candidates.process import ProcessWorker
+from outpace.core import registry
+from outpace.core.types import Request
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.models.load import Loaded, load_draft, load_model
+from outpace.rules.greedy import Greedy
+from outpace.simulate import costs, trace
+from outpace.simulate.run import simulate
+from outpace.simulate.setups import LENGTHS, PLAIN, Setup
+
+TARGET_CORE, DRAFT_CORE = 0, 1
+STARTING = 60.0  # seconds that the drafter's process may take
+
+
+class Measured(NamedTuple):
+    """One method over all prompts: seconds a token, of a round, of a turn of the drafter, and the texts."""
+
+    seconds: float
+    round: float
+    turn: float
+    length: float
+    texts: list[list[int]]
+
+
+def setups(args: argparse.Namespace) -> list[Setup]:
+    """What is measured, plain decoding first; PEARL and SSD draft as many tokens as fit into a pass."""
+    tree = {"width": args.width, "tree_nodes": 1024}
+    gamma = max(1, round(args.ratio))
+    found = {
+        "card": Setup("card", "CARD", "card", args.nodes, tree),
+        "planned": Setup("planned", "planned", "planned", args.nodes, tree),
+        "pearl": Setup("pearl", "PEARL", "pearl", args.nodes, tree | {"draft_length": min(gamma, args.nodes)}),
+        "ssd": Setup("ssd", "SSD", "ssd", args.nodes, tree | {"draft_length": max(1, min(gamma - 1, 6))}),
+        "in-turn": Setup("in-turn", "in turn, tree", "speculative", args.nodes, tree, LENGTHS),
+        "auto": Setup("auto", "auto", "auto", args.nodes, tree),
+    }
+    return [Setup(PLAIN, "plain", PLAIN, 1), *(found[name] for name in args.methods.split(","))]
+
+
+def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request], seconds: float) -> Measured:
+    """All requests, one after the other, in one engine; without the time of reading prompts."""
+    decoder, drafter, worker = setup.decoder, None, None
+    recipe = partial(paced_drafter, draft.again, draft.model.vocab_size, dict(setup.options), seconds)
+    if decoder.NEEDS == "worker":
+        worker = ProcessWorker(partial(recipe, DRAFT_CORE))
+        until_ready(worker)
+    elif decoder.NEEDS == "drafter":
+        drafter = recipe(None)
+    steps, texts = [], []
+    with Engine(target, drafter, worker, EngineOptions(nodes=setup.nodes, reuse=False)) as engine:
+        for request in requests:
+            run = engine.submit(request, decoder, registry.build_options(decoder, setup.options))
+            while run.finish_reason is None:
+                engine.step()
+            if run.error is not None:
+                raise run.error
+            steps += run.history.steps[1:]  # the first round comes with the prompt
+            texts.append(list(run.tokens))
+        turn = worker.turn_seconds if worker else seconds
+    tokens = sum(step.emitted for step in steps)
+    spent = sum(step.seconds for step in steps) / tokens
+    return Measured(spent, median(step.seconds for step in steps), turn, tokens / len(steps), texts)
+
+
+def until_ready(worker: ProcessWorker) -> None:
+    end = time.monotonic() + STARTING
+    while not worker.is_ready:
+        if worker.failure is not None or time.monotonic() > end:
+            raise RuntimeError("the drafter's process does not stand") from worker.failure
+        time.sleep(0.05)
+
+
+def with_length(setup: Setup, recorded: Any, times: costs.PassTimes) -> Setup:
+    """Of a method with lengths to choose from: the one that is best by the simulator."""
+    if not setup.lengths:
+        return setup
+    *_, best = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), setup], [times])
+    return replace(setup, options={**setup.options, "draft_length": best.draft_length}, lengths=())
+
+
+def main() -> None:
+    """Measures, predicts, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--tasks", required=True)
+    parser.add_argument("--ratio", type=float, default=7.0)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--pass-ms", type=float, default=40.0)
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--width", type=int, default=8)
+    parser.add_argument("--methods", default="card,planned,pearl,ssd,in-turn,auto")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {TARGET_CORE})
+    target = load_model(args.target)
+    draft = load_draft(args.draft, target)
+    assert draft is not None
+    prompts = [target.tokenizer.encode_prompt(one.text) for one in collect(args.tasks.split(","), args.prompts)]
+    recorded = trace.record(target, draft, prompts, trace.RecordOptions(max_tokens=args.tokens))
+    stops = frozenset(target.tokenizer.stop_ids)
+    requests = [Request(tuple(prompt), Greedy(), args.tokens, stop_ids=stops) for prompt in prompts]
+    seconds = args.pass_ms / 1e3
+    found, plain = [], Measured(0.0, 0.0, 0.0, 0.0, [])
+    for setup in setups(args):
+        chosen = with_length(setup, recorded, costs.by_ratio(args.ratio))
+        its = measure(chosen, Paced(target.model, seconds), draft, requests, seconds / args.ratio)
+        plain = its if setup.method == PLAIN else plain
+        times = costs.by_ratio(plain.round / its.turn)
+        *_, predicted = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), chosen], [times])
+        found.append(
+            {
+                "ratio": args.ratio,
+                "method": setup.name,
+                "speedup": round(plain.seconds / its.seconds, 3),
+                "predicted": round(predicted.speedup, 3),
+                "tokens_a_pass": round(its.length, 3),
+                "predicted_tokens_a_pass": round(predicted.figures.mean_accepted_length, 3),
+                "turn_ms": round(its.turn * 1e3, 2),
+                "equal": its.texts == plain.texts,
+            }
+        )
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in found)
+    table = Table(title=f"ratio {args.ratio:g}, a plain round {plain.round * 1e3:.1f} ms, over plain decoding")
+    for column in found[0]:
+        table.add_column(column)
+    for row in found:
+        table.add_row(*map(str, row.values()))
+    Console(width=150).print(table)
+    print(json.dumps({"pass_ms": args.pass_ms, "answers": len(requests), "rows": found}))
+    sys.exit(0 if all(row["equal"] for row in found) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What a drafter beside the target is told to do below its present root, until it is told otherwise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Orders(NamedTuple):
+    """`layers`: it adds so many more and then rests, None: it goes on. For the others 0 stands for no bound: `depth`,
+    it stops where its tree is so deep; `width`, nodes a forward, of those that it may. `outcomes`: it expands no best
+    nodes, but grows chains of so many tokens, below the root and below each likely outcome of that chain's
+    verification. `floor`: nodes that the target is expected to reach less often are not expanded; None: the drafter's
+    own."""
+
+    layers: int | None = None
+    depth: int = 0
+    width: int = 0
+    outcomes: int = 0
+    floor: float | None = None
+
+
+FREE = Orders()

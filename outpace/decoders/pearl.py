@@ -1,0 +1,51 @@
+"""PEARL: while the target verifies a chain, the drafter goes on with the next one, as if all of it were accepted.
+
+Parallel speculative decoding with adaptive draft length, arXiv:2408.11850.
+
+Pre-verify: after a rejection the target scores the root alone, and what it writes there judges the first token of the
+chain that is drafted meanwhile. Post-verify: it scores a chain, and its last row judges the first token of the next.
+A rejection drops all that was drafted behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.candidates.cache import Sight
+from outpace.core.errors import check_whole
+from outpace.core.orders import Orders
+from outpace.core.types import Await, Commit, Verify
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+COST = "a pass or draft_length steps of the draft, whichever takes longer"
+NEEDS = "worker"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`draft_length`: tokens of a chain, gamma. Best as many as are drafted in a pass of the target."""
+
+    draft_length: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole("draft_length", self.draft_length, 1, 256)
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Pre-verify after a rejection, else post-verify; the drafter is at most one chain ahead."""
+    candidates, gamma = place.candidates, options.draft_length
+    candidates.sight = Sight(chain=True)
+    place.order(Orders(depth=gamma, width=1))
+    while True:
+        if not candidates.missed:
+            yield Await(depth=gamma - 1)
+        tree = candidates.query(1 if candidates.missed else min(gamma, place.budget))
+        picks = yield Verify(tree)
+        yield Await(depth=len(tree))
+        candidates.late(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        hit, correction = candidates.correct(tree, verdict, len(picks))
+        place.correct(correction)
+        place.order(Orders(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
+        yield Commit(tree, verdict, hit)

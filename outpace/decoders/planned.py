@@ -1,0 +1,212 @@
+"""CARD that plans: it verifies at once or lets the drafter add layers first, as a second's price says.
+
+Our own, after CARD, arXiv:2508.04462. A second has a price in tokens (Dinkelbach, 1967).
+
+After a hit as after a miss the target waits for another layer while the tokens that this adds to the best tree outweigh
+the wait. While the target runs, the drafter makes the layers that fit into the pass and then rests, so that it is free
+when the correction comes; or, where working beside one another does not pay, it rests all the time and drafts in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+
+from outpace.candidates.cache import CandidateCache
+from outpace.core.errors import check_range, check_whole
+from outpace.core.orders import Orders
+from outpace.core.types import Await, Commit, Source, Verify
+from outpace.decoders._costs import Costs
+from outpace.decoders._ledger import Ledger
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+COST = "a pass with the draft beside it, and waits for the draft as far as they pay; host time for the plan"
+NEEDS = "worker"
+_LATER = 1.5  # by how much a layer must outweigh its wait: without it, it would grow beside the pass for the next round
+_FIRST = 4  # nodes that may be verified before any times are known
+_UNKNOWN = 2  # layers that are waited for at most before there is a price
+_KINDS = 3  # of layers since the last correction, whose growth is known apart: the first, the second, all others
+_REACH = 16  # leaves that the next layer is expected to expand
+BESIDE, IN_TURN = "beside", "in turn"
+_AFTER_HIT, _AFTER_MISS = Source("beside, after a hit", True), Source("beside, after a miss", True)
+
+
+@dataclass(frozen=True)
+class Options:
+    """`deepest`: layers that are waited for in a round at most; `trials`: the share of the time that may go into trying
+    again what did not pay.
+
+    For measuring what a part is worth: without `hits` it waits after misses alone, without `rests` the drafter never
+    rests, without `turns` it always works beside the target.
+    """
+
+    deepest: int = 16
+    trials: float = 0.01
+    hits: bool = True
+    rests: bool = True
+    turns: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole("deepest", self.deepest, 0, 256)
+        check_range("trials", self.trials, 0.0, 1.0)
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Plan, wait, query, verify, correct."""
+    candidates, planner = place.candidates, _Planner(place, options)
+    while True:
+        planner.begin()
+        while planner.is_worth_waiting:
+            place.order(planner.before)
+            yield Await(candidates.layers + 1)
+            planner.waited()
+        tree = candidates.query(planner.rows)
+        place.order(planner.during(len(tree)))
+        picks = yield Verify(tree)
+        candidates.late(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        hit, correction = candidates.correct(tree, verdict, len(picks))
+        place.correct(correction)
+        planner.learn(tree.scores, len(verdict.path) - 1)
+        yield Commit(tree, verdict, hit)
+
+
+class _Planner:
+    """What is known of a request's drafts, and what follows from it for this round. Only verbs change it."""
+
+    def __init__(self, place: Place, options: Options) -> None:
+        self._place, self._options = place, options
+        self._costs: Costs = place.costs
+        self._candidates: CandidateCache = place.candidates
+        self._ledger = Ledger(options.trials)
+        self._trust = self._costs.trust(BESIDE)  # accepted tokens over the chances that were given them
+        self._modes = _Modes(self._costs, self._ledger, options.turns)
+        self._layers = 0  # waited for in this round
+        self._judged = 0  # rows of the last pass
+
+    def begin(self) -> None:
+        """A round begins: the prices that hold in it."""
+        self._ledger.elapsed(self._costs.latest_round)
+        self._layers = 0
+        self._price = self._costs.price(self._place.requests)
+        self._step = self._place.turn_seconds()
+        self._is_miss = self._candidates.missed
+        self._look()
+        if self._judged:
+            self._modes.learn(self._judged + self._place.rows_of_others, self._worth)
+
+    def _look(self) -> None:
+        """What the cache holds now: what its best rows are worth, and how likely the next layer is to be reached."""
+        chances, leaves = self._candidates.outlook()
+        trust = min(1.0, self._trust.value)
+        self._known = len(chances)
+        self._reach = min(1.0, sum(leaves[:_REACH])) * (trust if chances else 1.0)
+        others, budget = self._place.rows_of_others, self._place.budget - 1
+        more = self._costs.more(others + 1, min(budget, self._most, self._known))
+        self.rows, self._worth = best_rows([trust * chance for chance in chances[:budget]], more, self._price)
+
+    @property
+    def _most(self) -> int:
+        """Rows beside the root's that may be tried: twice as many as are known, in all."""
+        return max(_FIRST, 2 * self._costs.widest - self._place.rows_of_others - 1)
+
+    @property
+    def _kind(self) -> tuple[Source, int]:
+        """Layers whose growth is known together."""
+        return _AFTER_MISS if self._is_miss else _AFTER_HIT, min(self._layers, _KINDS - 1)
+
+    @property
+    def _gain(self) -> float:
+        """Tokens that the next layer is expected to add, of this kind as of those before."""
+        return self._costs.growth(*self._kind).value * self._reach
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        """Whether the next layer pays, or is due for a trial."""
+        most = self._options.deepest if self._price and self._step else _UNKNOWN
+        is_allowed = self._is_miss or self._options.hits
+        if self._layers >= most or not is_allowed or self._place.budget < 2 or self._candidates.is_given_up:
+            return False
+        return self._pays or self._ledger.is_due(self._kind, self._step)
+
+    @property
+    def _pays(self) -> bool:
+        later = _LATER if self._modes.mode == BESIDE else 1.0
+        return self._gain > later * self._price * self._step
+
+    @property
+    def before(self) -> Orders:
+        """While the target waits: in turn a layer and no more, else on and on, for the next may follow at once."""
+        return Orders(layers=None if self._modes.mode == BESIDE else 1, floor=0.0)
+
+    def waited(self) -> None:
+        """The wait is over."""
+        kind, before, reach = self._kind, self._worth, self._reach
+        self._ledger.tried(kind, self._pays)
+        self._look()
+        if self.rows <= self._most and reach > 0:  # else the rows that are known hide what it added
+            self._costs.growth(*kind).learn(max(0.0, self._worth - before), reach)
+        self._layers += 1
+
+    def during(self, rows: int) -> Orders:
+        """While the target runs over so many rows: as many layers as end with it, or none."""
+        self._judged = rows
+        first = self._costs.growth(_AFTER_MISS, 0).value
+        self._modes.choose(rows + self._place.rows_of_others, self._step, max(first, 0.05))
+        if self._modes.mode == IN_TURN:
+            return Orders(layers=0)
+        seconds = self._costs.target(rows + self._place.rows_of_others)
+        if not (self._options.rests and self._step and seconds):
+            return Orders()
+        return Orders(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0)
+
+    def learn(self, scores: Sequence[float], accepted: int) -> None:
+        """The target has judged a tree with these path scores, and accepted so many of its nodes."""
+        if len(scores) > 1:
+            self._trust.learn(accepted, sum(map(exp, scores[1:])))
+
+
+class _Modes:
+    """Whether the drafter works beside the target or in turn with it: beside, while what that leaves for the next
+    round would take longer to draft in turn than it slows the target's passes down. Passes are compared with what so
+    many rows take on average."""
+
+    def __init__(self, costs: Costs, ledger: Ledger, turns: bool) -> None:
+        self._costs, self._ledger, self._turns = costs, ledger, turns
+        self._slowness = {mode: costs.mode(mode) for mode in (BESIDE, IN_TURN)}
+        self._left = costs.mode("left for the next round", 0.5, 4.0)  # tokens
+        self.mode = BESIDE
+
+    def learn(self, rows: int, left: float) -> None:
+        """A pass over so many rows is over; what is drafted is worth so many tokens as it stands."""
+        usual = self._costs.target(rows)
+        if usual and self._turns:
+            self._slowness[self.mode].learn(self._costs.latest_pass, usual)
+        if self.mode == BESIDE:
+            self._left.learn(left)
+
+    def choose(self, rows: int, step: float, first: float) -> None:
+        """For the next pass: a layer takes `step` seconds, and a round's first one gives `first` tokens."""
+        if not self._turns:
+            return
+        usual = self._costs.target(rows)
+        slower = usual * (self._slowness[BESIDE].value - self._slowness[IN_TURN].value)
+        saved = step * self._left.value / first
+        best, other = (BESIDE, IN_TURN) if saved >= slower else (IN_TURN, BESIDE)
+        unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)
+        self.mode = unknown or (other if self._ledger.is_due(other, abs(slower - saved)) else best)
+        self._ledger.tried(self.mode, self.mode == best)
+
+
+def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> tuple[int, float]:
+    """How many rows pay, the root's included, and what they bring above their price: of nodes with these falling
+    chances, `more` being what 1, 2, ... rows beside the root's take."""
+    best, best_worth, gain = 0, 0.0, 0.0
+    for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
+        gain += chance
+        worth = gain - price * seconds
+        if worth > best_worth:
+            best, best_worth = count, worth
+    return best + 1, best_worth

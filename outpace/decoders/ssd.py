@@ -1,0 +1,48 @@
+"""SSD: while the target verifies a chain, the drafter drafts a chain for each likely outcome of that verification.
+
+Speculative speculative decoding, arXiv:2603.03251.
+
+An outcome is how much of the chain is accepted, and the token that the target writes next. The `width` likeliest of
+them are drafted for together, one token of each chain in a forward. Where the outcome is among them the next chain is
+there (a hit); else it is drafted while the target waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outpace.candidates.cache import Sight
+from outpace.core.errors import check_whole
+from outpace.core.orders import Orders
+from outpace.core.types import Await, Commit, Verify
+from outpace.decoders.base import Coroutine, Place
+
+LOSSLESS = True
+COST = "a pass; after a miss the draft before it"
+NEEDS = "worker"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`draft_length`: tokens of a chain. The drafter's `width` says for how many outcomes it drafts."""
+
+    draft_length: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole("draft_length", self.draft_length, 1, 256)
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Verify the chain that is there, or is drafted now; commit; look the outcome up."""
+    candidates, length = place.candidates, options.draft_length
+    candidates.sight = Sight(chain=True)
+    place.order(Orders(outcomes=length))
+    while True:
+        yield Await(depth=length)
+        tree = candidates.query(min(length + 1, place.budget))
+        picks = yield Verify(tree)
+        candidates.late(tree)
+        verdict = place.request.rule.walk(tree, picks)
+        hit, correction = candidates.correct(tree, verdict, len(picks))
+        place.correct(correction)
+        yield Commit(tree, verdict, hit)

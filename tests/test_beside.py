@@ -1,0 +1,147 @@
+"""PEARL and SSD: their papers' formulas on scripted acceptance, what they verify, and the orders that they give."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from doubles import QuickToy, decode, make_drafter, make_request, write
+
+from outpace.candidates.cache import CandidateCache
+from outpace.candidates.inline import InlineWorker, SimulatedClock
+from outpace.candidates.loop import Correct, DraftLoop, Open, Order
+from outpace.core import theory
+from outpace.core.orders import Orders
+from outpace.core.tree import TokenTree, depths
+from outpace.drafters._outcomes import for_outcomes
+from outpace.simulate import costs
+from outpace.simulate.run import Outcome, run_setup
+from outpace.simulate.script import scripts_of
+from outpace.simulate.setups import Setup
+from outpace.simulate.stated import stated_trace
+
+TARGET = QuickToy(16, 3, 0)
+REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel", 40, temperature=0.9, seed=3)]
+
+
+def simulated(method: str, alpha: float, length: int, ratio: float, width: int = 1) -> Outcome:
+    """4,000 tokens of a pair whose every place is accepted with chance `alpha`, of its own."""
+    scripts = scripts_of(stated_trace(alpha, 2, 2000))
+    options = {"width": width, "tree_nodes": 4096, "floor": 0.0}
+    return run_setup(scripts, Setup(method, method, method, 64, options), costs.by_ratio(ratio), 2, length)
+
+
+def plain_over(outcome: Outcome) -> float:
+    return outcome.tokens * outcome.ratio / outcome.seconds
+
+
+@pytest.mark.parametrize("gamma", [2, 6])
+@pytest.mark.parametrize("alpha", [0.5, 0.9])
+def test_pearl_gives_what_its_formula_says(alpha: float, gamma: int) -> None:
+    """A pass takes gamma draft steps, rows cost nothing; 4,000 tokens leave some 2 % to chance."""
+    outcome = simulated("pearl", alpha, gamma, float(gamma))
+    assert plain_over(outcome) == pytest.approx(theory.pearl_speedup(alpha, gamma, 1 / gamma), rel=0.03)
+    assert outcome.figures.mean_accepted_length == pytest.approx(plain_over(outcome), rel=0.01)
+
+
+def outcome_chances(alpha: float, length: int) -> list[float]:
+    """Of all outcomes: so many tokens accepted, and this one of the draft's ranks written next; likeliest first."""
+    ranks = [alpha * (1 - alpha) ** rank for rank in range(60)]
+    inside = [alpha**count * chance for count in range(length) for chance in ranks[1:]]
+    return sorted([*inside, *(alpha**length * chance for chance in ranks)], reverse=True)
+
+
+@pytest.mark.parametrize(("length", "width"), [(4, 4), (4, 12)])
+@pytest.mark.parametrize("alpha", [0.5, 0.9])
+def test_ssd_gives_what_its_paper_expects(alpha: float, length: int, width: int) -> None:
+    """All outcomes' chains are ready before the pass ends; the draft that is made after a miss is the same."""
+    outcome = simulated("ssd", alpha, length, length + 2.0, width)
+    hit, tokens = sum(outcome_chances(alpha, length)[:width]), theory.expected_tokens(alpha, length)
+    primary, backup = ((length + more) / (length + 2.0) for more in (1, 0))
+    expected = theory.ssd_speedup(hit, tokens, tokens, primary, backup)
+    assert plain_over(outcome) == pytest.approx(expected, rel=0.03)
+    assert outcome.figures.mean_accepted_length == pytest.approx(tokens, rel=0.03)
+
+
+def test_ssd_gains_by_the_outcomes_that_it_drafts_for() -> None:
+    few, many = (plain_over(simulated("ssd", 0.7, 4, 6.0, width)) for width in (1, 12))
+    assert many > 1.2 * few
+
+
+def test_pearl_verifies_the_root_after_a_miss_and_else_a_chain() -> None:
+    worker = InlineWorker(make_drafter("model", TARGET), SimulatedClock(lambda: 1.0, lambda rows: 4.0))
+    run = decode(REQUESTS[:1], "pearl", worker=worker, target=TARGET, draft_length=4)
+    steps = run.steps[0]
+    assert run.texts == [write(TARGET, REQUESTS[0])]
+    for before, step in itertools.pairwise(steps):
+        assert step.verified_rows == (1 if before.hit == "miss" else 4)
+        assert step.depth_offered == step.verified_rows - 1 + (step.hit == "late")
+        assert step.hit in ("late", "miss")
+    assert {step.hit for step in steps} == {"late", "miss"}
+
+
+@pytest.mark.parametrize("method", ["pearl", "ssd"])
+@pytest.mark.parametrize("worker", ["inline", "thread"])
+def test_a_perfect_drafter_is_waited_for(method: str, worker: str) -> None:
+    """Drafts of any length come in time, whatever the clock: a wait for depth is part of both."""
+    drafter = make_drafter("perfect", TARGET)
+    run = decode(REQUESTS, method, drafter, worker=worker, target=TARGET, draft_length=5)
+    assert run.texts == [write(TARGET, request) for request in REQUESTS]
+    assert all(step.emitted >= 5 for steps in run.steps for step in steps[1:-1])
+
+
+def grown(orders: Orders, forwards: int = 50) -> TokenTree:
+    """The tree of a drafter that was given these orders, after so many forwards at most."""
+    loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
+    loop.mail.put(Open(0, REQUESTS[0]))
+    loop.mail.put(Order(0, orders))
+    for _ in range(forwards):
+        for _, layer in loop.grow():
+            cache.insert(layer)
+    return cache.query(1000)
+
+
+@pytest.mark.parametrize(("orders", "deepest"), [(Orders(depth=3), 3), (Orders(layers=2), 2), (Orders(depth=5), 5)])
+def test_the_drafter_stops_where_it_is_told(orders: Orders, deepest: int) -> None:
+    assert max(depths(grown(orders).parents)) == deepest
+    chain = grown(orders._replace(width=1))
+    assert chain.parents == list(range(-1, deepest)), "of width 1 it is a chain"
+
+
+def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
+    loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
+    for message in (Open(0, REQUESTS[0]), Order(0, Orders(depth=2, width=1))):
+        loop.mail.put(message)
+
+    def deepest() -> int:
+        for _ in range(9):
+            for _, layer in loop.grow():
+                cache.insert(layer)
+        return max(depths(cache.query(99).parents))
+
+    assert deepest() == 2
+    loop.mail.put(Order(0, Orders(depth=4, width=1)))
+    assert deepest() == 4
+    tree = cache.query(3)
+    picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]
+    _, correction = cache.correct(tree, REQUESTS[0].rule.walk(tree, picks), len(tree))
+    loop.mail.put(Correct(0, correction))
+    assert correction.is_hit
+    assert deepest() == 4, "one was left below the new root, and four are ordered"
+
+
+def test_chains_for_outcomes() -> None:
+    """The best chain first, then chains below what else may come of it, likeliest first."""
+    tree = TokenTree(0)
+    assert for_outcomes(tree, (), 2, 4) == [0]
+    best, other = tree.add(0, 1, -0.1), tree.add(0, 2, -1.0)
+    assert for_outcomes(tree, {0}, 2, 4) == [best, other]
+    assert for_outcomes(tree, {0}, 2, 1) == [best]
+    second = tree.add(best, 3, -0.2)
+    assert for_outcomes(tree, {0, 1}, 2, 4) == [other, second], "what follows the last token is an outcome too"
+    after = tree.add(second, 4, -0.3)
+    assert for_outcomes(tree, {0, 1, 3}, 2, 4) == [other, after]
+    assert for_outcomes(tree, {0, 1, 3}, 2, 1) == [after]
+    assert for_outcomes(tree, {0}, 3, 9) == [best, other, second, after], "what another planted above goes with it"
+    tip = tree.add(tree.add(after, 5, -0.4), 6, -0.5)
+    assert tip not in for_outcomes(tree, {0, 1, 3, 4, 5}, 2, 4), "a chain of two tokens is whole"

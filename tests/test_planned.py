@@ -1,0 +1,86 @@
+"""CARD that plans: its ledger and its choice of rows, and what it makes of ratios and devices on a stated pair."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from outpace.decoders._ledger import Ledger
+from outpace.decoders.planned import best_rows
+from outpace.simulate import costs
+from outpace.simulate.run import Outcome, run_setup
+from outpace.simulate.script import scripts_of
+from outpace.simulate.setups import Setup
+from outpace.simulate.stated import stated_trace
+
+TREE = {"width": 6, "tree_nodes": 512}
+
+
+@cache
+def simulated(method: str, ratio: float, devices: int = 2, **options: Any) -> Outcome:
+    """360 tokens of a pair whose draft is right in six places of ten."""
+    setup = Setup(method, method, method, 16, TREE | options)
+    return run_setup(scripts_of(stated_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
+
+
+def test_the_ledger_spends_a_share_and_half_of_it_after_each_failure() -> None:
+    ledger = Ledger(0.1)
+    assert not ledger.is_due("layer", 1.0)
+    ledger.elapsed(11.0)
+    assert ledger.is_due("layer", 1.0)
+    assert ledger.is_due("layer", 1.0), "to ask changes nothing"
+    ledger.tried("layer", False)
+    ledger.elapsed(11.0)
+    assert not ledger.is_due("layer", 1.0)
+    assert ledger.is_due("rows", 1.0), "of each thing apart"
+    ledger.elapsed(11.0)
+    assert ledger.is_due("layer", 1.0)
+    ledger.tried("layer", True)
+    ledger.elapsed(11.0)
+    assert ledger.is_due("layer", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("chances", "more", "price", "expected"),
+    [
+        ([], [], 1.0, (1, 0.0)),
+        ([0.5, 0.2, 0.1], [0.0, 0.0, 0.0], 1.0, (4, 0.8)),
+        ([0.5, 0.2, 0.1], [0.1, 0.2, 0.4], 1.0, (3, 0.5)),
+        ([0.5, 0.2, 0.1], [1.0, 2.0, 3.0], 1.0, (1, 0.0)),
+        ([0.3, 0.3, 0.3], [0.4, 0.4, 0.4], 1.0, (4, 0.5)),  # a first row that does not pay alone
+        ([0.5, 0.2, 0.1], [0.0], 1.0, (2, 0.5)),  # the others' time is not known yet
+    ],
+)
+def test_rows_are_taken_while_they_pay(
+    chances: list[float], more: list[float], price: float, expected: tuple[int, float]
+) -> None:
+    assert best_rows(chances, more, price) == pytest.approx(expected)
+
+
+def test_the_cheaper_a_layer_the_more_it_waits() -> None:
+    waits = [simulated("planned", ratio).target_idle * ratio for ratio in (2.0, 7.0, 30.0)]  # in draft steps
+    assert waits == sorted(waits)
+    lengths = [simulated("planned", ratio).figures.mean_accepted_length for ratio in (2.0, 7.0, 30.0)]
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("ratio", [3.5, 7.0, 15.0])
+def test_it_is_no_slower_than_card_and_auto(ratio: float) -> None:
+    known = min(simulated(method, ratio).seconds for method in ("card", "auto"))
+    assert simulated("planned", ratio).seconds < 1.02 * known
+
+
+def test_it_waits_after_hits_too() -> None:
+    assert simulated("planned", 15.0).seconds < simulated("planned", 15.0, hits=False).seconds
+
+
+def test_a_drafter_that_rests_is_there_when_it_is_wanted() -> None:
+    assert simulated("planned", 7.0).seconds < simulated("planned", 7.0, rests=False).seconds
+
+
+def test_on_one_device_it_drafts_in_turn() -> None:
+    found = {turns: simulated("planned", 7.0, 1, turns=turns) for turns in (True, False)}
+    assert found[True].seconds < 0.95 * found[False].seconds
+    assert found[True].draft_idle > found[False].draft_idle
