@@ -76,8 +76,8 @@ def test_pearl_verifies_the_root_after_a_miss_and_else_a_chain() -> None:
     for before, step in itertools.pairwise(steps):
         assert step.verified_rows == (1 if before.hit == "miss" else 4)
         assert step.depth_offered == step.verified_rows - 1 + (step.hit == "late")
-        assert step.hit in ("late", "miss")
-    assert {step.hit for step in steps} == {"late", "miss"}
+        assert step.hit != "miss" or step.accepted < 4
+    assert {"late", "miss"} <= {step.hit for step in steps}
 
 
 @pytest.mark.parametrize("method", ["pearl", "ssd"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Orders(NamedTuple):
@@ -20,3 +20,13 @@ class Orders(NamedTuple):
 
 
 FREE = Orders()
+
+
+class TakesOrders:
+    """What a worker asks of a drafter beside its verb."""
+
+    def heed(self, state: Any, orders: Orders) -> None:
+        """How wide and where to draft for a request from now on; whoever cannot, drafts as ever."""
+
+    def share_cores(self, most: int) -> None:
+        """Its models take at most so many CPU threads in what this thread runs."""

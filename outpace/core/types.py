@@ -13,7 +13,7 @@ from outpace.core.chance import Chance
 from outpace.core.constraint import Constraint
 from outpace.core.errors import check_range, check_whole
 from outpace.core.needs import NOTHING, Needs, Seen
-from outpace.core.orders import Orders
+from outpace.core.orders import TakesOrders
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree
@@ -171,8 +171,7 @@ class Source(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A coroutine asks for the tree to grow, by one source or by all that there are (None); it is sent the number of
-    nodes added (0: nothing to offer)."""
+    """Asks for the tree to grow, by one source or by all (None); it is sent the number of nodes added (0: no more)."""
 
     tree: TokenTree
     source: Source | None = None
@@ -241,7 +240,7 @@ class DraftState:
     base: Any = None
 
 
-class Drafter:
+class Drafter(TakesOrders):
     """Whatever proposes. Its one verb is `grow`; who calls it, and when, is the difference between the methods."""
 
     name = "drafter"  # its file's
@@ -277,9 +276,6 @@ class Drafter:
         """The target has judged: follow it."""
         raise NotImplementedError
 
-    def heed(self, state: Any, orders: Orders) -> None:
-        """Beside the target: how wide and where to draft from now on; whoever cannot, drafts as ever."""
-
     def read(self, state: Any, seen: Seen) -> None:
         """A chunk of the prompt was read; called where `needs.prompt`. The prompt's last token is the first tree's
         root, which `observe` tells of."""
@@ -289,9 +285,6 @@ class Drafter:
         """log q of these tokens one after the other, as it would draft them next; None where it does not tell. Drafters
         can be compared by it without another pass of the target."""
         return None
-
-    def share_cores(self, most: int) -> None:
-        """Its models take at most so many CPU threads in what this thread runs."""
 
     def close(self, state: Any) -> None:
         """The request is over."""
