@@ -165,7 +165,8 @@ def test_each_part_of_card_does_something() -> None:
     """On a trace with much to gain each switch changes the outcome; what the paper had is the slowest but for one."""
     trace = stated_trace(0.7, 1, 60)
     found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card")}
-    assert len({outcome.seconds for name, outcome in found.items() if name != "card-no-correction"}) == len(found) - 1
+    alike = ("card-no-correction", "card-published-free")  # as without late nodes; as seven forwards in a pass of seven
+    assert len({outcome.seconds for name, outcome in found.items() if name not in alike}) == len(found) - len(alike)
     assert found["card-no-correction"].figures.hits == 0
     assert found["card-chain"].seconds > found["card"].seconds
     assert found["card-no-late"].figures.hits == 0  # what was drafted before a pass is below another root
