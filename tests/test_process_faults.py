@@ -43,7 +43,7 @@ from outpace.candidates.cache import CandidateCache
 from outpace.candidates.child import portable
 from outpace.candidates.process import DraftProcessError, ProcessWorker
 from outpace.core.errors import UserError
-from outpace.decoders import card, pearl, planned, ssd
+from outpace.decoders import card, pearl, ssd
 from outpace.engine.engine import Engine
 from outpace.rules.greedy import Greedy
 
@@ -64,7 +64,7 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", [card, pearl, planned, ssd], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("method", [card, pearl, ssd], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build, pauses=(0.01, 0.01))
     chance = random.Random(5)
