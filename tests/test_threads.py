@@ -203,7 +203,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
     """The reader is held inside the target's pass while the stream is closed."""
     with closing(LLM(models[0], method="autoregressive")) as llm:
         inside, go_on = threading.Event(), threading.Event()
-        score = models[0].model.score
+        score = models[0].model.score_held
 
         def slow(forest: Any) -> Any:
             inside.set()
@@ -211,7 +211,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
             return score(forest)
 
         stream = llm.stream("hello world", max_tokens=30)
-        models[0].model.score = slow
+        models[0].model.score_held = slow
         try:
             reader = threading.Thread(target=lambda: list(stream))
             reader.start()
@@ -220,7 +220,7 @@ def test_closing_while_another_thread_steps_does_not_raise(models: tuple[Loaded,
             go_on.set()
             reader.join(SECONDS)
         finally:
-            del models[0].model.score
+            del models[0].model.score_held
         assert not reader.is_alive()
         assert stream.finish().finish_reason == "abort"
         check_empty(llm)
@@ -290,7 +290,7 @@ def test_closing_the_library_ends_all_readers(models: tuple[Loaded, Loaded]) -> 
 def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loaded]) -> None:
     with closing(LLM(models[0], method="autoregressive")) as llm:
         streams = [llm.stream("hello", max_tokens=20, seed=seed) for seed in range(4)]
-        models[0].model.score = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        models[0].model.score_held = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
         try:
             with ThreadPoolExecutor(4) as pool:
                 reads = [pool.submit(list, stream) for stream in streams]
@@ -298,6 +298,6 @@ def test_an_error_of_the_target_reaches_every_reader(models: tuple[Loaded, Loade
                     with pytest.raises(RuntimeError, match="out of memory"):
                         read.result(SECONDS)
         finally:
-            del models[0].model.score
+            del models[0].model.score_held
         check_empty(llm)
         assert llm.stream("hello", max_tokens=2).finish().tokens
