@@ -27,6 +27,7 @@ HOMES = {"__init__": "api", "__main__": "cli", "_moved": "core"}  # modules of t
 MODELS = {
     "base": 0,
     "options": 0,
+    "devices": 1,
     "toy": 1,
     "llama": 1,
     "files": 2,

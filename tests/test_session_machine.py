@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +26,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
+from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama
 
 CAPACITY, ROOM, BLOCK, VOCAB = 10, 90, 6, 5
@@ -73,6 +74,8 @@ class SessionMachine(RuleBasedStateMachine):
         tuple[Model, Callable[[tuple[int, ...]], Tensor]]
     ]  # the model, and its scores after a text read at once
 
+    same: ClassVar[Callable[[Tensor, Tensor], bool]] = staticmethod(torch.equal)
+
     def __init__(self) -> None:
         super().__init__()
         self.model, self.fresh = self.made
@@ -99,7 +102,7 @@ class SessionMachine(RuleBasedStateMachine):
         """The newest nodes' scores are those of their texts, read at once."""
         twin = self.twins[which]
         for row, node in zip(scores, range(len(twin.nodes) - len(scores), len(twin.nodes)), strict=True):
-            assert torch.equal(row, self.fresh(twin.words(node)))
+            assert self.same(row, self.fresh(twin.words(node)))
 
     @rule(which=st.integers(0, 1), tokens=TOKENS, numbers=st.lists(NUMBERS, min_size=5, max_size=5))
     def score(self, which: int, tokens: list[int], numbers: list[int]) -> None:
@@ -218,6 +221,10 @@ def torch_runtime() -> Model:
     return Llama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
 
 
+def captured_runtime() -> Model:
+    return GraphLlama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
+
+
 def native_runtime() -> Model:
     pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
     from outpace.models.llama.native_runtime import NativeLlama
@@ -227,7 +234,7 @@ def native_runtime() -> Model:
 
 def walk(make: Callable[[], Model], depth: settings) -> None:
     model = make()
-    assert model.exact or make is toy, "rows are compared bit by bit"
+    assert model.exact or make in (toy, captured_runtime), "rows are compared bit by bit"
 
     @cache
     def fresh(words: tuple[int, ...]) -> Tensor:
@@ -237,13 +244,15 @@ def walk(make: Callable[[], Model], depth: settings) -> None:
     class Machine(SessionMachine):
         made = model, fresh
 
+    if make is captured_runtime:  # its sums depend on what travels along
+        Machine.same = staticmethod(partial(torch.allclose, atol=2e-4, rtol=2e-4))
     try:
         run_state_machine_as_test(Machine, settings=depth)
     finally:
         del Machine.made
 
 
-@pytest.mark.parametrize("make", [toy, torch_runtime, native_runtime], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [toy, torch_runtime, captured_runtime, native_runtime], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_session_is_a_list_of_tokens(depth: settings, make: Callable[[], Model]) -> None:
     walk(make, depth)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 from outpace.models.load import LAYERS, Progress, fitted, load_draft, load_model, open_draft
@@ -48,6 +49,7 @@ def load_pair(
         if draft is not None:
             return _shipped(draft, options, of_draft, progress, same_tokens)
     if not isinstance(target, Loaded):
+        check_pair(options, None if is_alone or isinstance(draft, Loaded) else draft_device)
         target = load_model(target, options, tokenizer=tokenizer, progress=progress)
     if draft is None or draft == NO_DRAFT or isinstance(draft, Loaded):
         return target, draft if isinstance(draft, Loaded) else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
@@ -23,11 +24,13 @@ _PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwa
 class ThreadWorker(Worker):
     """Never joined a round: it reads corrections between forwards. An exception ends it and is kept in `failure`."""
 
-    def __init__(self, drafter: Drafter, threads: int = 1) -> None:
-        """`threads`: how many cores one forward of the drafter may use (CPU)."""
+    def __init__(self, drafter: Drafter, threads: int = 1, device: torch.device | str | None = None) -> None:
+        """`threads`: how many cores one forward of the drafter may use (CPU). `device`: where its model is; on CUDA it
+        works on a stream of its own, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
         self._threads = threads
+        self._device = device
         self._stopping = self._resting = False
         self.turn_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
@@ -74,7 +77,8 @@ class ThreadWorker(Worker):
                 self._loop.share_cores(self._threads)
             finally:
                 self._ready.put(None)
-            self._work()
+            with own_stream(self._device):
+                self._work()
         except BaseException as failure:
             self.failure = failure
             for cache in list(self._caches.values()):
@@ -93,3 +97,16 @@ class ThreadWorker(Worker):
             elif not self._loop.has_work:
                 self._resting = self._loop.mail.empty()
                 self._loop.wait(_POLL_SECONDS)
+
+
+@contextmanager
+def own_stream(device: torch.device | str | None) -> Iterator[Any]:
+    """A new CUDA stream for the thread that enters, behind all that was begun before; nothing on other devices."""
+    if not str(device).startswith("cuda"):
+        yield None
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))  # the weights may still be on their way
+    with torch.cuda.stream(stream):
+        yield stream
+        stream.synchronize()  # what it works on may be freed next

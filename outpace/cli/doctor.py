@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import cached, display, signals
-from outpace.cli.options import Json
+from outpace.cli import cached, display, plan, signals
+from outpace.cli.options import Json, flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,8 +39,17 @@ Clean = Annotated[
 ]
 
 
-def doctor(as_json: Json = False, clean: Clean = False) -> None:
+@flags
+def doctor(asked: plan.Planning, as_json: Json = False, clean: Clean = False) -> None:
     """Show what this machine has, what is missing, and the limit that its memory sets for plain decoding."""
+    if asked.plan:
+        planned = plan.collect(asked)
+        if not as_json:
+            display.stdout().print(plan.report(planned))
+        display.print_json(planned)
+        return
+    if asked != plan.Planning():
+        raise UserError("models and devices are options of --plan: add it, or leave them out")
     found = cached.clean() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)

@@ -64,6 +64,11 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             " model).",
             rich_help_panel=MODEL,
         ),
+        "graphs": typer.Option(
+            help="Captured passes of the runtime llama: cuda (CUDA graphs), eager (the same passes without a capture,"
+            " on any device) or off; auto: cuda on a GPU, else off.",
+            rich_help_panel=MODEL,
+        ),
         "trust_remote_code": typer.Option(
             "--trust-remote-code", help="Run the Python files that come with a model.", rich_help_panel=MODEL
         ),

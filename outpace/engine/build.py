@@ -227,7 +227,7 @@ def build_engine(
         raise UserError(f"method {parts.method} has one drafter in its worker, not {name!r} to choose from")
     check_beside(drafters[name])
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
-    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name])
+    worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name], draft)
     if parts.worker != "inline" and all(str(one.model.device) == "cpu" for one in (target, draft) if one):
         worker.cores = parts.draft_threads if drafters[name].runs_model else 0
     return Engine(target.model, worker=worker, options=settings, needs=needs)
@@ -240,11 +240,13 @@ def _check_worker(parts: Parts, decoder: ModuleType) -> None:
         raise UserError(f"method {parts.method} has no worker: {instead}")
 
 
-def _build_worker(parts: Parts, drafter: Drafter) -> Worker:
+def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> Worker:
     from outpace.candidates.inline import InlineWorker
     from outpace.candidates.thread import ThreadWorker
 
-    return ThreadWorker(drafter, parts.draft_threads) if parts.worker != "inline" else InlineWorker(drafter)
+    if parts.worker == "inline":
+        return InlineWorker(drafter)
+    return ThreadWorker(drafter, parts.draft_threads, draft.model.device if draft else None)
 
 
 def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:

@@ -65,8 +65,7 @@ class Memory:
     @property
     def used(self) -> int:
         """Bytes that running requests and kept texts take."""
-        sessions = [*(run.storage.session for run in self._open), *(kept.session for kept in self._kept)]
-        return sum(map(self._bytes, sessions))
+        return self._target.stored_bytes([*self._slots(), *(kept.session.slots for kept in self._kept)])
 
     def check(self, request: Request) -> None:
         """UserError where a request could not run even alone."""
@@ -82,8 +81,9 @@ class Memory:
         if not self._open:
             return True
         slots = min(len(run.committed) + _AHEAD, self._capacity(run.request) + self._room)
-        ahead = sum(self._bytes(other.storage.session, _AHEAD) for other in self._open)
-        return ahead + self._target.session_bytes(slots) <= self.budget
+        sessions = [other.storage.session for other in self._open]
+        ahead = [session.slots_after(session.slots + _AHEAD, least=True) for session in sessions]
+        return self._target.stored_bytes([*ahead, slots]) <= self.budget
 
     def should_wait(self, run: Running) -> bool:
         """Whether another request is just reading much of what this one would have to read."""
@@ -179,8 +179,8 @@ class Memory:
     def _is_replaced(self, kept: _Kept, length: int, session: Session, slots: int) -> bool:
         """Whether a request takes over the kept session that it begins like, in place of a new one: nothing of that is
         lost, or its slots are as many as the text can ever need, or both together are too much."""
-        beside = sum(map(self._bytes, [*(run.storage.session for run in self._open), kept.session]))
-        is_too_much = beside + self._bytes(session, slots) > self.budget
+        new = session.slots_after(slots, least=True)
+        is_too_much = self._target.stored_bytes([*self._slots(), kept.session.slots, new]) > self.budget
         return length == len(kept.text.tokens) or kept.session.slots >= session.capacity or is_too_much
 
     def _copy(self, holder: Running | _Kept, session: Session, length: int) -> None:
@@ -197,20 +197,23 @@ class Memory:
 
     def _reserve(self, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
         """Makes slots, and lets kept texts go for them but the one that is spared; False: they are too many."""
-        others = sum(self._bytes(run.storage.session) for run in self._open if run.storage.session is not session)
+        others = self._slots(session)
         for least in (False, True):
-            used = others + self._target.session_bytes(session.slots_after(slots, least))
-            if used <= self.budget:
+            needed = [*others, session.slots_after(slots, least)]
+            if self._target.stored_bytes(needed) <= self.budget:
                 break
         else:
             return False
-        used += sum(self._bytes(kept.session) for kept in self._kept)
         for kept in [kept for kept in self._kept if kept is not spared]:
+            used = self._target.stored_bytes([*needed, *(other.session.slots for other in self._kept)])
             if used > self.budget:
-                used -= self._bytes(kept.session)
                 self._drop(kept)
         session.reserve(slots, least)
         return True
+
+    def _slots(self, without: Session | None = None) -> list[int]:
+        """Those of the running requests' sessions."""
+        return [run.storage.session.slots for run in self._open if run.storage.session is not without]
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
@@ -218,10 +221,6 @@ class Memory:
 
     def _capacity(self, request: Request) -> int:
         return min(len(request.prompt) + request.max_tokens, self._target.max_positions)
-
-    def _bytes(self, session: Session, more: int = 0) -> int:
-        """Bytes of a session, once it has so many slots more."""
-        return self._target.session_bytes(session.slots_after(session.slots + more, least=True))
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -216,6 +216,10 @@ class Model:
         """Bytes that a session of so many slots takes."""
         return slots * self.token_bytes
 
+    def stored_bytes(self, slots: Sequence[int]) -> int:
+        """Bytes that several sessions of so many slots each take together."""
+        return sum(map(self.session_bytes, slots))
+
     @property
     def weight_bytes(self) -> int | None:
         """Bytes of weights that one pass reads; None for a model that does not tell."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError, check_range
-from outpace.core.lazy import torch
 from outpace.models import runtimes
 from outpace.models.base import Model
+from outpace.models.devices import check_asked
 from outpace.models.files.find import locate
 from outpace.models.files.packed import is_packed, whole
 from outpace.models.files.pairs import find_draft
@@ -45,7 +45,7 @@ def load_model(
         return runtimes.wrap_loaded(spec, tokenizer)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
-    _check_device(options.device)
+    check_asked(options)
     loaded = runtimes.open_model(spec, options, progress)
     files = partial(locate, None if spec is None else str(spec))
     return replace(loaded, again=partial(load_model, spec, options), files=files)
@@ -137,13 +137,3 @@ def _layers(spec: str, count: int) -> list[int]:
     if numbers != sorted(set(numbers)):
         raise UserError(f"{spec!r} names layers twice or out of order; {allowed}")
     return numbers
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    try:
-        torch.zeros(1, device=device).item()  # the device meta makes tensors, and holds no values
-    except Exception as error:
-        have = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-        raise UserError(f"device {device!r} is not available here, allowed are {', '.join(have)}") from error

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 AUTO, INT8, FILE = "auto", "int8", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
 MOST_INFLATED = 256
+CUDA, EAGER, OFF = "cuda", "eager", "off"
+GRAPHS = (AUTO, CUDA, EAGER, OFF)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class LoadOptions:
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. `inflate`: a pass costs that many times as much.
+    `graphs`, of the runtime llama: "cuda" replays captured passes, "eager" runs the same passes without a capture, on
+    any device; "auto" is cuda on a GPU and off elsewhere.
     """
 
     device: str = "cpu"
@@ -35,6 +39,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     device_map: str | Mapping[str, Any] | None = None
     inflate: int = 1
+    graphs: str = AUTO
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -45,12 +50,22 @@ class LoadOptions:
             raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
         if self.trust_remote_code not in (True, False):
             raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
+        if self.graphs not in GRAPHS:
+            raise unknown("graphs", str(self.graphs), GRAPHS)
         check_whole("inflate", self.inflate, 1, MOST_INFLATED)
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
         """Those of the draft for a target with these: the same, but for a device and a dtype of its own where they are
-        named; a device map and an inflation are the target's alone."""
-        return replace(self, device=device or self.device, dtype=dtype or self.dtype, device_map=None, inflate=1)
+        named; a device map and an inflation are the target's alone, and so are graphs where the devices differ."""
+        graphs = self.graphs if device in (None, self.device) else AUTO
+        own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
+        return replace(own, device_map=None, inflate=1)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether passes are captured, or run as those that are."""
+        is_on_gpu = self.device_map is None and self.device.split(":")[0] == "cuda"
+        return self.graphs in (CUDA, EAGER) or (self.graphs == AUTO and is_on_gpu)
 
     @property
     def is_on_cpu(self) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 from outpace.core.errors import UserError, unknown
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
+from outpace.models.devices import check_memory
 from outpace.models.llama.inflate import inflated, label, notice
-from outpace.models.options import AUTO, FILE, INT8, LoadOptions
+from outpace.models.options import AUTO, EAGER, FILE, INT8, LoadOptions
 
 Progress = Callable[[str, float], None]
 INSTALL = "`pip install 'outpace[transformers]'`"
@@ -97,7 +98,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
     if options.dtype in (INT8, FILE):
         return _native(spec, options, progress)
-    if options.dtype != AUTO or not options.is_on_cpu:
+    if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
     refusal = missing_kernels()
     if refusal is None:
@@ -110,11 +111,15 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """By torch; `reason`: why it is not the native runtime, where that was expected."""
+    from outpace.models.llama.graph_runtime import GraphLlama
     from outpace.models.llama.torch_runtime import Llama
 
     if options.trust_remote_code or options.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    build = partial(Llama.from_tensors, device=options.device, dtype=options.torch_dtype, exact=options.exact)
+    given: dict[str, Any] = {"device": options.device, "dtype": options.torch_dtype, "exact": options.exact}
+    build: Callable[..., Model] = partial(Llama.from_tensors, **given)
+    if options.has_graphs:
+        build = partial(GraphLlama.from_tensors, is_eager=options.graphs == EAGER, **given)
     return _read(spec, options, progress, build, reason)
 
 
@@ -122,6 +127,8 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
     from outpace.models.llama.native_runtime import NativeLlama, Options, load_kernels, usable_cores
 
+    if options.has_graphs:
+        raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native and its int8")
     is_old = not hasattr(load_kernels(), "FORMATS")  # built before they took a file's own weights
     if is_old and options.dtype == FILE:
         raise UserError("dtype file needs newer kernels: `pip install ./kernels` in a checkout")
@@ -163,7 +170,9 @@ def _read(
         head_ids = read_draft_vocab(path, source.config)
         reading = aside.submit(tokenizer_of, source)
         weights = source.weight if in_place else source.tensor
-        model = build(*inflated(config, weights, options.inflate), head_ids=head_ids, progress=progress)
+        config, fetch = inflated(config, weights, options.inflate)
+        check_memory(tensor_shapes(config), options)
+        model = build(config, fetch, head_ids=head_ids, progress=progress)
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
     return Loaded(model, reading.result(), name, source.config, options.inflate, notices or None)
@@ -173,6 +182,8 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     _need_transformers("the runtime transformers")
     if options.exact:
         raise UserError("exact mode is not available with the runtime transformers, leave out exact")
+    if options.graphs != AUTO:
+        raise UserError(f"graphs {options.graphs} is for the runtime llama, leave it out with transformers")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.hf import load as transformers_load

@@ -168,6 +168,11 @@ class Rotary:
             blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gain).to(self._table.device))
         self._table = torch.cat(blocks)
 
+    @property
+    def table(self) -> Tensor:
+        """All that were asked for; another tensor once there are more. [positions, head_dim / 2] complex64"""
+        return self._table
+
     def __call__(self, positions: Tensor) -> Tensor:
         """The numbers for positions [rows]: [rows, head_dim / 2] complex64."""
         return self._table[positions]

@@ -85,8 +85,7 @@ class Llama(Model):
         of the output layer's rows, where it holds some only; all others score -inf."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
-        self.draft_window = config.draft_window
-        self.num_layers = config.num_layers
+        self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self.device, self.dtype = embedding.device, embedding.dtype
         self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
@@ -151,8 +150,7 @@ class Llama(Model):
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
         chosen = [self._layers[number] for number in layers]
-        config = self.config.of_layers(layers)
-        return Llama(config, chosen, self._embedding, self._head, self.exact, self._head_ids)
+        return Llama(self.config.of_layers(layers), chosen, self._embedding, self._head, self.exact, self._head_ids)
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
@@ -209,15 +207,18 @@ class Llama(Model):
 
     def _mix(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
         """A layer's attention."""
-        layer, attention = self._layers[number], self._attention[number]
-        mixed = self._apply_normed(layer.qkv, x)
-        if layer.head_norm is not None:
-            mixed = self._norm_heads(mixed, layer.head_norm)
-        mixed = attention.prepare(mixed, turns[self.config.rotates(number)])
+        mixed = self._turned(number, x, turns)
         attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
         for span in spans:
             self._attend(number, span, mixed[span.rows], attended[span.rows])
-        return self._apply(layer.output, attended, x)
+        return self._apply(self._layers[number].output, attended, x)
+
+    def _turned(self, number: int, x: Tensor, turns: dict[bool, Tensor]) -> Tensor:
+        """A layer's queries, keys and values, normed and turned. [rows, heads + 2 kv_heads, head_dim]"""
+        layer = self._layers[number]
+        mixed = self._apply_normed(layer.qkv, x)
+        mixed = mixed if layer.head_norm is None else self._norm_heads(mixed, layer.head_norm)
+        return self._attention[number].prepare(mixed, turns[self.config.rotates(number)])
 
     def _feed(self, number: int, x: Tensor, spans: Sequence[Span]) -> Tensor:
         """A layer's MLP."""
@@ -251,8 +252,8 @@ class Llama(Model):
         """What layers that know positions (True), and those that do not, multiply heads' pairs by: unit numbers, for
         queries with the softmax's scale; values stay. [rows, heads + 2 kv_heads, head_dim / 2] complex"""
         config = self.config
-        still = torch.ones(len(positions), 1, config.head_dim // 2, dtype=self._attention[0].turn_dtype)
-        still = still.to(self.device)
+        shape = (len(positions), 1, config.head_dim // 2)
+        still = torch.ones(shape, dtype=self._attention[0].turn_dtype, device=self.device)
 
         def of_heads(turn: Tensor) -> Tensor:
             query = (turn / math.sqrt(config.head_dim)).expand(-1, config.num_heads, -1)
@@ -274,7 +275,7 @@ class Llama(Model):
         heads = mixed.unflatten(1, (-1, self.config.head_dim))
         norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, heads.., 1]
         divisor = torch.hypot(norm, self._head_norm_floor)
-        divisor[:, -self.config.num_kv_heads :] = 1
+        divisor[:, -self.config.num_kv_heads :].fill_(1)  # not `= 1`, which a capture takes for a copy from the host
         return (heads / divisor * weight).flatten(1).to(mixed.dtype)
 
     def _apply_normed(self, normed: Normed, x: Tensor) -> Tensor:

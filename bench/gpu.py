@@ -1,0 +1,330 @@
+"""One GPU: what is checked, what passes and answers cost, and what speculation gives, each beside its floor.
+
+Run: python bench/gpu.py [--minutes 8] [--data prompts.jsonl] [--out gpu.jsonl]. It needs the repository and the shipped
+model alone. `--device cpu --quick` runs the same in eager mode on small sizes, which is how it is tested where there is
+no GPU. Checks come first; after each part its rows are printed and written to `--out`, so a time limit loses nothing.
+A table a part, and one JSON line last. Exit status 1 where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_checks import CHECKED, of_forwards, of_texts, random_weights
+
+from outpace.api.llm import LLM
+from outpace.core import machine
+from outpace.core.errors import UserError
+from outpace.core.plan import MACHINES
+from outpace.core.theory import card_limit, expected_tokens, speedup
+from outpace.models.base import chain
+from outpace.models.devices import check_device
+from outpace.models.files.find import resolve
+from outpace.models.files.pairs import shipped_draft
+from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.shapes import NAMED
+from outpace.models.load import load_draft, load_model
+
+PROMPTS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a short Python function that adds two numbers, and say what each line does.",
+    "A train travels 60 miles in 1.5 hours. What is its average speed? Think step by step.",
+    "Summarise the story of Robinson Crusoe in a paragraph.",
+)
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "autoregressive"},
+    "in turn": {"method": "speculative", "drafter": "model"},
+    "beside": {"method": "card", "drafter": "model", "worker": "thread"},
+    "planner": {"method": "auto", "profile": False},
+}
+Row = dict[str, Any]
+
+
+class Bench:
+    """The arguments, the clock, and what was found."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, args.device
+        self.is_cuda = torch.device(args.device).type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
+        self.ends = time.monotonic() + 60 * args.minutes
+        self.rows: dict[str, list[Row]] = {}
+
+    @property
+    def has_time(self) -> bool:
+        return time.monotonic() < self.ends
+
+    def wait(self) -> None:
+        """Until the device has done all."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        """The median of so many runs, after two that do not count."""
+        found = []
+        for number in range(times + 2):
+            self.wait()
+            start = time.perf_counter()
+            work()
+            self.wait()
+            if number >= 2:
+                found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+    def part(self, name: str, rows: Callable[[], Iterator[Row] | Sequence[Row]]) -> None:
+        """Runs a part while there is time; an error is a row and ends this part alone."""
+        found = self.rows.setdefault(name, [])
+        start = time.monotonic()
+        try:
+            for row in rows() if self.has_time else ():
+                found.append(row)
+                if not self.has_time:
+                    found.append({"note": "the time was over"})
+                    break
+        except Exception as error:  # what the other parts give is still wanted
+            found.append({"error": f"{type(error).__name__}: {error}", "passed": False})
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        show(name, found, time.monotonic() - start)
+        with self.args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"part": name, "rows": found}) + "\n")
+
+
+def show(name: str, rows: Sequence[Row], seconds: float) -> None:
+    """One part's rows, a line each."""
+    print(f"\n{name} ({seconds:.0f} s)")
+    for row in rows:
+        cells = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        print("  " + ", ".join(cells), flush=True)
+
+
+def joules() -> float | None:
+    """Energy that the GPU has taken (NVML), or the processor (RAPL); None where neither can be read."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3
+    except Exception:  # no NVML: the package is not there, or the driver is not
+        pass
+    try:
+        return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text(encoding="ascii")) / 1e6
+    except OSError:
+        return None
+
+
+def bandwidth(bench: Bench) -> float:
+    """Bytes a second that reading memory reaches on the device."""
+    if not bench.is_cuda:
+        return machine.bandwidth()
+    buffer = torch.ones(1 << 29, dtype=torch.bfloat16, device=bench.device)
+    return buffer.nbytes / bench.seconds(buffer.sum, 10)
+
+
+def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:
+    """Passes over `sizes` (batch, nodes, context), each with its floor."""
+    rate = bandwidth(bench)
+    for batch, nodes, context in sizes:
+        sessions = [model.open(context + 1, nodes) for _ in range(batch)]
+        for session in sessions:
+            session.reserve(context + nodes)
+            session.length = context  # what is stored does not change the time
+        words = list(range(1, nodes + 1))
+
+        def work(sessions: Any = sessions, words: Any = words) -> None:
+            model.score([chain(session, words, range(len(words))) for session in sessions])
+            for session in sessions:
+                session.truncate(session.length)
+
+        seconds = bench.seconds(work, bench.args.rounds)
+        floor = (model.weight_bytes + batch * context * model.token_bytes) / rate
+        yield {
+            "model": name,
+            "attention": model.attention,
+            "batch": batch,
+            "nodes": nodes,
+            "context": context,
+            "ms": 1e3 * seconds,
+            "floor_ms": 1e3 * floor,
+            "of_floor": floor / seconds,
+            "captures": model.captures.count,
+        }
+
+
+def grid(quick: bool) -> list[tuple[int, int, int]]:
+    """(batch, nodes, context)"""
+    if quick:
+        return [(1, 1, 64), (1, 8, 64), (2, 4, 64)]
+    one = [(1, nodes, 512) for nodes in (1, 2, 4, 8, 16, 32, 64)]
+    return [*one, (1, 1, 4096), (1, 32, 4096), (8, 1, 512), (8, 8, 512), (32, 1, 512), (32, 8, 512)]
+
+
+def shapes(bench: Bench) -> Iterator[Row]:
+    """Random models of known sizes, as far as they fit."""
+    for name in ("1B",) if bench.args.quick else ("1B", "8B", "32B"):
+        config = NAMED[name] if bench.is_cuda else CHECKED
+        for attention in ("matmul", "sdpa"):
+            tensor = random_weights(config, bench.device, bench.dtype)
+            given: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype, "attention": attention}
+            model = GraphLlama.from_tensors(config, tensor, **given)
+            yield from passes(bench, model, name, grid(bench.args.quick))
+            del model, tensor
+            gc.collect()
+
+
+def loaded(bench: Bench, inflate: int = 1) -> tuple[Any, Any]:
+    """Target and draft: the shipped ones, or those that were named."""
+    dtype = str(bench.dtype).removeprefix("torch.")
+    given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": "cuda" if bench.is_cuda else "eager"}
+    target = load_model(bench.args.model, inflate=inflate, **given)
+    spec = bench.args.draft or shipped_draft(load_name(target.name))
+    return target, load_draft(spec or "layers:0", target, **given) if spec or inflate == 1 else None
+
+
+def load_name(name: str) -> str:
+    """Without what says how its cost was changed."""
+    return name.split(" (cost")[0]
+
+
+def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> Iterator[Row]:
+    """Tokens a second of each method, interleaved, with what the planner's formula says of the measured parts."""
+    target, draft = loaded(bench, inflate)
+    if draft is None:
+        raise UserError("there is no draft for it: name one with --draft")
+    prompts, count = bench.args.prompts, bench.args.tokens
+    context = min(256, target.model.max_positions // 2)
+    parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 9, context)]))
+    step = next(iter(passes(bench, draft.model, "draft", [(1, 1, context)])))
+    yield from (*parts, step)
+    cost, verify = step["ms"] / parts[0]["ms"], parts[1]["ms"] / parts[0]["ms"]
+    for batch in batches:
+        asked = [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))]
+        rates: dict[str, list[float]] = {name: [] for name in METHODS}
+        accepted: dict[str, float] = {}
+        for name in [*METHODS] * bench.args.repeats:
+            with LLM(target, draft, batch=batch, **METHODS[name]) as llm:
+                llm.generate(asked[:1], max_tokens=4)
+                before, start = joules(), time.perf_counter()
+                results = llm.generate(asked, max_tokens=count, ignore_eos=True)
+                seconds = time.perf_counter() - start
+            written = sum(len(result.tokens) for result in results)
+            rates[name].append(written / seconds)
+            accepted[name] = results[0].figures.draft_acceptance or 0.0
+            used = joules()
+            energy = None if before is None or used is None else (used - before) / written
+            yield {
+                "inflate": inflate,
+                "batch": batch,
+                "method": name,
+                "tokens_per_second": written / seconds,
+                "joules": energy,
+            }
+        plain = statistics.median(rates["plain"])
+        alpha = min(accepted["in turn"], 0.99)
+        formula = {"in turn": speedup(expected_tokens(alpha, 8), 8, cost, verify)}
+        formula["beside"] = card_limit(expected_tokens(alpha, 8), verify, cost)
+        for name, found in rates.items():
+            ratio = statistics.median(found) / plain
+            yield {
+                "inflate": inflate,
+                "batch": batch,
+                "method": name,
+                "times_plain": ratio,
+                "formula": formula.get(name),
+            }
+    if bench.is_cuda:
+        yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
+
+
+def texts(bench: Bench) -> Iterator[Row]:
+    """Answers against plain decoding's."""
+    target, draft = loaded(bench)
+    for options in (METHODS["in turn"], METHODS["beside"]):
+        with LLM(target, draft, **options) as llm:
+            yield from of_texts(llm, bench.args.prompts, bench.args.tokens)
+
+
+def peers(bench: Bench) -> Iterator[Row]:
+    """transformers' generate, alone and assisted by the same draft."""
+    from transformers import AutoModelForCausalLM
+
+    target, draft = loaded(bench)
+    given: dict[str, Any] = {"dtype": bench.dtype, "device_map": None}
+    model = AutoModelForCausalLM.from_pretrained(resolve(str(target.files())), **given).to(bench.device)
+    assistant = (
+        AutoModelForCausalLM.from_pretrained(resolve(str(draft.files())), **given).to(bench.device)
+        if draft.files
+        else None
+    )
+    for name, helper in (("generate", None), ("assisted", assistant)):
+        if name == "assisted" and assistant is None:
+            continue
+        for prompt in bench.args.prompts[:2]:
+            ids = torch.tensor([target.tokenizer.encode(prompt)], device=bench.device)
+            more = {} if helper is None else {"assistant_model": helper}
+            start = time.perf_counter()
+            out = model.generate(ids, max_new_tokens=bench.args.tokens, do_sample=False, pad_token_id=2, **more)
+            bench.wait()
+            yield {"peer": name, "tokens_per_second": (out.shape[1] - ids.shape[1]) / (time.perf_counter() - start)}
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command's; UserError for a device that is not there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", help="target; the default is the shipped one")
+    parser.add_argument("--draft", help="its draft; the default is the shipped one")
+    parser.add_argument("--data", type=Path, help="JSON lines with `turns`; the default are built-in prompts")
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"))
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=20, help="passes whose median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to try the command")
+    args = parser.parse_args(given)
+    check_device(args.device)
+    args.prompts = list(PROMPTS)
+    if args.data:
+        lines = args.data.read_text(encoding="utf-8").splitlines()[:8]
+        args.prompts = [json.loads(line)["turns"][0] for line in lines]
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    try:
+        args = arguments(given)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    bench, quick = Bench(args), args.quick
+    dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.bfloat16, torch.float16]
+    about = {**machine.describe(args.device), "bandwidth": bandwidth(bench), "known": list(MACHINES)}
+    bench.part("machine", lambda: [about])
+    bench.part(
+        "checks", lambda: (row for dtype in dtypes for row in of_forwards(args.device, dtype, not bench.is_cuda))
+    )
+    bench.part("texts", lambda: texts(bench))
+    bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
+    bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
+    for factor in (2,) if quick else (8, 30, 200):
+        bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
+    bench.part("shapes", lambda: shapes(bench))
+    bench.part("peers", lambda: peers(bench))
+    failed = [row for rows in bench.rows.values() for row in rows if row.get("passed") is False]
+    print(json.dumps({"failed": len(failed), **bench.rows}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What bench/gpu.py checks before it measures: each fast path against a slow one, on the device that is measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.api.llm import LLM
+from outpace.core.tree import PREFIX
+from outpace.models.base import Part, chain
+from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.torch_runtime import Llama
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest score
+NODES = 24
+CHECKED = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_positions=2048,
+    tie_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+)
+Row = dict[str, Any]
+
+
+def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """Weights of a random model by name, made where they are to lie; the same whatever was asked for before."""
+    shapes = tensor_shapes(config)
+    names = list(shapes)
+
+    def tensor(name: str) -> Tensor:
+        generator = torch.Generator(device).manual_seed(names.index(name))
+        made = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
+        return made * shapes[name][-1] ** -0.5 if len(shapes[name]) > 1 else 1 + 0.1 * made
+
+    return tensor
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(CHECKED.vocab_size) for _ in range(count)]
+
+
+def parents(count: int, seed: int) -> list[int]:
+    """A random tree below one root."""
+    rng = random.Random(seed)
+    return [PREFIX, *(rng.randrange(max(0, node - 6), node) for node in range(1, count))]
+
+
+def branch(tree: Sequence[int], node: int) -> list[int]:
+    path = []
+    while node != PREFIX:
+        path.append(node)
+        node = tree[node]
+    return path[::-1]
+
+
+def fed(model: Llama, prompt: Sequence[int]) -> Any:
+    """A session that holds the prompt."""
+    session = model.open(len(prompt) + 300, 100)
+    for start in range(0, len(prompt), 64):
+        model.score([chain(session, prompt[start : start + 64], keep=range(session.pending))])
+    session.keep(range(session.pending))
+    return session
+
+
+def compared(name: str, got: Tensor, expected: Tensor) -> Row:
+    """The largest difference, as a share of the largest value; whether it is within what the dtype's rounding gives."""
+    error = float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return {"check": name, "error": error, "passed": error <= TOLERANCE[got.dtype]}
+
+
+def of_forwards(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
+    """Graph against eager, tree against path by path, keep against a fresh prefill; a batch against one by one."""
+    found = []
+    for attention in ("matmul", "sdpa"):
+        tensor = random_weights(CHECKED, device, dtype)
+        given: dict[str, Any] = {"device": device, "dtype": dtype}
+        model = GraphLlama.from_tensors(CHECKED, tensor, is_eager=is_eager, attention=attention, **given)
+        found += _rows(
+            f"{attention}, {str(dtype).removeprefix('torch.')}",
+            model,
+            Llama.from_tensors(CHECKED, tensor, exact=False, **given),
+        )
+    return found
+
+
+def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
+    prompt, tree, drafted = tokens(150, 1), parents(NODES, 2), tokens(NODES, 3)
+
+    def scored(runtime: Llama) -> tuple[Any, Tensor]:
+        session = fed(runtime, prompt)
+        return session, runtime.score([Part(session, drafted, tree, range(NODES))])
+
+    (session, got), (_, expected) = scored(model), scored(twin)
+    path = branch(tree, NODES - 1)
+    text = [*prompt, *(drafted[node] for node in path)]
+    after = model.score(
+        [chain(session, [5], [0], keep=path)]
+    )  # first: while its row is in front, a capture moves slots
+    alone = model.score([chain(fed(model, text[:-1]), text[-1:], [0])])
+    fresh = fed(model, text)
+    again = model.score([chain(fresh, [5], [0])])
+    sessions = [fed(model, prompt[: 20 * number]) for number in range(1, 6)]
+    batch = model.score([chain(one, [7, 8], [1]) for one in sessions])
+    singles = [fed(model, prompt[: 20 * number]) for number in range(1, 6)]
+    one_by_one = torch.cat([model.score([chain(one, [7, 8], [1])]) for one in singles])
+    return [
+        compared(f"captured against the slow runtime ({label})", got, expected),
+        compared(f"tree against its path alone ({label})", got[-1:], alone),
+        compared(f"scores after keep against a fresh prefill ({label})", after, again),
+        compared(f"keys and values after keep ({label})", session.read(len(text)), fresh.read(len(text))),
+        compared(f"batch against one by one ({label})", batch, one_by_one),
+    ]
+
+
+def of_texts(llm: LLM, prompts: Sequence[str], count: int) -> list[Row]:
+    """Texts against plain decoding's: tokens before the first difference, for without exact mode near ties may flip."""
+    found = []
+    for temperature in (0.0, 0.8):
+        sampling = {"max_tokens": count, "temperature": temperature, "seed": 1}
+        plain = llm.generate(list(prompts), plain=True, **sampling)
+        ours = llm.generate(list(prompts), **sampling)
+        written = differing = 0
+        for one, other in zip(plain, ours, strict=True):
+            same = next(
+                (n for n, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None
+            )
+            written += len(one.tokens) if same is None else same + 1
+            differing += same is not None
+        rate = 1e6 * differing / written
+        name = f"text against plain decoding, temperature {temperature:g} ({llm.target.precision})"
+        passed = differing == 0 or llm.target.precision != "float32"
+        found.append({"check": name, "differing_per_million": rate, "tokens": written, "passed": passed})
+    return found

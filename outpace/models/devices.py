@@ -1,0 +1,70 @@
+"""Whether a device can do what is asked of it, told before anything is loaded: is it there, the dtype, the memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from outpace.core.errors import UserError
+from outpace.core.lazy import torch
+from outpace.models.options import AUTO, CUDA, FILE, INT8, OFF, LoadOptions
+
+GIB = 1 << 30
+ROOM = 1.05  # times the weights: what libraries, and the layout of one tensor at a time, need beside them
+
+
+def check_device(device: str) -> None:
+    """UserError for a device that is not there."""
+    if device == "cpu":
+        return
+    try:
+        torch.zeros(1, device=device).item()  # the device meta makes tensors, and holds no values
+    except Exception as error:
+        have = ["cpu"] + [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        raise UserError(f"device {device!r} is not available here, allowed are {', '.join(have)}") from error
+
+
+def check_asked(options: LoadOptions) -> None:
+    """UserError where the device is not there or cannot compute in this way."""
+    check_device(options.device)
+    is_cuda = options.device_map is None and options.device.split(":")[0] == "cuda"
+    if options.graphs == CUDA and not is_cuda:
+        raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
+    if options.has_graphs and options.exact:
+        raise UserError(f"exact mode is not available with graphs {options.graphs}: leave out exact or the graphs")
+    if not is_cuda:
+        return
+    if options.dtype in (INT8, FILE):
+        raise UserError(
+            f"dtype {options.dtype} runs on a CPU, not on {options.device}: use bfloat16, float16 or float32 there"
+        )
+    if options.dtype == "bfloat16":
+        with torch.cuda.device(options.device):
+            has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+        if not has_it:
+            raise UserError(f"{options.device} cannot compute in bfloat16: use float16 or float32")
+    if options.exact and options.graphs == OFF:
+        raise UserError("exact mode is not available on CUDA: leave out exact")
+
+
+def check_pair(options: LoadOptions, draft_device: str | None) -> None:
+    """As `check_asked`, for a draft's own device too: before the target is loaded."""
+    check_asked(options)
+    if draft_device is not None and draft_device != options.device:
+        check_device(draft_device)
+
+
+def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) -> None:
+    """UserError where a model's weights do not fit into what is free on its GPU; other devices are not asked."""
+    if options.device_map is not None or options.device.split(":")[0] != "cuda":
+        return
+    free = torch.cuda.mem_get_info(options.device)[0]
+    count = sum(map(math.prod, shapes.values()))
+    needed = int(ROOM * count * options.torch_dtype.itemsize)
+    if needed > free:
+        fitting = int(free / ROOM / options.torch_dtype.itemsize)
+        raise UserError(
+            f"the weights need {needed / GIB:.1f} GiB in {str(options.torch_dtype).removeprefix('torch.')}, "
+            f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights "
+            "fits there, `outpace doctor --plan` shows what fits where"
+        )

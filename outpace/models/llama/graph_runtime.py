@@ -1,0 +1,293 @@
+"""The Llama family by captured forwards: one launch a pass, whatever the sessions and their trees are.
+
+A forward runs over static buffers, in buckets of sessions, of nodes a session and of slots; each bucket is captured
+once, as a CUDA graph or its stand-in (`captures`). All sessions' keys and values lie in one pool. What has no bucket,
+long pieces of prompts and whatever needs more than scores, goes through the runtime that this one is made from, on the
+same sessions; that is also the slow twin against which the fast path is tested. CUDA graphs: Ng et al., "Accelerating
+PyTorch with CUDA Graphs", 2021. Sums depend on the bucket, so there is no exact mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.core.errors import UserError, unknown
+from outpace.core.scores import Scored, tensor_of
+from outpace.models.base import Part
+from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
+from outpace.models.llama.captures import Captures
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape, power_of_two
+from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch_weights import LayerWeights, Normed
+
+MOST_NODES = 64  # a session in a captured forward; more are a prompt's
+MOST_SESSIONS = 32
+MOST_HEAD_ROWS = 256  # in a captured output layer
+FEW_MOVES = 8
+
+Inside = tuple[GraphSession, Part, int, np.ndarray]  # a part whose nodes have slots: nodes before it, what they see
+
+
+class GraphLlama(Llama):
+    """A Llama-family model whose passes are captured. One thread at a time."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: Sequence[LayerWeights],
+        embedding: Tensor,
+        head: Normed,
+        exact: bool | None = None,
+        head_ids: Tensor | None = None,
+    ) -> None:
+        if exact:
+            raise UserError("exact mode is not available with graphs: leave out exact, or say graphs off on a CPU")
+        super().__init__(config, layers, embedding, head, False, head_ids)
+        self.pool = Pool(config, self._kv_dtype, self.device)
+        self.attention = KINDS[0]
+        self.captures = Captures(self.device.type != "cuda")
+        self._hidden = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
+
+    @classmethod
+    def from_tensors(
+        cls, *args: Any, is_eager: bool | None = None, attention: str = KINDS[0], **more: Any
+    ) -> GraphLlama:
+        """As Llama's. `is_eager`: by the stand-in for a capture, None: where the device has no graphs; `attention`: by
+        matmul or sdpa."""
+        if attention not in KINDS:
+            raise unknown("attention", attention, KINDS)
+        model = super().from_tensors(*args, **more)
+        assert isinstance(model, GraphLlama)
+        model.attention = attention
+        if is_eager is not None:
+            model.captures = Captures(is_eager)
+        return model
+
+    def shallow(self, layers: Sequence[int]) -> GraphLlama:
+        chosen = [self._layers[number] for number in layers]
+        config = self.config.of_layers(layers)
+        model = GraphLlama(config, chosen, self._embedding, self._head, None, self._head_ids)
+        model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
+        return model
+
+    def open(self, capacity: int, room: int) -> GraphSession:  # type: ignore[override]  # its own storage
+        capacity = min(capacity, self.max_positions)
+        self._rotary.reach(min(power_of_two(capacity + room), self.max_positions))
+        return GraphSession(capacity, room, self.pool)
+
+    def session_bytes(self, slots: int) -> int:
+        return self.stored_bytes([slots])
+
+    def stored_bytes(self, slots: Sequence[int]) -> int:
+        """Rows and slots go by powers of two, and all rows are as long as the longest."""
+        rows, wide = pool_shape(slots)
+        return rows * (wide + SPARE) * self.token_bytes if rows else 0
+
+    def score(self, forest: Sequence[Part]) -> Tensor:
+        sessions = [part.session for part in forest]
+        if not all(map(self._has_bucket, forest)) or any(self._skipped) or len(set(map(id, sessions))) < len(sessions):
+            return self._score_apart(forest)
+        return self._score_captured(forest)
+
+    @torch.inference_mode()
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """Not captured."""
+        for part in forest:
+            if part.keep is not None:
+                part.session.keep(part.keep)
+            part.session.settle()
+        return super().score_hidden([part._replace(keep=None) for part in forest], layers)
+
+    def _has_bucket(self, part: Part) -> bool:
+        pending = len(part.tokens) + (part.session.pending if part.keep is None else 0)
+        is_plain = part.length is None and part.steer is None and part.inputs is None
+        return is_plain and len(part.tokens) <= MOST_NODES and pending <= MOST_PENDING
+
+    def _score_apart(self, forest: Sequence[Part]) -> Tensor:
+        """Parts that have a bucket in captured forwards, each other one in a forward of its own."""
+        if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
+            return tensor_of(self.score_hidden(forest, ()).logits)
+        rows: dict[int, Tensor] = {}
+        inside = [number for number, part in enumerate(forest) if self._has_bucket(part)]
+        if inside:
+            scores = self._score_captured([forest[number] for number in inside])
+            rows.update(zip(inside, scores.split([len(forest[number].wanted) for number in inside]), strict=True))
+        for number, part in enumerate(forest):
+            if number not in rows:
+                rows[number] = tensor_of(self.score_hidden([part], ()).logits)
+        return torch.cat([rows[number] for number in range(len(forest))])
+
+    @torch.inference_mode()
+    def _score_captured(self, forest: Sequence[Part]) -> Tensor:
+        inside = [self._enter(part) for part in forest]
+        self.pool.bring_to_front([session for session, *_ in inside if session.row is not None])
+        self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
+        rows: list[Tensor] = [self._embedding.new_empty(0, self.vocab_size)] * len(forest)
+        for start in range(0, len(inside), MOST_SESSIONS):
+            block = range(start, start + MOST_SESSIONS)
+            numbers = [n for n, (session, *_) in enumerate(inside) if session.row in block]
+            if not numbers:
+                continue
+            self._run(start, [inside[number] for number in numbers])
+            wanted = [len(forest[number].wanted) for number in numbers]
+            scores = self._read(start, [inside[number] for number in numbers])
+            for number, some in zip(numbers, scores.split(wanted), strict=True):
+                rows[number] = some
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _enter(self, part: Part) -> Inside:
+        """Commits what is kept, and makes slots for the new nodes."""
+        session = part.session
+        if part.keep is not None:
+            session.keep(part.keep)
+        before = session.pending
+        return session, part, before, session.extend(part.parents)
+
+    def _run(self, start: int, block: Sequence[Inside]) -> None:
+        """The rows from `start` on through the layers; leaves hidden states [batch * nodes, hidden] in `_hidden`."""
+        batch, nodes = power_of_two(len(block)), _nodes(block)
+        slots = min(power_of_two(max(session.held for session, *_ in block), LEAST), self.pool.slots)
+        inputs = self._inputs(("pass", batch, nodes), lambda: StaticInputs(pass_shapes(batch, nodes), self.device))
+        self._hidden = self.captures.buffers("hidden", self._make_hidden)
+        idle = {"slots": self.pool.padding}
+        key = ("pass", start, batch, nodes, slots)
+        if not self.captures.has(key):
+            inputs.begin(idle)
+            inputs.send()
+            work = partial(self._layers_pass, start, inputs.device, slots)
+            self.captures.prepare(key, work, inputs.buffer, self.pool.kv, self._hidden)
+        self._move(start, batch, block)
+        host = inputs.begin(idle)
+        for inside in block:
+            self._fill(host, inside[0].place - start, inside)
+        inputs.send()
+        self.captures.replay(key)
+
+    def _fill(self, host: dict[str, np.ndarray], row: int, inside: Inside) -> None:
+        session, part, before, sees = inside
+        new, length = len(part.tokens), session.length
+        below = np.asarray(session.pending_depths, dtype=np.int64)
+        depths = below[before:]
+        host["lengths"][row] = length
+        host["below"][row, : len(below)] = below
+        host["tokens"][row, :new] = part.tokens
+        # a tree may reach past the context; what lies there is never committed
+        host["positions"][row, :new] = np.minimum(length + depths, self.max_positions - 1)
+        host["slots"][row, :new] = np.arange(length + before, length + before + new)
+        host["depths"][row, :new] = depths
+        host["bits"][row, :new] = seen_bits(sees)
+
+    def _move(self, start: int, batch: int, block: Sequence[Inside]) -> None:
+        """What the sessions' `keep` left to be moved, all of it in one captured step before the forward's."""
+        moving = [(session, *session.moves) for session, *_ in block if session.moves is not None]
+        if not moving:
+            return
+        most = max(len(source) for _, source, _ in moving)
+        count = FEW_MOVES if most <= FEW_MOVES else MOST_MOVES
+        shapes = {"source": (batch, count), "goal": (batch, count)}
+        inputs = self._inputs(("moves", batch, count), lambda: StaticInputs(shapes, self.device))
+        idle = {"source": self.pool.padding, "goal": self.pool.padding}
+        key = ("moves", start, batch, count)
+        if not self.captures.has(key):
+            inputs.begin(idle)
+            inputs.send()
+            work = partial(self._moves_pass, start, inputs.device)
+            self.captures.prepare(key, work, inputs.buffer, self.pool.kv)
+        host = inputs.begin(idle)
+        for session, source, first in moving:
+            session.moves = None
+            host["source"][session.place - start, : len(source)] = source
+            host["goal"][session.place - start, : len(source)] = np.arange(first, first + len(source))
+        inputs.send()
+        self.captures.replay(key)
+
+    def _read(self, start: int, block: Sequence[Inside]) -> Tensor:
+        """Scores of the wanted nodes after `_run`, part after part: a tensor of their own. [wanted, vocab]"""
+        nodes = _nodes(block)
+        places = [(inside[0].place - start) * nodes + node for inside in block for node in inside[1].wanted]
+        if not places:
+            return self._embedding.new_empty(0, self.vocab_size)
+        count = power_of_two(len(places))
+        if count > MOST_HEAD_ROWS:
+            return self._logits(self._hidden[torch.tensor(places, device=self.device)])
+        inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
+        logits: Tensor = self.captures.buffers(("logits", count, self.vocab_size), partial(self._make_logits, count))
+        key = ("head", count, self.vocab_size)
+        host = inputs.begin({})
+        host["rows"][: len(places)] = places
+        inputs.send()
+        self.captures.prepare(
+            key, partial(self._head_pass, inputs.device["rows"], logits), inputs.buffer, self._hidden, logits
+        )
+        self.captures.replay(key)
+        return logits[: len(places), : self.vocab_size].clone()
+
+    def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
+        """Captured: tokens to hidden states."""
+        x = F.embedding(given["tokens"].flatten(), self._embedding)  # [batch * nodes, hidden]
+        turns = self._turns(given["positions"].flatten())
+        masks = {window: self._mask(given, slots, window) for window in self._windows}
+        for number in range(len(self._layers)):
+            x = self._mix_batch(number, start, x, turns, given["slots"], masks[self.config.window(number)])
+            x = self._feed(number, x, ())
+        self._hidden[: len(x)].copy_(x)
+
+    def _mask(self, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
+        mask = tree_mask(given["bits"], given["lengths"], given["depths"], given["below"], slots, window)
+        return prepared(mask, self.config.num_heads // self.config.num_kv_heads, self._kv_dtype, self.attention)
+
+    def _mix_batch(
+        self, number: int, start: int, x: Tensor, turns: dict[bool, Tensor], slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """A layer's attention, for all sessions at once. `slots` [batch, nodes]: where new keys and values go."""
+        layer, heads, (batch, nodes) = self._layers[number], self.config.num_heads, slots.shape
+        mixed = self._turned(number, x, turns)
+        new = mixed[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
+        kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, head_dim]
+        kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), finite(new))
+        keys, values = kv[:, :, :, : mask.shape[-1]]
+        return self._apply(layer.output, attend(mixed[:, :heads], keys, values, mask, self.attention), x)
+
+    def _moves_pass(self, start: int, given: dict[str, Tensor]) -> None:
+        """Captured: slots `source` of every row go to `goal`, all layers at once."""
+        source, goal = given["source"], given["goal"]  # [batch, moves]
+        kv = self.pool.kv[:, :, start : start + len(source)]  # [layers, 2, batch, kv_heads, slots, head_dim]
+        shape = (*kv.shape[:4], source.shape[1], kv.shape[5])
+        moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
+        kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
+
+    def _head_pass(self, rows: Tensor, logits: Tensor) -> None:
+        """Captured: hidden states of these rows to scores."""
+        logits.copy_(self._logits(self._hidden[rows]))
+
+    def _attend(self, number: int, span: Any, mixed: Tensor, out: Tensor) -> None:
+        """As Llama's, on a row of the pool."""
+        heads, view = self.config.num_heads, span.views[self.config.window(number)]
+        kv = self.pool.kv[number, :, span.session.row]  # [2, kv_heads, slots, head_dim]
+        kv[:, :, span.slots] = finite(mixed[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3))
+        keys, values = kv[:, :, view.first : span.seen]
+        self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
+
+    def _inputs(self, key: tuple[Any, ...], make: Callable[[], StaticInputs]) -> StaticInputs:
+        inputs: StaticInputs = self.captures.buffers(key, make)
+        return inputs
+
+    def _make_hidden(self) -> Tensor:
+        return self._embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
+
+    def _make_logits(self, count: int) -> Tensor:
+        return self._embedding.new_zeros(count, self.vocab_size)
+
+
+def _nodes(block: Sequence[Inside]) -> int:
+    """The bucket of nodes a session."""
+    return power_of_two(max(len(part.tokens) for _, part, *_ in block))

@@ -1,0 +1,71 @@
+"""What only a GPU can show: real captures against the slow paths, streams, memory. Skipped where there is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from files import model_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import gpu_checks
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.load import load_model
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")]
+METHODS = [{"method": "speculative"}, {"method": "card", "worker": "thread"}, {"method": "auto", "profile": False}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_captured_forwards_equal_the_slow_ones(dtype: torch.dtype, is_eager: bool) -> None:
+    rows = gpu_checks.of_forwards("cuda", dtype, is_eager)
+    assert not [row for row in rows if not row["passed"]]
+
+
+@pytest.mark.parametrize("options", METHODS, ids=str)
+@pytest.mark.parametrize("draft_device", [None, "cpu"])
+def test_texts_are_those_of_plain_decoding(folder: Path, options: dict[str, str], draft_device: str | None) -> None:
+    given = {"device": "cuda", "dtype": "float32", "draft_device": draft_device}
+    with outpace.load(folder, folder, **given, **options) as llm:
+        assert isinstance(llm.target.model, GraphLlama)
+        assert not llm.target.model.captures.is_eager
+        rows = gpu_checks.of_texts(llm, ["the cat sat on the", "a b a b"], 24)
+    assert not [row for row in rows if not row["passed"]]
+
+
+def test_a_drafter_in_a_thread_has_a_stream_of_its_own(folder: Path) -> None:
+    streams = set()
+    with outpace.load(folder, folder, device="cuda", method="card", worker="thread") as llm:
+        score = llm.draft.model.score
+
+        def noted(forest: object) -> torch.Tensor:
+            streams.add(torch.cuda.current_stream().cuda_stream)
+            return score(forest)
+
+        llm.draft.model.score = noted
+        llm.generate(["the cat sat on the"], max_tokens=8)
+    assert streams
+    assert torch.cuda.default_stream().cuda_stream not in streams
+
+
+def test_int8_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(UserError, match="int8 runs on a CPU"):
+        load_model(folder, device="cuda", dtype="int8")
+
+
+def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> None:
+    missing = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(UserError, match=missing):
+        outpace.load(folder, folder, device="cuda", draft_device=missing)

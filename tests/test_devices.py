@@ -1,0 +1,99 @@
+"""What a device cannot do is told before anything is loaded. The GPU here is one that torch is made to believe in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from files import model_folder
+
+import outpace
+from outpace.candidates.thread import own_stream
+from outpace.core.errors import UserError
+from outpace.models import devices, runtimes
+from outpace.models.load import load_model
+from outpace.models.options import LoadOptions
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with a GiB free and without bfloat16."""
+
+    def check(device: str) -> None:
+        if torch.device(device).index not in (None, 0):
+            raise UserError(f"device {device!r} is not available here, allowed are cpu, cuda:0")
+
+    class Chosen:
+        def __init__(self, device: object) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(devices, "check_device", check)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "cuda:1"}, "device 'cuda:1' is not available here, allowed are cpu, cuda:0"),
+        ({"device": "cuda", "dtype": "int8"}, "dtype int8 runs on a CPU, not on cuda"),
+        ({"device": "cuda", "dtype": "bfloat16"}, "cuda cannot compute in bfloat16: use float16 or float32"),
+        ({"device": "cuda", "exact": True}, "exact mode is not available with graphs auto"),
+        ({"device": "cuda", "exact": True, "graphs": "off"}, "exact mode is not available on CUDA"),
+        ({"graphs": "cuda"}, "graphs cuda needs a device of CUDA, not cpu"),
+        ({"graphs": "eager", "exact": True}, "exact mode is not available with graphs eager"),
+    ],
+    ids=str,
+)
+def test_what_a_device_cannot_do_is_told(one_gpu: None, options: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        devices.check_asked(LoadOptions(**options))
+
+
+def test_a_second_device_is_checked_before_the_target_is_loaded(
+    one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(runtimes, "open_model", lambda *_: pytest.fail("it was loaded"))
+    folder = model_folder(tmp_path)
+    with pytest.raises(UserError, match="'cuda:1' is not available"):
+        outpace.load(folder, folder, device="cuda", draft_device="cuda:1")
+
+
+def test_weights_that_do_not_fit_are_told_with_what_would(one_gpu: None) -> None:
+    options = LoadOptions(device="cuda", dtype="float16")
+    devices.check_memory({"weight": (500, 10**6)}, options)
+    with pytest.raises(UserError, match=r"need 1\.2 GiB in float16, cuda has 1\.0 GiB free: a model of at most 0\.5"):
+        devices.check_memory({"weight": (600, 10**6)}, options)
+    devices.check_memory({"weight": (600, 10**9)}, LoadOptions())
+
+
+def test_unknown_graphs_are_refused() -> None:
+    with pytest.raises(UserError, match="unknown graphs 'on'"):
+        LoadOptions(graphs="on")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "says"), [("native", "graphs eager is for the runtime llama"), ("transformers", "leave it out")]
+)
+def test_other_runtimes_have_no_graphs(tmp_path: Path, runtime: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        load_model(model_folder(tmp_path), runtime=runtime, graphs="eager")
+
+
+def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu_runs_on_the_native_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
+    of_draft = LoadOptions(device="cuda", graphs="cuda").of_draft("cpu")
+    assert of_draft == LoadOptions()
+    assert load_model(model_folder(tmp_path), of_draft).model.instruction_set is not None
+
+
+def test_a_drafter_on_a_cpu_needs_no_stream() -> None:
+    for device in (None, torch.device("cpu")):
+        with own_stream(device) as stream:
+            assert stream is None

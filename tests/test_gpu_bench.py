@@ -1,0 +1,56 @@
+"""bench/gpu.py runs whole on a CPU, with the stand-in for captures; what it checks, it would notice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from files import model_folder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import gpu
+import gpu_checks
+
+from outpace.models.llama import graph_runtime
+
+
+def test_all_parts_run_and_are_written_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = str(model_folder(tmp_path)), tmp_path / "gpu.jsonl"
+    given = ["--device", "cpu", "--quick", "--model", folder, "--draft", folder, "--out", str(out)]
+    status = gpu.main([*given, "--tokens", "6", "--rounds", "1", "--repeats", "1", "--minutes", "5"])
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    wrong = [row for part in written for row in part["rows"] if "error" in row and "check" not in row]
+    assert (status, last["failed"], wrong) == (0, 0, [])
+    parts = [part["part"] for part in written]
+    assert parts == ["machine", "checks", "texts", "passes", "answers", "inflated 2", "shapes", "peers"]
+    assert all(part["rows"] == last[part["part"]] for part in written)
+    assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
+
+
+def test_a_time_limit_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gpu.jsonl"
+    assert gpu.main(["--device", "cpu", "--quick", "--minutes", "0", "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 8
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 0
+
+
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cuda:99"]) == 1
+    assert "device 'cuda:99' is not available here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", ["forgets moves", "sees siblings", "writes elsewhere"])
+def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    if mistake == "forgets moves":
+        monkeypatch.setattr(graph_runtime.GraphLlama, "_moves_pass", lambda *_: None)
+    elif mistake == "sees siblings":
+        monkeypatch.setattr(graph_runtime, "seen_bits", lambda sees: graph_runtime.np.full((len(sees), 4), -1))
+    else:
+        monkeypatch.setattr(graph_runtime.Pool, "padding", property(lambda pool: 3))
+    rows = gpu_checks.of_forwards("cpu", torch.float32, is_eager=True)
+    assert not all(row["passed"] for row in rows)

@@ -1,0 +1,285 @@
+"""The runtime of captured forwards, by the stand-in for a capture, against the runtime that it is made from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from files import model_folder
+from passes import branch, random_parents, text
+from test_llama import TINIES
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.models.base import Part, chain
+from outpace.models.llama.captures import Captures, EagerCapture, HostRead
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.pool import GraphSession
+from outpace.models.llama.torch_runtime import Llama
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def graphs(config: LlamaConfig = reference.TINY, **options: object) -> GraphLlama:
+    return GraphLlama.from_tensors(config, reference.random_tensors(config).__getitem__, **options)
+
+
+def slow(config: LlamaConfig = reference.TINY, dtype: torch.dtype = torch.float32) -> Llama:
+    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=False, dtype=dtype)
+
+
+def fed(model: Llama, prompt: list[int]) -> GraphSession:
+    session = model.open(len(prompt) + 200, 300)
+    for start in range(0, len(prompt), 64):
+        model.score([chain(session, prompt[start : start + 64], keep=range(session.pending))])
+    session.keep(range(session.pending))
+    return session
+
+
+def after(model: Llama, tokens: list[int]) -> torch.Tensor:
+    """Scores after a text, by a session of its own."""
+    return model.score([chain(fed(model, tokens[:-1]), tokens[-1:], [0])])[0]
+
+
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
+@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
+def test_a_tree_scores_as_its_paths_do_and_as_the_slow_runtime(config: LlamaConfig, attention: str) -> None:
+    model, twin = graphs(config, attention=attention), slow(config)
+    prompt, parents, tokens = text(model, 37), random_parents(24, 1), text(model, 24, 2)
+    got = model.score([Part(fed(model, prompt), tokens, parents, range(24))])
+    near(got, twin.score([Part(fed(twin, prompt), tokens, parents, range(24))]))
+    for node in (0, 7, 23):
+        near(got[node], after(model, prompt + [tokens[other] for other in branch(parents, node)]))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_precisions_are_as_near_to_float32_as_those_of_the_slow_runtime(dtype: torch.dtype) -> None:
+    runtimes = slow(), graphs(dtype=dtype), slow(dtype=dtype)
+    prompt, parents, tokens = text(runtimes[0], 20), random_parents(9, 1), text(runtimes[0], 9, 2)
+    rows = [runtime.score([Part(fed(runtime, prompt), tokens, parents, range(9))]) for runtime in runtimes]
+    assert rows[1].dtype == dtype
+    errors = [float((row.float() - rows[0]).abs().mean()) for row in rows]
+    assert 0 < errors[1] < 1.5 * errors[2]
+
+
+def test_walks_of_many_sessions_equal_the_slow_runtime() -> None:
+    """Sessions come and go, trees of all sizes, kept paths, long pieces: rows move, the pool grows, graphs replay."""
+    rng, model, twin = random.Random(5), graphs(), slow()
+    pairs: list[tuple[GraphSession, object]] = []
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for turn in range(40):
+        if len(pairs) < 2 or (len(pairs) < 6 and rng.random() < 0.4):
+            pairs.append((model.open(400, 100), twin.open(400, 100)))
+        if len(pairs) > 3 and rng.random() < 0.2:
+            pairs.pop(rng.randrange(len(pairs)))
+        forests: tuple[list[Part], list[Part]] = ([], [])
+        for pair in rng.sample(pairs, rng.randrange(1, len(pairs) + 1)):
+            count = rng.choice([1, 2, 5, 12, 33, 70])
+            if pair[1].length + pair[1].pending + count > 380:
+                continue
+            path = None
+            if rng.random() < 0.7:
+                path = branch(pair[1]._parents, rng.randrange(pair[1].pending)) if pair[1].pending else []
+            tokens, parents = text(model, count, turn), random_parents(count, turn)
+            if path is None:
+                parents = [parent + pair[1].pending if parent >= 0 else parent for parent in parents]
+            for session, forest in zip(pair, forests, strict=True):
+                forest.append(Part(session, tokens, parents, range(0, count, 2), path))
+        if forests[0]:
+            got, expected = model.score(forests[0]), twin.score(forests[1])
+            near(got, expected)
+            before.append((got, got.clone()))
+        if rng.random() < 0.2:
+            mine, other = rng.choice(pairs)
+            path = branch(other._parents, rng.randrange(other.pending)) if other.pending else []
+            mine.keep(path), other.keep(path)
+            near(mine.read(mine.length), other.read(other.length))
+    for given, copy in before:
+        assert torch.equal(given, copy), "a pass wrote into what an earlier one gave"
+    for mine, other in pairs:
+        near(mine.read(mine.length), other.read(other.length))
+    assert model.captures.count > 10
+
+
+def test_kept_nodes_are_moved_by_the_next_pass_and_equal_a_fresh_prefill() -> None:
+    model = graphs()
+    prompt, written, kept = text(model, 30), [], []
+    session, keep = fed(model, prompt), []
+    for turn in range(5):
+        parents, tokens = random_parents(12, turn), text(model, 12, 10 + turn)
+        got = model.score([Part(session, tokens, parents, range(12), keep)])
+        assert session.moves is None
+        written += kept
+        keep = branch(parents, 11)
+        kept = [tokens[other] for other in keep]
+        near(got[11], after(model, prompt + written + kept))
+    session.keep(keep)
+    assert session.moves is not None, "it waits for the next pass"
+    full = prompt + written + kept
+    near(session.read(len(full)), fed(model, full).read(len(full)))
+
+
+def test_few_captures_serve_many_passes() -> None:
+    model = graphs()
+    session = fed(model, text(model, 10))
+    model.score([chain(session, [1, 2, 3], [2])])
+    before = model.captures.count
+    for token in range(20):
+        model.score([chain(session, [token, 1, 2], [2], keep=[0])])
+    assert model.captures.count == before
+
+
+def test_the_pool_is_what_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = graphs()
+    sessions = [fed(model, text(model, length)) for length in (20, 90, 200)]
+    pool = model.pool
+    assert pool.kv.nbytes == model.stored_bytes([session.slots for session in sessions])
+    assert (pool.rows, pool.slots) == (4, 256)
+    del sessions[1:]
+    longer = model.open(500, 10)
+    longer.reserve(500)
+    assert (pool.rows, pool.slots) == (2, 512), "what is gone makes room"
+    assert pool.kv.nbytes == model.stored_bytes([session.slots for session in (*sessions, longer)])
+    assert model.session_bytes(0) == 0
+
+
+def test_it_has_no_exact_mode_and_knows_its_kinds_of_attention() -> None:
+    with pytest.raises(UserError, match="exact mode is not available with graphs"):
+        graphs(exact=True)
+    with pytest.raises(UserError, match="matmul"):
+        graphs(attention="flash")
+
+
+def test_layers_of_a_captured_model_are_captured_too() -> None:
+    model = graphs()
+    shallow, twin = model.shallow([0, 2]), slow().shallow([0, 2])
+    assert isinstance(shallow, GraphLlama)
+    assert shallow.pool is not model.pool
+    near(after(shallow, [1, 2, 3]), after(twin, [1, 2, 3]))
+
+
+def test_more_sessions_than_a_pass_takes() -> None:
+    config = replace(reference.TINY, num_layers=1)
+    model, twin = graphs(config), slow(config)
+    texts = [text(model, 3 + number % 5, number) for number in range(37)]
+    pairs = [(model.open(20, 10), twin.open(20, 10)) for _ in texts]
+    for which, runtime in enumerate((model, twin)):
+        runtime.score([chain(pair[which], tokens) for pair, tokens in zip(pairs, texts, strict=True)])
+    order = list(range(37))
+    random.Random(1).shuffle(order)
+    rows = [
+        runtime.score([chain(pairs[n][which], [n], [0], keep=range(len(texts[n]))) for n in order])
+        for which, runtime in enumerate((model, twin))
+    ]
+    near(*rows)
+
+
+def captured(work: Callable[[], object], *buffers: torch.Tensor) -> EagerCapture:
+    def run() -> None:
+        work()
+
+    return EagerCapture(run, buffers)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x.cpu(),
+        lambda x: bool(x[0] > 0),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.equal(x, x),
+        lambda x: torch.tensor([1.0]) + x,
+        lambda x: x.__setitem__(0, 1.0),
+        lambda x: x.to("meta"),
+        lambda x: x.resize_(9),
+    ],
+)
+def test_the_stand_in_refuses_what_no_graph_replays(read: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(HostRead):
+        captured(lambda: read(torch.ones(4)), torch.ones(1))
+
+
+def test_the_stand_in_runs_the_same_callable_on_what_the_buffers_hold_now() -> None:
+    given, result = torch.ones(3), torch.zeros(3)
+    replayed = captured(lambda: result.copy_(given * 2), given, result)
+    given.fill_(4)
+    replayed.replay()
+    assert result.tolist() == [8, 8, 8]
+
+
+def test_a_buffer_that_moves_or_is_made_within_a_pass_is_refused() -> None:
+    given = torch.ones(3)
+    replayed = captured(lambda: given.add_(1), given)
+    given.data = torch.ones(3)
+    with pytest.raises(HostRead, match="moved"):
+        replayed.replay()
+    captures = Captures(True)
+    with pytest.raises(HostRead, match="made within"):
+        captures.prepare("pass", partial(captures.buffers, "late", lambda: torch.ones(1)), given)
+
+
+def test_a_capture_leaves_the_keys_and_values_alone() -> None:
+    """It runs over idle values: what sessions hold is as before, whatever the bucket."""
+    model = graphs()
+    session = fed(model, text(model, 30))
+    before = session.read(30).clone()
+    model.score([chain(session, text(model, 20), [0])])  # another bucket: captured anew
+    assert torch.equal(session.read(30), before)
+
+
+def test_rows_of_other_sessions_stay_as_they_are() -> None:
+    model = graphs()
+    sessions = [fed(model, text(model, 20, number)) for number in range(3)]
+    before = [session.read(20).clone() for session in sessions]
+    model.score([chain(sessions[2], [1, 2], [1])])
+    model.score([chain(sessions[1], [3], [0]), chain(sessions[2], [4], [0], keep=[0])])
+    for session, kept in zip(sessions, before, strict=True):
+        assert torch.equal(session.read(20), kept)
+
+
+def test_numbers_that_overflow_spoil_nobody_else() -> None:
+    tensors = reference.random_tensors(reference.TINY)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.embed_tokens.weight"][7] = torch.inf
+    config = replace(reference.TINY, tie_embeddings=False)
+    tensors["lm_head.weight"] = reference.random_tensors(reference.TINY)["model.embed_tokens.weight"]
+    model = GraphLlama.from_tensors(config, tensors.__getitem__)
+    expected = after(model, [1, 2, 3])
+    bad, good = fed(model, [7] * 40), fed(model, [1, 2])
+    rows = model.score([chain(bad, [7], [0]), chain(good, [3], [0])])
+    assert not rows[0].isfinite().all()
+    near(rows[1], expected)
+    del bad
+    near(after(model, [1, 2, 3]), expected)  # in the row that the other had
+
+
+@pytest.mark.parametrize("options", [{"method": "speculative", "drafter": "ngram"}, {"method": "speculative"}], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, str], temperature: float) -> None:
+    folder = model_folder(tmp_path)
+    draft = None if "drafter" in options else "layers:0"
+    prompts = ["the cat sat on the cat sat on the", "a b a b a b"]
+    sampling = {"max_tokens": 24, "temperature": temperature, "seed": 5}
+    with outpace.load(folder, draft, graphs="eager", profile=False, **options) as llm:
+        assert isinstance(llm.target.model, GraphLlama)
+        if draft:
+            assert isinstance(llm.draft.model, GraphLlama)
+        plain = [result.tokens for result in llm.generate(prompts, plain=True, **sampling)]
+        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
+    with outpace.load(folder, None, graphs="off", dtype="float32", exact=False, method="autoregressive") as llm:
+        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
