@@ -257,8 +257,7 @@ class Model:
         raise lacking(self, Extra.PROJECT)
 
     def share_cores(self, most: int | None = None, leave: int = 0) -> None:
-        """Passes that this thread runs from now on take at most `most` CPU threads, and leave `leave` of the process's
-        cores to others. No result depends on it; a model that cannot choose goes on as it did."""
+        """This thread's passes take at most `most` CPU threads and leave `leave` cores to others. No result changes."""
 
     def shallow(self, layers: Sequence[int]) -> Model:
         """A model of these layers alone, sharing their weights; for a model that has `num_layers`."""
