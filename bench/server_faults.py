@@ -13,92 +13,36 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from server_load import PROMPTS, Client, Seen, cpu_seconds, idle_after, metrics, quantile, request, resident
+from server_client import (
+    PROMPTS,
+    Seen,
+    Server,
+    ask,
+    body,
+    cpu_seconds,
+    figures,
+    idle_after,
+    quantile,
+    request,
+    resident,
+    sent,
+    serving,
+    texts,
+)
 
 STARTS = 120.0
-HEAD = "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 LONG = "Read this and say what it is about. " + "The keeper climbed the stairs and lit the lamp again. " * 150
 PHASES = ("half a body", "sent", "prompt", "writing", "whole", "queued")
-
-
-class Server:
-    """A process that serves the shipped model."""
-
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "outpace", "serve", "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-        else:
-            sys.exit("the server did not start")
-        self.url, self.faults = found[0], 0
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.faults += '"event": "fault"' in line
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def end(self) -> int:
-        """Its status."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        return self.process.wait(60)
-
-
-@contextmanager
-def serving(*options: str) -> Iterator[Server]:
-    """A server whose model has written once."""
-    server = Server(*options)
-    try:
-        asyncio.run(Client(server.url).ask(body("Hello", 8), Seen()))
-        yield server
-    finally:
-        server.end()
-
-
-def body(text: str, most: int, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_tokens": most, "temperature": 0, **more}
-
-
-@asynccontextmanager
-async def sent(url: str, asked: dict[str, Any], part: float = 1.0) -> Any:
-    """A connection that has sent a request, or a part of its body; closed in the end."""
-    host, port = url.rpartition("//")[2].split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        data = json.dumps(asked).encode()
-        head = HEAD.format(path="/v1/chat/completions") + f"Content-Length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data[: round(part * len(data))])
-        await writer.drain()
-        yield reader
-    finally:
-        writer.close()
-
-
-async def figures(url: str) -> dict[str, float]:
-    """The server's gauges and counters."""
-    lines = [line.decode().rpartition(" ") for line in await metrics(url) if line.startswith(b"outpace:")]
-    return {name.removeprefix("outpace:"): float(value) for name, _, value in lines}
 
 
 async def leave(url: str, phase: str, draw: random.Random) -> None:
@@ -131,7 +75,7 @@ async def disconnects(url: str, count: int) -> dict[str, Any]:
     left = after["client_disconnects_total"] - before["client_disconnects_total"]
     memory = {name: row["kv_cache_usage_perc"] for name, row in (("before", before), ("after", after))}
     whole = Seen()
-    await Client(url).ask(body("Hello", 8), whole)
+    await ask(url, body("Hello", 8), whole)
     bad = seconds > 1.0 or whole.statuses != {200: 1}
     return {"disconnects": count, "noticed": left, "idle_after": round(seconds, 3), "kv_share": memory, "bad": bad}
 
@@ -141,7 +85,7 @@ async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], 
 
     async def client(number: int) -> None:
         while True:
-            await Client(url).ask(asked(number), seen)
+            await ask(url, asked(number), seen)
 
     await asyncio.gather(*map(client, range(clients)))
 
@@ -195,7 +139,7 @@ async def overload(url: str, windows: int, seconds: float) -> dict[str, Any]:
         tasks, began, used = set(), time.perf_counter(), cpu_seconds()
         try:
             while True:
-                tasks.add(asyncio.create_task(Client(url).ask(request(draw, False, 60), flood)))
+                tasks.add(asyncio.create_task(ask(url, request(draw, False, 60), flood)))
                 await asyncio.sleep(each)
         finally:
             cpu[0], cpu[1] = cpu[0] + cpu_seconds() - used, cpu[1] + time.perf_counter() - began
@@ -254,30 +198,6 @@ async def fairness(url: str, seconds: float) -> dict[str, Any]:
     each = await asyncio.gather(*(client(end) for _ in range(16)))
     jain = sum(each) ** 2 / (len(each) * sum(count * count for count in each))
     return {"jain": round(jain, 4), "tokens": each, "bad": jain < 0.95}
-
-
-async def texts(url: str, asked: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Texts, each with how its stream ended."""
-
-    async def one(request: dict[str, Any]) -> tuple[str, str]:
-        text, reason, done = "", "", False
-        async with sent(url, {**request, "stream": True}) as reader:
-            status = (await reader.readline()).split()[1].decode()
-            if status != "200":
-                return (await reader.read()).decode(), f"cut {status}"
-            while line := await reader.readline():
-                done = done or line.startswith(b"data: [DONE]")
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    return text, f"error {event['error']['code']}"
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-                    reason = choice["finish_reason"] or reason
-        return text, reason if done else f"cut {reason}"
-
-    return list(await asyncio.gather(*map(one, asked)))
 
 
 def drafters(pid: int) -> list[int]:

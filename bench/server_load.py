@@ -12,96 +12,13 @@ import argparse
 import asyncio
 import json
 import random
-import resource
-import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-PROMPTS = (
-    "Write a short story about a lighthouse keeper.",
-    "Explain how a bicycle stays upright.",
-    "List ten animals, and say one fact about each.",
-    "Write a Python function that reverses a linked list, with a comment a line.",
-    "Repeat this sentence five times: the quick brown fox jumps over the lazy dog.",
-)
+from server_client import PROMPTS, Seen, ask, cpu_seconds, idle_after, quantile, request, resident
+
 LEAVES = 0.2  # of the mixed requests end by a disconnect
-
-
-@dataclass
-class Seen:
-    """What clients met. Times in seconds."""
-
-    tokens: int = 0
-    texts: dict[str, set[str]] = field(default_factory=dict)  # by request
-    first: list[float] = field(default_factory=list)
-    statuses: dict[int, int] = field(default_factory=dict)
-    refusals: list[float] = field(default_factory=list)  # how long a 429 took
-
-    def note(self, status: int) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
-
-
-class Client:
-    """One request a connection, over asyncio's streams."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
-
-    async def ask(self, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> None:
-        """Streams one answer; `leave_after` so many seconds the connection is closed."""
-        began = time.perf_counter()
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-            await asyncio.wait_for(self._read(reader, body, seen, began), leave_after)
-        except asyncio.TimeoutError:
-            pass
-        finally:
-            writer.close()
-
-    async def _read(self, reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> None:
-        status = int((await reader.readline()).split()[1])
-        seen.note(status)
-        if status != 200:
-            seen.refusals.append(time.perf_counter() - began)
-            await reader.read()
-            return
-        texts, is_first, chunks, usage = dict[int, str](), True, 0, None
-        while line := await reader.readline():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                seen.note(599)
-                return
-            for choice in event["choices"]:
-                if choice["delta"].get("content") and is_first:
-                    seen.first.append(time.perf_counter() - began)
-                    is_first = False
-                texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
-                chunks += bool(choice["delta"].get("content"))
-            usage = event.get("usage") or usage
-        seen.tokens += usage["completion_tokens"] if usage else chunks  # a server that tells no usage: a token a chunk
-        key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
-        seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
-
-
-def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
-    """One of few different requests, so that equal ones meet often."""
-    messages = [{"role": "user", "content": draw.choice(PROMPTS)}]
-    asked = {
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": draw.choice([0, 0.8]),
-        "seed": draw.randrange(2),
-    }
-    return {**asked, "outpace": {"speculation": not plain}}
 
 
 def mixed(draw: random.Random) -> dict[str, Any]:
@@ -135,7 +52,7 @@ async def rates(url: str, peer: str | None, counts: list[int], each: int, max_to
 
             async def client(bodies: list[dict[str, Any]], seen: Seen = seen, where: str = where) -> None:
                 for body in bodies:
-                    await Client(where).ask(body, seen)
+                    await ask(where, body, seen)
 
             cpu, began = cpu_seconds(), time.perf_counter()
             await asyncio.gather(*(client(bodies) for bodies in asked))
@@ -157,7 +74,7 @@ async def overload(url: str, count: int, max_tokens: int) -> dict[str, Any]:
     """So many at once, most of them too many: how fast these are refused, and what is written meanwhile."""
     seen, draw = Seen(), random.Random(2)
     began = time.perf_counter()
-    await asyncio.gather(*(Client(url).ask(request(draw, False, max_tokens), seen) for _ in range(count)))
+    await asyncio.gather(*(ask(url, request(draw, False, max_tokens), seen) for _ in range(count)))
     seconds = time.perf_counter() - began
     told = {"requests": count, "statuses": seen.statuses, "tokens_per_second": seen.tokens / seconds}
     return told | {"refused_p99": quantile(seen.refusals, 0.99)}
@@ -169,27 +86,10 @@ async def disconnects(url: str, count: int) -> dict[str, Any]:
 
     async def leave() -> None:
         async with room:
-            await Client(url).ask(request(draw, False, 200), seen, leave_after=draw.random() ** 3)
+            await ask(url, request(draw, False, 200), seen, leave_after=draw.random() ** 3)
 
     await asyncio.gather(*(leave() for _ in range(count)))
     return {"disconnects": count, "statuses": seen.statuses, "idle_after": await idle_after(url)}
-
-
-async def idle_after(url: str) -> float:
-    """Seconds until the server says that it runs nothing and that nothing waits."""
-    began = time.perf_counter()
-    while any(line.split()[-1] != b"0.0" for line in await metrics(url) if b":num_requests_" in line):
-        await asyncio.sleep(0.02)
-    return time.perf_counter() - began
-
-
-async def metrics(url: str) -> list[bytes]:
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    page = await reader.read()
-    writer.close()
-    return [line for line in page.splitlines() if b":" in line and not line.startswith(b"#")]
 
 
 async def soak(url: str, seconds: float, clients: int, pid: int | None, known: Path | None) -> dict[str, Any]:
@@ -206,7 +106,7 @@ async def soak(url: str, seconds: float, clients: int, pid: int | None, known: P
         draw = random.Random(f"{number} {len(memory)}")
         while time.monotonic() < end:
             leaves = draw.random() * 2 if draw.random() < LEAVES else None
-            await Client(url).ask(mixed(draw), seen, leaves)
+            await ask(url, mixed(draw), seen, leaves)
 
     async def watch() -> None:
         while time.monotonic() < end and pid is not None:
@@ -221,24 +121,6 @@ async def soak(url: str, seconds: float, clients: int, pid: int | None, known: P
         texts = {key: sorted(found) for key, found in seen.texts.items()}
         known.write_text(json.dumps({**told, "texts": texts}))
     return {**told, "differing_texts": sum(len(found) - 1 for found in seen.texts.values())}
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process so far, in seconds."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def quantile(values: list[float], share: float) -> float | None:
-    """None of nothing."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 def main() -> None:
