@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from outpace.decoders._costs import best_rows
 from outpace.decoders._ledger import Ledger
-from outpace.decoders.planned import best_rows
 from outpace.simulate import costs
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.script import scripts_of

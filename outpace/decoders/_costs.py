@@ -23,6 +23,7 @@ _RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _STALE = 96  # rounds after which a row count is measured again
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
+_FIRST = 4  # nodes that may be verified before any times are known
 _ROW = 0.05  # of a pass: what one more row is held to cost, until two row counts are known
 
 
@@ -187,6 +188,15 @@ class Costs:
             known += [self.target(rows + more) - base for more in range(len(known) + 1, count + 1)]
         return known[:count]
 
+    def most_more(self, others: int) -> int:
+        """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
+        return max(_FIRST, 2 * self.widest - others - 1)
+
+    def best(self, chances: Sequence[float], others: int, price: float) -> tuple[int, float]:
+        """The best rows of nodes with these falling chances, with so many rows of others: see `best_rows`."""
+        more = self.more(others + 1, min(self.most_more(others), len(chances)))
+        return best_rows(chances, more, price)
+
     def _forget_curve(self) -> None:
         self._curve, self._more = None, {}
 
@@ -233,6 +243,18 @@ class Costs:
         for name, values in profile["growth"].items():
             self._growth[name] = [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]
         self._forget_curve()
+
+
+def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> tuple[int, float]:
+    """How many rows pay, the root's included, and what they bring above their price: of nodes with these falling
+    chances, `more` being what 1, 2, ... rows beside the root's take."""
+    best, best_worth, gain = 0, 0.0, 0.0
+    for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
+        gain += chance
+        worth = gain - price * seconds
+        if worth > best_worth:
+            best, best_worth = count, worth
+    return best + 1, best_worth
 
 
 def _bucket(rows: int) -> int:

@@ -31,7 +31,6 @@ _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: s
 _LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand
 _SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
-_FIRST = 4  # nodes that may be verified before any times are known
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
@@ -198,7 +197,8 @@ class _Planner:
         if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
             chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._place.budget - 1])
-            is_cut = len(chances) >= rows > self._most_more  # by what is known, not by what pays
+            most = self._costs.most_more(self._place.rows_of_others)
+            is_cut = len(chances) >= rows > most  # by what is known, not by what pays
             if not is_cut:
                 self._costs.growth(grower.source, grower.layers).learn(self._worth - before, self._at_leaves)
         if grower.layers or grower.is_following:
@@ -236,20 +236,7 @@ class _Planner:
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
         """How many rows pay, the root's included, and what they bring above their price."""
-        best, best_worth, gain = 0, 0.0, 0.0
-        others = self._place.rows_of_others
-        more = self._costs.more(others + 1, min(self._most_more, len(chances)))
-        for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
-            gain += chance
-            worth = gain - self._price * seconds
-            if worth > best_worth:
-                best, best_worth = count, worth
-        return best + 1, best_worth
-
-    @property
-    def _most_more(self) -> int:
-        """Rows beside the root's that may be tried: twice as many as are known, in all."""
-        return max(_FIRST, 2 * self._costs.widest - self._place.rows_of_others - 1)
+        return self._costs.best(chances, self._place.rows_of_others, self._price)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""

@@ -25,7 +25,6 @@ LOSSLESS = True
 COST = "a pass with the draft beside it, and waits for the draft as far as they pay; host time for the plan"
 NEEDS = "worker"
 _LATER = 1.5  # by how much a layer must outweigh its wait: without it, it would grow beside the pass for the next round
-_FIRST = 4  # nodes that may be verified before any times are known
 _UNKNOWN = 2  # layers that are waited for at most before there is a price
 _KINDS = 3  # of layers since the last correction, whose growth is known apart: the first, the second, all others
 _REACH = 16  # leaves that the next layer is expected to expand
@@ -101,16 +100,9 @@ class _Planner:
         """What the cache holds now: what its best rows are worth, and how likely the next layer is to be reached."""
         chances, leaves = self._candidates.outlook()
         trust = min(1.0, self._trust.value)
-        self._known = len(chances)
         self._reach = min(1.0, sum(leaves[:_REACH])) * (trust if chances else 1.0)
-        others, budget = self._place.rows_of_others, self._place.budget - 1
-        more = self._costs.more(others + 1, min(budget, self._most, self._known))
-        self.rows, self._worth = best_rows([trust * chance for chance in chances[:budget]], more, self._price)
-
-    @property
-    def _most(self) -> int:
-        """Rows beside the root's that may be tried: twice as many as are known, in all."""
-        return max(_FIRST, 2 * self._costs.widest - self._place.rows_of_others - 1)
+        trusted = [trust * chance for chance in chances[: self._place.budget - 1]]
+        self.rows, self._worth = self._costs.best(trusted, self._place.rows_of_others, self._price)
 
     @property
     def _kind(self) -> tuple[Source, int]:
@@ -146,7 +138,8 @@ class _Planner:
         kind, before, reach = self._kind, self._worth, self._reach
         self._ledger.tried(kind, self._pays)
         self._look()
-        if self.rows <= self._most and reach > 0:  # else the rows that are known hide what it added
+        most = self._costs.most_more(self._place.rows_of_others)
+        if self.rows <= most and reach > 0:  # else the rows that are known hide what it added
             self._costs.growth(*kind).learn(max(0.0, self._worth - before), reach)
         self._layers += 1
 
@@ -198,15 +191,3 @@ class _Modes:
         unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)
         self.mode = unknown or (other if self._ledger.is_due(other, abs(slower - saved)) else best)
         self._ledger.tried(self.mode, self.mode == best)
-
-
-def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> tuple[int, float]:
-    """How many rows pay, the root's included, and what they bring above their price: of nodes with these falling
-    chances, `more` being what 1, 2, ... rows beside the root's take."""
-    best, best_worth, gain = 0, 0.0, 0.0
-    for count, (chance, seconds) in enumerate(zip(chances, more, strict=False), 1):
-        gain += chance
-        worth = gain - price * seconds
-        if worth > best_worth:
-            best, best_worth = count, worth
-    return best + 1, best_worth
