@@ -16,6 +16,7 @@ from outpace.api.llm import LLM
 from outpace.bench.tune import tune
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
+from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation
 from outpace.drafters import model
@@ -151,6 +152,13 @@ def test_what_was_learnt_is_remembered() -> None:
     again.recall(drafter.remember())
     assert again.open(make_request(PROMPT)).chosen == 1
     assert choosing(GARBAGE, TARGET).open(make_request(PROMPT)).chosen == 0
+
+
+def test_each_draft_is_told_what_to_draft() -> None:
+    drafter = choosing(GARBAGE, TARGET)
+    state, orders = drafter.open(make_request(PROMPT)), Orders(outcomes=2)
+    drafter.heed(state, orders)
+    assert [part.orders for part in state.parts] == [orders, orders]
 
 
 def test_one_draft_is_drafted_with_as_ever() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from outpace.core.theory import best_length, expected_tokens, speedup
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Drafter, Observation, Request, Source
+from outpace.drafters._several import Several, SeveralState
 
 _FIRST, _EVERY = 6, 16  # rounds of an answer that all drafts read at once, and of the later ones one in so many
 _FADE = 0.96  # of the past's weight, a token that was read
@@ -40,22 +41,22 @@ class Share:
 
 
 @dataclass
-class ChoosingState(DraftState):
-    """The drafts' own states, what they agreed with in this answer, and which of them drafts."""
+class ChoosingState(SeveralState):
+    """What the drafts agreed with in this answer, and which of them drafts."""
 
-    parts: list[Any] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)
     rounds: int = 0
     chosen: int = 0
 
 
-class Choosing(Drafter):
+class Choosing(Several):
     """Drafts of one kind, as one source. By costs that are told beforehand and not by the clock, so that the same
     request is drafted alike again."""
 
     def __init__(self, parts: Sequence[Drafter], costs: Sequence[float | None]) -> None:
         """`costs`: of a draft's step, as a share of the target's pass; None where that is not known."""
-        self.name, self.parts = parts[0].name, parts
+        super().__init__(parts)
+        self.name = parts[0].name
         self._costs = [UNKNOWN if cost is None else cost for cost in costs]
         self._shares = [Share() for _ in parts]
 
@@ -94,14 +95,6 @@ class Choosing(Drafter):
             part.observe(inner, seen)
         if is_due:
             state.chosen = self._best(state)
-
-    def close(self, state: ChoosingState) -> None:
-        for part, inner in zip(self.parts, state.parts, strict=True):
-            part.close(inner)
-
-    def end(self) -> None:
-        for part in self.parts:
-            part.end()
 
     def remember(self) -> list[Any]:
         """What a profile keeps: what the drafts agreed with, and what each learnt."""

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 from outpace.core.needs import Needs, Seen
-from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Drafter, Observation, Request, Source
+from outpace.drafters._several import Several, SeveralState
 
 
-@dataclass
-class CombinedState(DraftState):
-    """The parts' own states, in the parts' order."""
-
-    parts: list[DraftState] = field(default_factory=list)
-
-
-class Combined(Drafter):
+class Combined(Several):
     """Drafters that grow in turn; cheap ones stand first, so that a model expands their branches in the same round."""
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
-        self.parts = parts
+        super().__init__(parts)
         self.needs = reduce(Needs.joined, (part.needs for part in parts))
 
     @property
@@ -40,14 +32,14 @@ class Combined(Drafter):
         """That of the part that has this source."""
         return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
 
-    def open(self, request: Request) -> CombinedState:
-        return CombinedState(request, parts=[part.open(request) for part in self.parts])
+    def open(self, request: Request) -> SeveralState:
+        return SeveralState(request, parts=[part.open(request) for part in self.parts])
 
-    def grow(self, states: Sequence[CombinedState], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[SeveralState], trees: Sequence[TokenTree]) -> list[int]:
         """Nodes added to each tree by all parts together."""
         return self.grow_by(None, states, trees)
 
-    def grow_by(self, source: Source | None, states: Sequence[CombinedState], trees: Sequence[TokenTree]) -> list[int]:
+    def grow_by(self, source: Source | None, states: Sequence[SeveralState], trees: Sequence[TokenTree]) -> list[int]:
         """Nodes added to each tree by the parts that have this source."""
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
@@ -71,28 +63,12 @@ class Combined(Drafter):
             if known is not None:
                 part.recall(known)
 
-    def observe(self, state: CombinedState, seen: Observation) -> None:
+    def observe(self, state: SeveralState, seen: Observation) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             own = None if seen.seen is None else seen.seen.only(part.needs, self.needs.layers)
             part.observe(inner, seen._replace(seen=own))
 
-    def heed(self, state: CombinedState, orders: Orders) -> None:
-        for part, inner in zip(self.parts, state.parts, strict=True):
-            part.heed(inner, orders)
-
-    def share_cores(self, most: int) -> None:
-        for part in self.parts:
-            part.share_cores(most)
-
-    def read(self, state: CombinedState, seen: Seen) -> None:
+    def read(self, state: SeveralState, seen: Seen) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             if part.needs.prompt:
                 part.read(inner, seen.only(part.needs, self.needs.layers))
-
-    def close(self, state: CombinedState) -> None:
-        for part, inner in zip(self.parts, state.parts, strict=True):
-            part.close(inner)
-
-    def end(self) -> None:
-        for part in self.parts:
-            part.end()

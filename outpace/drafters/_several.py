@@ -1,0 +1,40 @@
+"""What a drafter that is made of several passes on to all of them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.core.orders import Orders
+from outpace.core.types import Drafter, DraftState
+
+
+@dataclass
+class SeveralState(DraftState):
+    """The parts' own states, in the parts' order."""
+
+    parts: list[Any] = field(default_factory=list)
+
+
+class Several(Drafter):
+    """Who drafts when, and what each is shown, is said in a class for each way."""
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        self.parts = parts
+
+    def heed(self, state: SeveralState, orders: Orders) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.heed(inner, orders)
+
+    def share_cores(self, most: int) -> None:
+        for part in self.parts:
+            part.share_cores(most)
+
+    def close(self, state: SeveralState) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.close(inner)
+
+    def end(self) -> None:
+        for part in self.parts:
+            part.end()
