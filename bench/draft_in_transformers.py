@@ -52,6 +52,7 @@ def counted(model: Any) -> Iterator[list[int]]:
 
 
 def load(folder: Path) -> Any:
+    """The model of a folder, as transformers has it."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -105,6 +106,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Each prompt by generate, alone and assisted: whether the texts are equal, and what was accepted."""
     from transformers import AutoTokenizer
 
     folder = resolve(options.target)

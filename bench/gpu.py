@@ -14,12 +14,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_checks import CHECKED, of_forwards, of_texts, random_weights
+from gpu_clock import Bench, Row, bandwidth, joules
 
 from outpace.api.llm import LLM
 from outpace.core import machine
@@ -46,89 +47,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "beside": {"method": "card", "drafter": "model", "worker": "thread"},
     "planner": {"method": "auto", "profile": False},
 }
-Row = dict[str, Any]
-
-
-class Bench:
-    """The arguments, the clock, and what was found."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.device = args, args.device
-        self.is_cuda = torch.device(args.device).type == "cuda"
-        self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
-        self.ends = time.monotonic() + 60 * args.minutes
-        self.rows: dict[str, list[Row]] = {}
-
-    @property
-    def has_time(self) -> bool:
-        return time.monotonic() < self.ends
-
-    def wait(self) -> None:
-        """Until the device has done all."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
-    def seconds(self, work: Callable[[], object], times: int) -> float:
-        """The median of so many runs, after two that do not count."""
-        found = []
-        for number in range(times + 2):
-            self.wait()
-            start = time.perf_counter()
-            work()
-            self.wait()
-            if number >= 2:
-                found.append(time.perf_counter() - start)
-        return statistics.median(found)
-
-    def part(self, name: str, rows: Callable[[], Iterator[Row] | Sequence[Row]]) -> None:
-        """Runs a part while there is time; an error is a row and ends this part alone."""
-        found = self.rows.setdefault(name, [])
-        start = time.monotonic()
-        try:
-            for row in rows() if self.has_time else ():
-                found.append(row)
-                if not self.has_time:
-                    found.append({"note": "the time was over"})
-                    break
-        except Exception as error:  # what the other parts give is still wanted
-            found.append({"error": f"{type(error).__name__}: {error}", "passed": False})
-        gc.collect()
-        if self.is_cuda:
-            torch.cuda.empty_cache()
-        show(name, found, time.monotonic() - start)
-        with self.args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"part": name, "rows": found}) + "\n")
-
-
-def show(name: str, rows: Sequence[Row], seconds: float) -> None:
-    """One part's rows, a line each."""
-    print(f"\n{name} ({seconds:.0f} s)")
-    for row in rows:
-        cells = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
-        print("  " + ", ".join(cells), flush=True)
-
-
-def joules() -> float | None:
-    """Energy that the GPU has taken (NVML), or the processor (RAPL); None where neither can be read."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3
-    except Exception:  # no NVML: the package is not there, or the driver is not
-        pass
-    try:
-        return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text(encoding="ascii")) / 1e6
-    except OSError:
-        return None
-
-
-def bandwidth(bench: Bench) -> float:
-    """Bytes a second that reading memory reaches on the device."""
-    if not bench.is_cuda:
-        return machine.bandwidth()
-    buffer = torch.ones(1 << 29, dtype=torch.bfloat16, device=bench.device)
-    return buffer.nbytes / bench.seconds(buffer.sum, 10)
 
 
 def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:

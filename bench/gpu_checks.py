@@ -50,6 +50,7 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Call
 
 
 def tokens(count: int, seed: int) -> list[int]:
+    """So many random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(CHECKED.vocab_size) for _ in range(count)]
 
@@ -61,6 +62,7 @@ def parents(count: int, seed: int) -> list[int]:
 
 
 def branch(tree: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root down to this one."""
     path = []
     while node != PREFIX:
         path.append(node)

@@ -93,6 +93,7 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
 
 
 def until_ready(worker: ProcessWorker) -> None:
+    """Waits for the drafter's process; RuntimeError where it does not come."""
     end = time.monotonic() + STARTING
     while not worker.is_ready:
         if worker.failure is not None or time.monotonic() > end:

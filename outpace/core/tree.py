@@ -85,22 +85,26 @@ class TokenTree:
             raise ValueError(f"children of node {parent} are {self.siblings[parent].value}, not {siblings.value}")
         if math.isnan(score):
             raise ValueError(f"the path score of token {token} is not a number")
-        beside = self._children[parent]
-        if beside and siblings is Siblings.PICKED and self.child(parent, token) is not None:
+        if self._children[parent] and siblings is Siblings.PICKED and self.child(parent, token) is not None:
             return None
         above = self.scores[parent]
-        node_id = self.next_id if node_id is None else node_id
+        self._append(
+            parent, token, score if score < above else above, role, self.next_id if node_id is None else node_id
+        )
+        return node
+
+    def _append(self, parent: int, token: int, score: float, role: Role, node_id: int) -> None:
+        """One more node, which was checked."""
+        self._children[parent].append(len(self.tokens))
+        self._children.append([])
         self.tokens.append(token)
         self.parents.append(parent)
-        self.scores.append(score if score < above else above)
+        self.scores.append(score)
         self.roles.append(role)
         self.ids.append(node_id)
         self.sources.append("")
         if node_id >= self.next_id:
             self.next_id = node_id + 1
-        self._children.append([])
-        beside.append(node)
-        return node
 
     def hang(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
         """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
@@ -118,17 +122,8 @@ class TokenTree:
         for score, parent, token, role in fresh:
             if math.isnan(score):
                 raise ValueError(f"the path score of token {token} is not a number")
-            if score < bound:
-                continue
-            kids[parent].append(len(scores))
-            kids.append([])
-            self.tokens.append(token)
-            self.parents.append(parent)
-            scores.append(score)
-            self.roles.append(role)
-            self.ids.append(self.next_id)
-            self.sources.append("")
-            self.next_id += 1
+            if score >= bound:
+                self._append(parent, token, score, role, self.next_id)
 
     def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
         """Adds the distinct tokens of one draw as all the children of a node; how many they are."""

@@ -156,9 +156,8 @@ class Engine(AbstractContextManager["Engine"]):
         """One pass over prompts' chunks and requests' trees, and what follows from it for each."""
         if not chunks and not trees:
             return
-        self.target.share_cores(
-            leave=0 if chunks else self.drafting.cores
-        )  # of a prompt the target has far more to read
+        # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
+        self.target.share_cores(leave=0 if chunks else self.drafting.cores)
         began = self._clock()
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         seconds = self._clock() - began
