@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import files
 import torch
 from safetensors.torch import save_file
 
+from outpace.distill.options import DistillOptions
+from outpace.distill.start import Shape
+from outpace.distill.train import TrainOptions
+from outpace.distill.writer import WriterOptions
+
+TOKENS = 6000
 WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
 
 
@@ -36,3 +43,21 @@ def prompts_file(file: Path, count: int) -> Path:
     lines = [json.dumps({"id": f"p{n}", "task": "toy", "turns": [text]}) for n, text in enumerate(texts)]
     file.write_text("".join(f"{line}\n" for line in lines))
     return file
+
+
+def silent(stage: str, figures: dict[str, float]) -> None:
+    """Progress that nobody looks at."""
+
+
+def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
+    """A short distillation, with changes."""
+    base = DistillOptions(
+        target=str(target),
+        out=out,
+        prompts=[str(prompts_file(out.parent / "asked.jsonl", 800))],
+        tokens=TOKENS,
+        shape=Shape(layers="0,1", vocab=120),
+        writer=WriterOptions(rows=24, max_tokens=10, top=4),
+        train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
+    )
+    return replace(base, **changes)

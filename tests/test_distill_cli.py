@@ -11,7 +11,7 @@ import pytest
 import torch
 from distill_files import prompts_file, target_folder
 
-from outpace.cli.distill import seconds
+from outpace.cli.durations import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 

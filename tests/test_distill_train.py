@@ -8,50 +8,28 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import reference
 import torch
-from distill_files import prompts_file, target_folder
+from distill_files import settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Judgement, Speed, _told, predicted_speedups
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
-from outpace.distill.options import DistillOptions
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, keep, train_stage, write_plot
 from outpace.distill.start import Shape, new_student, pick_layers
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
-from outpace.distill.writer import WriterOptions
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import from_dict
-
-TOKENS = 6000
-
-
-def silent(stage: str, figures: dict[str, float]) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target_folder(tmp_path_factory.mktemp("target"))
-
-
-def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
-    base = DistillOptions(
-        target=str(target),
-        out=out,
-        prompts=[str(prompts_file(out.parent / "asked.jsonl", 800))],
-        tokens=TOKENS,
-        shape=Shape(layers="0,1", vocab=120),
-        writer=WriterOptions(rows=24, max_tokens=10, top=4),
-        train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
-    )
-    return replace(base, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -12,14 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from outpace.cli import display
+from outpace.cli.durations import seconds
 from outpace.cli.options import Json, Target, flags
 from outpace.cli.termination import as_interrupt
 from outpace.cli.writing import Seed
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError, check_range, check_whole
 
 AMOUNT, SHAPE, TRAINING, JUDGING, STORING = "Amount", "Draft", "Training", "Evaluation", "Packing"
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,13 @@ class Training:
         float, typer.Option(help="Weight of the divergence in the loss.", rich_help_panel=TRAINING)
     ] = 0.8
     save_every: Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=TRAINING)] = 180.0
+    part_size: Annotated[
+        float | None,
+        typer.Option(
+            help="MB of the largest file of a checkpoint and of the draft; what is larger is written in parts.",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -250,6 +256,8 @@ def _options(
         check_whole(name, value, 1)
     if training.batch_rows is not None:
         check_whole("batch_rows", training.batch_rows, 1)
+    if training.part_size is not None:
+        check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
@@ -275,6 +283,7 @@ def _options(
             length=training.length,
             seed=seed,
             save_every=training.save_every,
+            part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
             loss=losses,
         ),
         judge=JudgeOptions(judging.judged, seed=seed),
@@ -287,11 +296,3 @@ def _temperatures(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise UserError(f"temperatures is {text!r}, it must be numbers as in 0,0.8,1") from None
-
-
-def seconds(text: str) -> float:
-    """A time such as 90s, 30m or 1.5h, in seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
-    if match is None:
-        raise UserError(f"budget is {text!r}, it must be a time such as 90s, 30m or 2h")
-    return float(match[1]) * UNITS[match[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from outpace.core.errors import UserError
 from outpace.distill import prompts, training_state
 from outpace.distill.export import settled_ids
 from outpace.distill.options import DRAFT, TRAINING, DistillOptions
+from outpace.distill.parts import shared_out
 from outpace.distill.start import draft_config, frozen_names, plain_config
 from outpace.distill.text import longest_prompt
 from outpace.models.files.checkpoint import Checkpoint
@@ -42,8 +44,11 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
         raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
     ids = settled_ids(folder, shape.vocab)
     config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
-    trained = {name: size for name, size in tensor_shapes(config).items() if name not in frozen_names(config, sizes)}
+    shapes = tensor_shapes(config)
+    trained = {name: shape for name, shape in shapes.items() if name not in frozen_names(config, sizes)}
     training_state.check(folder, trained)
+    for held in (training_state.sizes(trained), {name: 2 * math.prod(shape) for name, shape in shapes.items()}):
+        shared_out(held, options.train.part_bytes)  # a part that is too small for a tensor is an error
 
 
 def _check_lengths(options: DistillOptions, texts: Sequence[str], tokenizer: Tokenizer, context: int) -> None:

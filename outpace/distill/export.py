@@ -12,23 +12,27 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.distill.parts import index_of, save_parts
 from outpace.distill.student import Student
-from outpace.models.files.checkpoint import new_folder
+from outpace.models.files.checkpoint import INDEX, SINGLE, new_folder
 from outpace.models.files.packed import TOKENIZER_FILES
 
 VOCAB_FILE = "draft_vocab.safetensors"
 
 
 def write_draft(
-    folder: Path, student: Student, config: Mapping[str, Any], target: Path, extra: Mapping[str, str] | None = None
+    folder: Path,
+    student: Student,
+    config: Mapping[str, Any],
+    target: Path,
+    extra: Mapping[str, str] | None = None,
+    part_bytes: int | None = None,
 ) -> None:
     """Replaces the draft at `folder`, whole or not at all. `config` is its config.json; `extra` are more text files.
 
-    Weights are stored in bfloat16, under their Hugging Face names; where the draft writes some tokens only, their ids
-    are the int32 tensor `ids` of draft_vocab.safetensors.
+    Weights are stored in bfloat16, under their Hugging Face names, in files of at most `part_bytes`; where the draft
+    writes some tokens only, their ids are the int32 tensor `ids` of draft_vocab.safetensors.
     """
-    from safetensors.torch import save_file
-
     tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
     retired = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(retired, ignore_errors=True)
@@ -37,7 +41,9 @@ def write_draft(
     try:
         with new_folder(folder) as made:
             (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-            _save(save_file, tensors, made / "model.safetensors")
+            placed = save_parts(made, Path(SINGLE).stem, tensors, part_bytes, {"format": "pt"})
+            if len(set(placed.values())) > 1:
+                (made / INDEX).write_text(index_of(tensors, placed), encoding="utf-8")
             if student.ids is not None:
                 save_ids(made / VOCAB_FILE, student.ids)
             for name in TOKENIZER_FILES:
@@ -56,7 +62,10 @@ def save_ids(file: Path, ids: Tensor) -> None:
     """Writes the tokens that a draft can write: the int32 tensor `ids`, in rising order."""
     from safetensors.torch import save_file
 
-    _save(save_file, {"ids": ids.cpu().to(torch.int32)}, file)
+    try:
+        save_file({"ids": ids.cpu().to(torch.int32)}, file, {"format": "pt"})
+    except Exception as error:  # safetensors has an error class of its own
+        raise UserError(f"{file} cannot be written ({error})") from error
 
 
 def read_ids(file: Path) -> Tensor:
@@ -82,10 +91,3 @@ def settled_ids(folder: Path, size: int) -> Tensor | None:
     if len(ids) != size:
         raise UserError(f"{folder} holds a draft of {len(ids)} tokens, not {size}; choose another")
     return ids
-
-
-def _save(save_file: Any, tensors: Mapping[str, Tensor], file: Path) -> None:
-    try:
-        save_file(dict(tensors), file, {"format": "pt"})
-    except Exception as error:  # safetensors has an error class of its own
-        raise UserError(f"{file} cannot be written ({error})") from error

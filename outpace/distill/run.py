@@ -34,7 +34,7 @@ from outpace.models.text.tokenizer import Tokenizer
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; judging takes the rest
 JUDGEMENT = "judgement.json"
 
-UNSAID = ("save_every", "seconds")  # options that leave the weights alone
+UNSAID = ("save_every", "seconds", "part_bytes")  # options that leave the weights alone
 
 
 def distill(options: DistillOptions, progress: StageProgress) -> Judgement | None:
@@ -95,7 +95,8 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
     config = draft_config(read_json(target / "config.json"), options.shape, ids)
     draft = options.out / DRAFT
     trainer.run(
-        lambda figures: progress("training", figures), save=lambda student: write_draft(draft, student, config, target)
+        lambda figures: progress("training", figures),
+        save=lambda student: write_draft(draft, student, config, target, part_bytes=train.part_bytes),
     )
     return draft
 

@@ -40,6 +40,7 @@ class TrainOptions:
     length: int = 512
     seed: int = 0
     save_every: float = 180.0  # seconds
+    part_bytes: int | None = None  # the largest file of a checkpoint; None: one file, however large
     loss: LossOptions = field(default_factory=LossOptions)
 
     def __post_init__(self) -> None:
@@ -50,6 +51,8 @@ class TrainOptions:
             check_whole(name, getattr(self, name), 1)
         check_whole("seed", self.seed, 0, 2**63 - 1)
         check_range("save_every", self.save_every, 0.0)
+        if self.part_bytes is not None:
+            check_whole("part_bytes", self.part_bytes, 1)
 
 
 @dataclass
@@ -126,7 +129,8 @@ class Trainer:
 
     def checkpoint(self, mean: float, progress: Progress, save: Callable[[Student], None]) -> Agreement:
         """Saves all that a resumed run needs, judges the held-out answers and adds a point to the learning curve."""
-        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state))
+        most = self.options.part_bytes
+        training_state.save(self.folder, self._trained, self.optimizer, asdict(self.state), most)
         save(self.student)
         found = self.judge()
         state = self.state

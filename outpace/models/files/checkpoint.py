@@ -140,7 +140,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             return
         if not is_there(self.path / INDEX):
             raise _without_weights(self.path)
-        shards = _index(self.path / INDEX)
+        shards = parts_of(self.path / INDEX)
         for shard in sorted(set(shards.values())):
             self._add_file(shard)
         for name, shard in shards.items():
@@ -277,7 +277,8 @@ def _without_weights(path: Path) -> UserError:
     return UserError(f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read")
 
 
-def _index(file: Path) -> dict[str, str]:
+def parts_of(file: Path) -> dict[str, str]:
+    """The file of each tensor by an index of several weight files; UserError where it makes no sense."""
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise UserError(f"{file} has no weight_map")

@@ -17,7 +17,16 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
-from outpace.models.files.checkpoint import EMBEDDING, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, new_folder
+from outpace.models.files.checkpoint import (
+    EMBEDDING,
+    INDEX,
+    OF_TARGET,
+    SINGLE,
+    Checkpoint,
+    lacks_embedding,
+    new_folder,
+    parts_of,
+)
 from outpace.models.files.digests import Digests
 from outpace.models.files.find import cache_folder
 from outpace.models.files.gguf.source import GgufSource
@@ -139,8 +148,10 @@ def _shared(shapes: Mapping[str, Any]) -> list[str]:
 
 
 def _others(draft: Path) -> Iterator[Path]:
-    """The files beside configuration and weights."""
-    return (file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in ("config.json", SINGLE))
+    """The files beside configuration and weights, which may lie in parts."""
+    parts = set(parts_of(draft / INDEX).values()) if (draft / INDEX).is_file() else set()
+    weights = {"config.json", SINGLE, INDEX, *parts}
+    return (file for file in sorted(draft.iterdir()) if file.is_file() and file.name not in weights)
 
 
 def _is_same(file: Path, other: Path) -> bool:
