@@ -45,7 +45,7 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 def test_phrases_begin_a_draft_and_one_forward_reads_them() -> None:
     text = greedy((3, 1, 4), 9)
     drafter, counted = Ouroboros(draft := Counting(16, 3, 0), Options()), 0
-    drafter._pool.learn(4, tuple(text[:4]))
+    drafter._pools.shared.learn(4, tuple(text[:4]))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
     counted = draft.passes
     drafter.grow([state], [tree])
@@ -61,8 +61,8 @@ def test_phrases_prolong_a_draft() -> None:
     text = greedy((3, 1, 4), 9)
     drafter = Ouroboros(TARGET, Options(phrase=3))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
-    drafter._pool = Table(64, 8)
-    drafter._pool.learn(text[0], tuple(text[1:4]))
+    state.pool = Table(64, 8)
+    state.pool.learn(text[0], tuple(text[1:4]))
     drafter.grow([state], [tree])
     assert tree.tokens[1:] == text[:4]
     drafter.grow([state], [tree])
@@ -74,8 +74,8 @@ def test_where_the_draft_disagrees_its_own_token_goes_on() -> None:
     wrong = (text[0] + 1) % 16
     drafter = Ouroboros(TARGET, Options(phrase=2))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
-    drafter._pool = Table(64, 8)
-    drafter._pool.learn(4, (wrong, 5))
+    state.pool = Table(64, 8)
+    state.pool.learn(4, (wrong, 5))
     for _ in range(3):
         drafter.grow([state], [tree])
     path = [0]
@@ -104,7 +104,7 @@ def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
                 at = tree.child(at, phrase[-1])
             if len(phrase) > 1:
                 expected.add((tree.tokens[node], *phrase))
-        assert {(lead, *rest) for lead in range(16) for rest in drafter._pool.followers(lead)} == expected
+        assert {(lead, *rest) for lead in range(16) for rest in state.pool.followers(lead)} == expected
 
 
 def test_the_pool_serves_later_requests() -> None:

@@ -38,7 +38,7 @@ def test_the_table_is_the_last_judgement_of_each_token() -> None:
     outcome = decode(asked, "speculative", drafter, target=TARGET, engine=WIDE)
     assert outcome.texts == [write(TARGET, request) for request in asked]
     last = dict(drafter.shown)
-    assert {token: list(best) for token, best in drafter._successors.items()} == last
+    assert {token: list(best) for token, best in drafter._tables.shared.items()} == last
     assert all(len(best) == 4 for best in last.values())
     assert len(last) <= TARGET.vocab_size
     assert outcome.figures.accepted > 0
@@ -56,7 +56,7 @@ def test_an_order_one_target_is_known_after_one_look() -> None:
 
 def test_the_likeliest_are_offered_first() -> None:
     drafter = Recycle(Options(offered=3))
-    drafter._successors = {1: [2, 3, 4], 2: [5, 6, 7]}
+    drafter._tables.shared.update({1: [2, 3, 4], 2: [5, 6, 7]})
     tree = TokenTree(1)
     drafter.grow([drafter.open(Request((1,), Greedy(), 9))], [tree])
     assert tree.tokens[1:4] == [2, 3, 4]

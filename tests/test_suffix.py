@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,18 +118,6 @@ def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
     assert len(grown(drafter, [9, 12, 13])) == 1, "an answer ends where it ended"
 
 
-def test_a_request_with_a_reuse_key_knows_no_past_answers_and_leaves_none() -> None:
-    drafter = Suffix(Options())
-    for key, expected in (("mine", 1), (None, 3)):
-        state = drafter.open(replace(request([1, 2, 3]), reuse_key=key))
-        drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
-        drafter.close(state)
-        assert len(grown(drafter, [5, 10, 11])) == expected
-    tree = TokenTree(11)
-    drafter.grow([drafter.open(replace(request([5, 10, 11]), reuse_key="mine"))], [tree])
-    assert len(tree) == 1
-
-
 def test_without_a_past_nothing_is_held_of_it() -> None:
     drafter = Suffix(Options(past=0))
     state = drafter.open(request([1, 2, 3]))
@@ -155,8 +142,8 @@ def test_memory_is_bounded_over_many_tokens() -> None:
             assert len(state.rates) <= len(drafter._rates)
             assert state.planted == {}
         drafter.close(state)
-        assert drafter._past is not None
-        assert drafter._past.entries <= 5 * 2048
+        assert state.past is not None
+        assert state.past.entries <= 5 * 2048
 
 
 def test_a_repeated_answer_is_written_in_fewer_passes() -> None:

@@ -102,7 +102,7 @@ def test_a_table_is_bounded_over_many_tokens() -> None:
         written = [chance.randrange(500) for _ in range(100)]
         root = TokenTree(written[-1], turn + 1, turn + 2)
         drafter.observe(state, Observation([turn], written, root))
-        assert len(drafter._table) <= 64 * 4
+        assert len(state.table) <= 64 * 4
         assert len(state.last) <= 3
 
 

@@ -22,6 +22,7 @@ from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import _store
+from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._phrases import Phrase, Table, kept_in
@@ -54,8 +55,9 @@ class Options:
 
 @dataclass
 class CachebackState(GraftState):
-    """`last`: the end of the text, whose last phrase is not in the table yet."""
+    """`table`: that of the request's reuse key. `last`: the end of the text, whose last phrase is not in it yet."""
 
+    table: Table = field(default_factory=lambda: Table(1, 1))
     last: list[int] = field(default_factory=list)
 
 
@@ -73,19 +75,19 @@ class Frozen:
 
 class Cacheback(Grafter[CachebackState]):
     """Grows the followers of the last token, then those of their last tokens, the likeliest first. One table serves all
-    requests."""
+    requests of the same reuse key."""
 
     name = "cacheback"
 
     def __init__(self, options: Options, frozen: Frozen | None, given: Given | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
-        self._table = Table(options.leaders, options.followers)
-        self._kept = kept_in(options.phrases, given, self._table)
+        self._tables = ByKey(lambda: Table(options.leaders, options.followers))
+        self._kept = kept_in(options.phrases, given, self._tables.shared)
 
     def open(self, request: Request) -> CachebackState:
-        state = CachebackState(request, list(request.prompt))
-        state.last = self._table.read((), request.prompt, PHRASE)
+        state = CachebackState(request, list(request.prompt), table=self._tables.of(request.reuse_key))
+        state.last = state.table.read((), request.prompt, PHRASE)
         return state
 
     def propose(self, state: CachebackState, tree: TokenTree) -> None:
@@ -95,7 +97,7 @@ class Cacheback(Grafter[CachebackState]):
         size = len(tree) + self._options.offered
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
-            for phrase, origin, grade in islice(self._phrases(tree.tokens[node]), self._options.branches):
+            for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
                 end = self._plant(state, tree, node, phrase, (origin, grade, least))
                 if end not in known:
                     known.add(end)
@@ -103,15 +105,15 @@ class Cacheback(Grafter[CachebackState]):
 
     def observe(self, state: CachebackState, seen: Observation) -> None:
         super().observe(state, seen)
-        state.last = self._table.read(state.last, seen.tokens, PHRASE)
+        state.last = state.table.read(state.last, seen.tokens, PHRASE)
 
     def end(self) -> None:
         if self._kept is not None:
-            self._kept.write(self._table)
+            self._kept.write(self._tables.shared)
 
-    def _phrases(self, leader: int) -> Iterator[tuple[Phrase, int, Grade]]:
+    def _phrases(self, learnt: Table, leader: int) -> Iterator[tuple[Phrase, int, Grade]]:
         """What is known to follow a token: each phrase, where it comes from, and how sure that is of it."""
-        for origin, table in ((LEARNT, self._table), (FROZEN, self._frozen)):
+        for origin, table in ((LEARNT, learnt), (FROZEN, self._frozen)):
             phrases = table.followers(leader) if table is not None else []
             grade = Grade.SURE if len(phrases) == 1 else Grade.LIKELY
             for phrase in phrases:

@@ -18,6 +18,7 @@ from outpace.core.errors import check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._by_key import ByKey
 from outpace.drafters._grafter import Grade, Grafter, GraftState
 from outpace.drafters._phrases import Table, kept_in
 
@@ -66,11 +67,11 @@ class Lookahead(Grafter[LookaheadState]):
         super().__init__()
         self._options = options
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
-        self._shared = self._pool()
-        self._kept = kept_in(options.phrases, given, self._shared)
+        self._pools = ByKey(self._pool)
+        self._kept = kept_in(options.phrases, given, self._pools.shared)
 
     def open(self, request: Request) -> LookaheadState:
-        pool = self._shared if self._kept is not None else self._pool()
+        pool = self._pools.of(request.reuse_key) if self._kept is not None else self._pool()
         state = LookaheadState(request, list(request.prompt), pool=pool)
         self._fill(state)
         self._read(state, request.prompt)
@@ -101,7 +102,7 @@ class Lookahead(Grafter[LookaheadState]):
 
     def end(self) -> None:
         if self._kept is not None:
-            self._kept.write(self._shared)
+            self._kept.write(self._pools.shared)
 
     def _pool(self) -> Table:
         return Table(_LEADERS, self._options.guesses)

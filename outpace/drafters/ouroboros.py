@@ -5,7 +5,8 @@ Ouroboros: Zhao et al., 2024, arXiv:2402.13720; no training beyond the draft mod
 Phrases of the pool that follow the last token, and those that follow the draft's end, hang on the tree. The draft's
 next forward reads all of them beside the end itself, and the draft goes on behind the last token that it would have
 proposed too; the others stay as suffixes for the target to judge. The pool learns from texts, and from what the target
-says behind rejected tokens. It serves all requests. In the paper the draft model also looks ahead by Jacobi iteration.
+says behind rejected tokens. It serves all requests of the same reuse key. In the paper the draft model also looks
+ahead by Jacobi iteration.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Offer, Request, Source
+from outpace.drafters._by_key import ByKey
 from outpace.drafters._chance import Choices
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._grower import Grower, GrowState, Job
@@ -60,16 +62,18 @@ class Options:
 @dataclass
 class OuroborosState(GraftState, GrowState):
     """`offers`: what the draft proposed below a node, by id. `last`: the end of the text, whose phrases are not
-    complete. `tree`: the one that was grown last; `end`: the id of the node where the draft goes on."""
+    complete. `tree`: the one that was grown last; `end`: the id of the node where the draft goes on. `pool`: that of
+    the request's reuse key."""
 
     offers: dict[int, Offer] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
     tree: TokenTree | None = None
     end: int = -1  # -1: the root
+    pool: Table = field(default_factory=lambda: Table(1, 1))
 
 
 class Ouroboros(Grafter[OuroborosState]):
-    """Keeps a session of the draft model for each request, and one pool for all."""
+    """Keeps a session of the draft model for each request, and one pool for each reuse key."""
 
     name = "ouroboros"
     runs_model = True
@@ -81,8 +85,8 @@ class Ouroboros(Grafter[OuroborosState]):
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
         self._choices = Choices()
-        self._pool = Table(options.leaders, options.followers)
-        self._kept = kept_in(options.phrases, given, self._pool)
+        self._pools = ByKey(lambda: Table(options.leaders, options.followers))
+        self._kept = kept_in(options.phrases, given, self._pools.shared)
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -93,8 +97,9 @@ class Ouroboros(Grafter[OuroborosState]):
         return self._grower.window or None
 
     def open(self, request: Request) -> OuroborosState:
-        state = OuroborosState(request, list(request.prompt), session=self._grower.open(request))
-        state.last = self._pool.read((), request.prompt, self._options.phrase)
+        pool = self._pools.of(request.reuse_key)
+        state = OuroborosState(request, list(request.prompt), session=self._grower.open(request), pool=pool)
+        state.last = state.pool.read((), request.prompt, self._options.phrase)
         return state
 
     def grow(self, states: Sequence[OuroborosState], trees: Sequence[TokenTree]) -> list[int]:
@@ -117,7 +122,7 @@ class Ouroboros(Grafter[OuroborosState]):
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
         """Hangs phrases behind the draft's end."""
         end, grade = tree.ids.index(state.end), Grade.SURE
-        for phrase in self._pool.followers(tree.tokens[end])[: self._options.suffixes]:
+        for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
             node = end
             for place, token in enumerate(phrase):
                 if len(tree) >= self._options.tree_nodes:
@@ -132,7 +137,7 @@ class Ouroboros(Grafter[OuroborosState]):
         self.learn(state, seen)
         self._reuse(state, seen)
         self._grower.follow(state, seen)
-        state.last = self._pool.read(state.last, seen.tokens, self._options.phrase)
+        state.last = state.pool.read(state.last, seen.tokens, self._options.phrase)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
         state.tree, state.end = None, -1
 
@@ -141,7 +146,7 @@ class Ouroboros(Grafter[OuroborosState]):
 
     def end(self) -> None:
         if self._kept is not None:
-            self._kept.write(self._pool)
+            self._kept.write(self._pools.shared)
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps: how the draft's chances and the phrases came true."""
@@ -194,7 +199,7 @@ class Ouroboros(Grafter[OuroborosState]):
                     phrase.append(said[tree.ids[below]])
                     below = tree.child(below, phrase[-1])
                 if len(phrase) > 1:
-                    self._pool.learn(tree.tokens[node], tuple(phrase))
+                    state.pool.learn(tree.tokens[node], tuple(phrase))
 
 
 def build(options: Options, *, given: Given) -> Ouroboros:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from outpace.core.needs import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grafter, GraftState, kind_of
 
@@ -33,9 +34,19 @@ class Options:
         check_limits(self)
 
 
-class Recycle(Grafter[GraftState]):
-    """Grows the successors of the last token, then theirs, the likeliest first. One table serves all requests; it has a
-    row for each token of the vocabulary at most."""
+Successors = dict[int, Sequence[int]]
+
+
+@dataclass
+class RecycleState(GraftState):
+    """`successors`: the table of the request's reuse key."""
+
+    successors: Successors = field(default_factory=dict)
+
+
+class Recycle(Grafter[RecycleState]):
+    """Grows the successors of the last token, then theirs, the likeliest first. One table serves all requests of the
+    same reuse key; it has a row for each token of the vocabulary at most."""
 
     name = "recycle"
 
@@ -43,28 +54,28 @@ class Recycle(Grafter[GraftState]):
         super().__init__(origins=options.branches)
         self.needs = Needs(top=options.branches)
         self._options = options
-        self._successors: dict[int, Sequence[int]] = {}
+        self._tables: ByKey[Successors] = ByKey(dict)
 
-    def open(self, request: Request) -> GraftState:
-        return GraftState(request, list(request.prompt))
+    def open(self, request: Request) -> RecycleState:
+        return RecycleState(request, list(request.prompt), successors=self._tables.of(request.reuse_key))
 
-    def propose(self, state: GraftState, tree: TokenTree) -> None:
+    def propose(self, state: RecycleState, tree: TokenTree) -> None:
         """Best first; a successor's kind is its rank and whether it stands below the root."""
         least = math.log(self._options.least_chance) if self._options.least_chance else -math.inf
         waiting, left = [(0.0, 0, 0)], self._options.offered  # -W, depth, node
         while waiting and left > 0:
             loss, depth, node = heappop(waiting)
-            for rank, token in enumerate(self._successors.get(tree.tokens[node], ())):
+            for rank, token in enumerate(state.successors.get(tree.tokens[node], ())):
                 kind = kind_of(min(depth, 1), origin=rank)
                 if math.log(self.rate(state, kind)) - loss >= least:
                     child = self.plant(state, tree, node, token, kind)
                     heappush(waiting, (-tree.scores[child], depth + 1, child))
                     left -= 1
 
-    def observe(self, state: GraftState, seen: Observation) -> None:
+    def observe(self, state: RecycleState, seen: Observation) -> None:
         super().observe(state, seen)
         if seen.seen is not None and seen.seen.top is not None:
-            self._successors.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
+            state.successors.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
 
 
 def build(options: Options, **_: object) -> Recycle:

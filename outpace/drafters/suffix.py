@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK, Index
@@ -26,7 +27,7 @@ class Options:
     """Match up to `depth` tokens, at `places` places of the text and as many of past answers; copy `copies` tokens of
     each, and offer those that are expected to be reached with a chance of `least_chance`, `offered` in all and
     `branches` behind the same token. `window` tokens of the text and `past` tokens of past answers are held; 0: none of
-    these. A request with a reuse key finds no past answers and leaves none."""
+    these. A request finds past answers of its own reuse key only."""
 
     depth: int = 64
     places: int = 16
@@ -51,6 +52,7 @@ class SuffixState(GraftState):
     """Where the text's n-grams stood in it."""
 
     index: Index = field(default_factory=lambda: Index((1,), 1))
+    past: Index | None = None  # answers of the same reuse key
 
 
 class Suffix(Grafter[SuffixState]):
@@ -61,10 +63,11 @@ class Suffix(Grafter[SuffixState]):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
-        self._past = Index(_LENGTHS, options.past) if options.past else None
+        self._past = ByKey(lambda: Index(_LENGTHS, options.past)) if options.past else None
 
     def open(self, request: Request) -> SuffixState:
         state = SuffixState(request, list(request.prompt))
+        state.past = self._past.of(request.reuse_key) if self._past is not None else None
         state.index = Index(_LENGTHS, self._options.window)
         state.index.extend(request.prompt)
         return state
@@ -78,13 +81,12 @@ class Suffix(Grafter[SuffixState]):
         state.index.extend(seen.tokens)
 
     def close(self, state: SuffixState) -> None:
-        if self._past is not None and state.request.reuse_key is None:
-            self._past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
+        if state.past is not None:
+            state.past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
     def _copies(self, state: SuffixState) -> Iterator[Copy]:
         options = self._options
-        past = self._past if state.request.reuse_key is None else None  # by the time it takes it would tell of others
-        for index in (state.index, past):
+        for index in (state.index, state.past):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth):
                     yield Copy(min(length, options.depth), index.after(place, options.copies))

@@ -1,0 +1,62 @@
+"""What drafters learn from answers stays within a reuse key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doubles import QuickToy, decode, make_request, write
+
+from outpace.core.needs import Given
+from outpace.core.types import Drafter
+from outpace.drafters import _by_key, cacheback, lookahead, ouroboros, recycle, suffix
+from outpace.drafters._by_key import ByKey
+from outpace.engine.engine import EngineOptions
+
+TARGET = QuickToy(16, 1, 0)  # the next token depends on the last one alone
+DRAFT = QuickToy(16, 3, 5)
+WIDE = EngineOptions(nodes=32, rows=512)
+NAMED: Any = SimpleNamespace(fingerprint="toy")
+GIVEN = Given(TARGET, tokenizer=NAMED)
+
+
+def _lookahead(folder: Path) -> Drafter:
+    return lookahead.Lookahead(lookahead.Options(phrases=str(folder / "pool"), from_text=True), GIVEN)
+
+
+MADE: dict[str, Callable[[Path], Any]] = {
+    "suffix": lambda _: suffix.Suffix(suffix.Options()),
+    "cacheback": lambda _: cacheback.Cacheback(cacheback.Options(least_chance=0.0), None),
+    "recycle": lambda _: recycle.Recycle(recycle.Options(branches=2, least_chance=0.0)),
+    "lookahead": _lookahead,
+    "ouroboros": lambda _: ouroboros.Ouroboros(DRAFT, ouroboros.Options()),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> None:
+    """Passes tell: an answer that was written before takes fewer of them, for the same key alone."""
+    drafter = MADE[name](tmp_path)
+    passes = []
+    for key in ("mine", "yours", None, "mine"):
+        asked = make_request((3, 1, 4), max_tokens=12, reuse_key=key)
+        outcome = decode([asked], "speculative", drafter, target=TARGET, engine=WIDE)
+        assert outcome.texts == [write(TARGET, asked)]
+        passes.append(len(outcome.steps[0]))
+    mine, yours, nobodys, again = passes
+    assert mine == yours == nobodys
+    assert again < mine
+
+
+def test_the_tables_of_the_keys_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_by_key, "MOST", 2)
+    tables: ByKey[list[str]] = ByKey(list)
+    for key in ("a", "b", None, "a", "c"):
+        tables.of(key).append(str(key))
+    assert tables.of("a") == ["a", "a"]
+    assert tables.of("c") == ["c"]
+    assert tables.of(None) == tables.shared == ["None"]
+    assert tables.of("b") == [], "it was unused longest"
