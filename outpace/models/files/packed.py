@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
@@ -33,6 +35,7 @@ from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
+from outpace.models.llama.stored import Stored
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = (
@@ -211,7 +214,12 @@ def _hash_tokenizer(source: GgufSource) -> str:
 
 
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
-    """Of a tensor's type, shape and values."""
+    """Of a tensor's type, shape and values, in the blocks that the file has."""
+    weight = checkpoint.weight(name)
+    if isinstance(weight, Stored):
+        digest = hashlib.sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
+        digest.update(np.ascontiguousarray(weight.data).data)
+        return digest.hexdigest()
     value = checkpoint.tensor(name).contiguous()
     digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}\n".encode())
     digest.update(value.flatten().view(torch.uint8).numpy().data)
