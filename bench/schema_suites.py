@@ -31,7 +31,6 @@ from outpace.grammar.structure import schema_of
 from outpace.models.load import load_model
 
 CLIENTS = 16
-LARGEST = 20_000  # bytes of a schema that is asked for
 
 
 def groups(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
@@ -141,9 +140,12 @@ def is_valid(schema: Any, text: str) -> bool:
     return True
 
 
-def answers(folder: Path, url: str, count: int, known: Path, most: int, seconds: float) -> dict[str, Any]:
-    """Asks for those of `count` schemas, drawn from the folder, that are not known yet, for so long."""
-    files = sorted(file for file in folder.rglob("*.json") if file.stat().st_size <= LARGEST)
+def answers(
+    folder: Path, url: str, count: int, known: Path, most: int, seconds: float, largest: int = 20_000
+) -> dict[str, Any]:
+    """Asks for those of `count` schemas, drawn from the folder, that are not known yet, for so long. `largest`: bytes
+    of a schema, at most."""
+    files = sorted(file for file in folder.rglob("*.json") if file.stat().st_size <= largest)
     chosen = random.Random(0).sample(files, min(count, len(files)))
     found = Answers(url, known, most)
     left = [file for file in chosen if file.name not in found.rows]
@@ -174,11 +176,14 @@ def main() -> int:
     parser.add_argument("--known", type=Path, default=Path("answers.jsonl"))
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=36000.0, help="no schema is begun after so long")
+    parser.add_argument("--largest", type=int, default=20_000, help="bytes of a schema, at most")
     given = parser.parse_args()
     if given.what == "instances":
         told = instances(given.folder)
     else:
-        told = answers(given.folder, given.url, given.count, given.known, given.max_tokens, given.seconds)
+        told = answers(
+            given.folder, given.url, given.count, given.known, given.max_tokens, given.seconds, given.largest
+        )
     print(json.dumps(told))
     wrong = told.get("wrong") or told.get("unequal") or told.get("invalid") or told.get("status 500")
     return 1 if wrong else 0

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,21 +45,22 @@ class Seen:
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
-async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> None:
-    """Streams one answer; `leave_after` so many seconds the connection is closed."""
+async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> float:
+    """Streams one answer; `leave_after` so many seconds the connection is closed. Gives the seconds after which the
+    server wants to be asked again, 0 where it answered."""
     began = time.perf_counter()
     async with sent(url, {**body, "stream": True, "stream_options": {"include_usage": True}}) as reader:
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(_read(reader, body, seen, began), leave_after)
+            return await asyncio.wait_for(_read(reader, body, seen, began), leave_after)
+    return 0.0
 
 
-async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> None:
+async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> float:
     status = int((await reader.readline()).split()[1])
     seen.note(status)
     if status != 200:
         seen.refusals.append(time.perf_counter() - began)
-        await reader.read()
-        return
+        return wait_of(await reader.read())
     texts, is_first, chunks, usage = dict[int, str](), True, 0, None
     while line := await reader.readline():
         if not line.startswith(b"data: {"):
@@ -67,7 +68,7 @@ async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, 
         event = json.loads(line[6:])
         if "error" in event:
             seen.note(599)
-            return
+            return 0.0
         for choice in event["choices"]:
             if choice["delta"].get("content") and is_first:
                 seen.first.append(time.perf_counter() - began)
@@ -78,6 +79,13 @@ async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, 
     seen.tokens += usage["completion_tokens"] if usage else chunks  # a server that tells no usage: a token a chunk
     key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
     seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
+    return 0.0
+
+
+def wait_of(answer: bytes) -> float:
+    """Seconds that a refused client is told to stay away."""
+    found = re.search(rb"retry-after-ms: (\d+)", answer)
+    return int(found[1]) / 1000 if found else 0.0
 
 
 async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -204,9 +212,56 @@ def serving(*options: str) -> Iterator[Server]:
         server.end()
 
 
+async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], seen: Seen) -> None:
+    """Clients that ask again as soon as they have an answer, or may, until they are cancelled."""
+
+    async def client(number: int) -> None:
+        while True:
+            await asyncio.sleep(await ask(url, asked(number), seen))
+
+    await asyncio.gather(*map(client, range(clients)))
+
+
+async def compared(
+    url: str, without: Callable[[], Awaitable[Any]], with_it: Callable[[], Awaitable[Any]], windows: int, seconds: float
+) -> list[tuple[float, float]]:
+    """Tokens a second that the server writes without something and with it, in short windows in turn: the machine's own
+    speed changes too."""
+
+    async def rate(work: Callable[[], Awaitable[Any]]) -> float:
+        task = asyncio.ensure_future(work())
+        await asyncio.sleep(0.3)
+        before, began = (await figures(url))["generation_tokens_total"], time.perf_counter()
+        await asyncio.sleep(seconds)
+        after = (await figures(url))["generation_tokens_total"]
+        found = (after - before) / (time.perf_counter() - began)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    rows = []
+    for number in range(windows):
+        first, second = (without, with_it) if number % 2 else (with_it, without)
+        found = [await rate(first), await rate(second)]
+        rows.append((found[0], found[1]) if number % 2 else (found[1], found[0]))
+    return rows
+
+
+def told_of(rows: list[tuple[float, float]]) -> dict[str, Any]:
+    """The share that is left, of all windows, and what each gave."""
+    share = sum(after for _, after in rows) / sum(before for before, _ in rows)
+    ratios = sorted(after / before for before, after in rows)
+    return {"share": round(share, 3), "median": round(statistics.median(ratios), 3), "windows": len(rows)}
+
+
 def resident(pid: int) -> int:
     """Bytes of a process in memory."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def loop_seconds(pid: int) -> float:
+    """Processor time of a server's event loop so far, which is its first thread, in seconds."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def cpu_seconds() -> float:

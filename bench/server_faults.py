@@ -1,6 +1,6 @@
-"""What a server is done to: clients that leave, that are too many, that do not read; signals; a drafter that is killed.
+"""What a server is done to: clients that leave, or that do not read; signals; a drafter that is killed.
 
-python bench/server_faults.py disconnects overload slow fairness drafter sigterm    # any of them
+python bench/server_faults.py disconnects slow fairness drafter sigterm    # any of them
 
 Each part starts a server of its own, of the shipped model, and ends it. A table, and one JSON line last; status 1 where
 something is not as it must be: an answer without its end, a text that differs from plain decoding's, work that goes on.
@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -29,15 +28,15 @@ from server_client import (
     Server,
     ask,
     body,
-    cpu_seconds,
+    compared,
+    crowd,
     figures,
     idle_after,
-    quantile,
-    request,
     resident,
     sent,
     serving,
     texts,
+    told_of,
 )
 
 STARTS = 120.0
@@ -78,82 +77,6 @@ async def disconnects(url: str, count: int) -> dict[str, Any]:
     await ask(url, body("Hello", 8), whole)
     bad = seconds > 1.0 or whole.statuses != {200: 1}
     return {"disconnects": count, "noticed": left, "idle_after": round(seconds, 3), "kv_share": memory, "bad": bad}
-
-
-async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], seen: Seen) -> None:
-    """Clients that ask again as soon as they have an answer, until they are cancelled."""
-
-    async def client(number: int) -> None:
-        while True:
-            await ask(url, asked(number), seen)
-
-    await asyncio.gather(*map(client, range(clients)))
-
-
-async def compared(
-    url: str, without: Callable[[], Awaitable[Any]], with_it: Callable[[], Awaitable[Any]], windows: int, seconds: float
-) -> list[tuple[float, float]]:
-    """Tokens a second that the server writes without something and with it, in short windows in turn: the machine's own
-    speed changes too."""
-
-    async def rate(work: Callable[[], Awaitable[Any]]) -> float:
-        task = asyncio.ensure_future(work())
-        await asyncio.sleep(0.3)
-        before, began = (await figures(url))["generation_tokens_total"], time.perf_counter()
-        await asyncio.sleep(seconds)
-        after = (await figures(url))["generation_tokens_total"]
-        found = (after - before) / (time.perf_counter() - began)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return found
-
-    rows = []
-    for number in range(windows):
-        first, second = (without, with_it) if number % 2 else (with_it, without)
-        found = [await rate(first), await rate(second)]
-        rows.append((found[0], found[1]) if number % 2 else (found[1], found[0]))
-    return rows
-
-
-def told_of(rows: list[tuple[float, float]]) -> dict[str, Any]:
-    """The share that is left, of all windows, and what each gave."""
-    share = sum(after for _, after in rows) / sum(before for before, _ in rows)
-    ratios = sorted(after / before for before, after in rows)
-    return {"share": round(share, 3), "median": round(statistics.median(ratios), 3), "windows": len(rows)}
-
-
-async def nothing() -> None:
-    """Until it is cancelled."""
-    await asyncio.sleep(3600)
-
-
-async def overload(url: str, windows: int, seconds: float) -> dict[str, Any]:
-    """As many clients as the batch holds ask all the time; beside them, in every second window, ten times the requests
-    that the server can answer."""
-    seen, flood, draw, cpu = Seen(), Seen(), random.Random(7), [0.0, 0.0]
-    full = asyncio.create_task(crowd(url, 16, lambda number: request(draw, False, 60), seen))
-    await asyncio.sleep(8.0)
-    each = 8.0 / max(sum(seen.statuses.values()), 1) / 10
-
-    async def arrive() -> None:
-        tasks, began, used = set(), time.perf_counter(), cpu_seconds()
-        try:
-            while True:
-                tasks.add(asyncio.create_task(ask(url, request(draw, False, 60), flood)))
-                await asyncio.sleep(each)
-        finally:
-            cpu[0], cpu[1] = cpu[0] + cpu_seconds() - used, cpu[1] + time.perf_counter() - began
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    rows = await compared(url, nothing, arrive, windows, seconds)
-    full.cancel()
-    await asyncio.gather(full, return_exceptions=True)
-    late, told = quantile(flood.refusals, 0.99), told_of(rows)
-    bad = told["share"] < 0.9 or late is None or late > 0.2 or set(flood.statuses) - {200, 429}
-    told |= {"statuses": flood.statuses, "refused_p99": late, "client_cpu": round(cpu[0] / max(cpu[1], 0.1), 3)}
-    return {**told, "a_second": round(1 / each, 1), "bad": bool(bad)}
 
 
 async def slow(url: str, windows: int, seconds: float) -> dict[str, Any]:
@@ -255,7 +178,6 @@ def parts(given: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
     card = ("--method", "card", "--worker", "process", "--draft", given.draft)
     return {
         "disconnects": alone(lambda server: disconnects(server.url, given.disconnects)),
-        "overload": alone(lambda server: overload(server.url, given.windows, 1.5), "--max-queue", "16"),
         "slow": alone(lambda server: slow(server.url, given.windows, 1.5)),
         "fairness": alone(lambda server: fairness(server.url, given.seconds)),
         "drafter": alone(lambda server: drafter(server, given.kills), *card),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from serving import HELLO, Answered, Served, served, wait_for
 from test_library import folder
 
 import outpace
-from outpace.server.admission import Admission
+from outpace.server.admission import LONGEST, Admission
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
 
@@ -120,6 +122,87 @@ def test_a_full_queue_refuses_with_the_time_to_come_back(llm: outpace.LLM, brake
         assert answers == [b"HTTP/1.1 200 OK"] * 5
         site.wait_idle()
         assert site.chat(max_tokens=2).status == 200
+
+
+def test_a_refusal_needs_the_head_alone_and_keeps_the_connection(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(max_queue=1)) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(3)]
+        wait_for(lambda: len(site.service.admission.groups) == 3)
+        before = site.server.server_state.total_requests
+        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
+            answers = connection.makefile("rb")
+            for _ in range(3):
+                connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n".encode())
+                assert read_refusal(answers)["error"]["code"] == "queue_full"
+                connection.sendall(b"half")
+                connection.sendall(b" a bod")  # which is dropped
+            assert site.server.server_state.total_requests == before  # none of them came as far as the application
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert site.figure("requests_rejected_total", reason="queue_full") == 3
+        brake.release()
+        assert [one.recv(15) for one in asked] == [b"HTTP/1.1 200 OK"] * 3
+
+
+def read_refusal(answers: Any) -> Any:
+    """The body of an answer that refuses, whose connection stays."""
+    head = {}
+    assert answers.readline() == b"HTTP/1.1 429 Too Many Requests\r\n"
+    while (line := answers.readline()) != b"\r\n":
+        name, _, value = line.decode().partition(": ")
+        head[name] = value.strip()
+    assert set(head) >= {"date", "retry-after", "retry-after-ms", "x-request-id", "x-content-type-options"}
+    assert "connection" not in head
+    return json.loads(answers.read(int(head["content-length"])))
+
+
+@pytest.mark.parametrize("header", ["Connection: close", "Expect: 100-continue"])
+def test_a_refused_connection_that_cannot_be_kept_is_closed(llm: outpace.LLM, brake: Brake, header: str) -> None:
+    with served(llm, Limits(max_queue=1)) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(3)]
+        wait_for(lambda: len(site.service.admission.groups) == 3)
+        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{header}\r\nContent-Length: 4\r\n\r\n"
+            connection.sendall(head.encode() + (b"body" if "close" in header else b""))
+            reply = connection.makefile("rb").read()  # to the connection's end
+        assert reply.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nconnection: close\r\n" in reply
+        brake.release()
+        assert [one.recv(15) for one in asked] == [b"HTTP/1.1 200 OK"] * 3
+
+
+def test_a_full_queue_tells_who_may_not_ask_that_alone(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, Limits(max_queue=1), keys=frozenset([hashlib.sha256(b"mine").digest()])) as site:
+        body = {"messages": HELLO, **LONG}
+        threads = [threading.Thread(target=site.ask, args=(CHAT, body), kwargs={"X_Api_Key": "mine"}) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(site.service.admission.groups) == 3)
+        assert site.ask(CHAT, body, X_Api_Key="yours").status == 401
+        assert site.ask(CHAT, body, X_Api_Key="mine").status == 429
+        assert site.ask("/v1/messages", body, X_Api_Key="mine").json["type"] == "error"
+        assert site.ask("/tokenize", {"prompt": "a"}, X_Api_Key="mine").status == 200
+        brake.release()
+        for thread in threads:
+            thread.join()
+
+
+def test_who_is_refused_later_is_told_to_come_back_later() -> None:
+    admission = Admission(Limits(), batch=1)
+    waits = [admission.wait() for _ in range(40)]
+    assert all(later > earlier for earlier, later in pairwise(waits[:14]))
+    assert waits[0] == pytest.approx(1.0, abs=0.1)  # nothing was measured yet
+    assert waits[13] == pytest.approx(14.0, abs=0.1)
+    assert max(waits) <= LONGEST
+
+
+def test_what_is_written_is_sent_at_once(llm: outpace.LLM) -> None:
+    """Without TCP_NODELAY a stream's second piece waits for the client to acknowledge the first, some 40 ms."""
+    with served(llm) as site, socket.create_connection(("127.0.0.1", site.port)):
+        wait_for(lambda: site.server.server_state.connections)
+        for connection in site.server.server_state.connections:
+            found = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+            assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_what_is_being_tokenised_has_a_place_in_the_queue() -> None:

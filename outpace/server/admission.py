@@ -11,6 +11,7 @@ from outpace.server.choices import Group
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
 
+LONGEST = 15.0  # seconds that a refused client is told to stay away, or as long as one answer takes
 WINDOW = 30.0  # seconds of writing that the rate is taken from
 USUAL = 128.0  # tokens of an answer, before any has ended
 FORGETS = 0.9
@@ -26,6 +27,7 @@ class Admission:
         self._recent: deque[tuple[float, int]] = deque()
         self._usual = USUAL
         self._preparing = 0  # requests whose prompts are being read
+        self._promised = 0.0  # when the client that was refused last was told to come back
 
     @property
     def waiting(self) -> int:
@@ -39,14 +41,22 @@ class Admission:
         return sum(choice.ended is None and not choice.is_waiting for choice in choices)
 
     @property
+    def is_full(self) -> bool:
+        """Whether there is no place for one more."""
+        if not self.groups and not self._preparing:
+            return False
+        waiting = self.waiting
+        return waiting + self._preparing >= self._limits.max_queue and waiting + self._preparing >= self._room
+
+    @property
     def _room(self) -> int:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
         return self._limits.max_queue + max(0, self._batch - self.running)
 
     def check(self) -> None:
         """ApiError 429 where there is no place for one more."""
-        waiting = self.waiting + self._preparing
-        if (self.groups or self._preparing) and waiting >= self._room:
+        if self.is_full:
+            waiting = self.waiting + self._preparing
             raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
 
     @contextmanager
@@ -94,7 +104,14 @@ class Admission:
         return ApiError(429, f"{why}; ask again later", code=code, retry_after=self.wait())
 
     def wait(self) -> float:
-        """Seconds until there should be room for one more, by what was written lately."""
+        """Seconds until there should be room for who is refused now: behind those who were refused before, as if all
+        stood in a line. Otherwise they would all come back at once, and be refused again."""
+        now, each = time.monotonic(), self._each()
+        self._promised = min(max(self._promised, now) + each, now + max(LONGEST, each))
+        return self._promised - now
+
+    def _each(self) -> float:
+        """Seconds in which there is room for one more, by what was written lately."""
         tokens = sum(count for _, count in self._recent)
         if len(self._recent) < 2 or not tokens:
             return 1.0

@@ -11,7 +11,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp
 
 from outpace.server import chat_body, completion_body, logs, messages_body, page, responses_body, tokens
 from outpace.server.chat import ChatShape
@@ -34,7 +33,7 @@ from outpace.server.shapes import Shape
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build(service: Service) -> ASGIApp:
+def build(service: Service) -> Gate:
     """The application of one service, which it begins and ends."""
 
     @asynccontextmanager
@@ -57,7 +56,7 @@ def build(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _refused)
     app.openapi()["components"] = {"schemas": parts}  # which is made once
     answering = {path for path, kind, _ in routes.posts() if issubclass(kind, Sampled)}
-    return Gate(app, service.options, lambda path: service.check_room() if path in answering else None)
+    return Gate(app, service.options, frozenset(answering), service)
 
 
 def _guarded(handler: Handler) -> Handler:

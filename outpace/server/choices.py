@@ -112,7 +112,8 @@ class Group:
         self.began = time.monotonic()
         self.is_gone = False
         self.failure: Exception | None = None  # that ends it from outside: a time limit, the server's end
-        self._changed = asyncio.Event()
+        self._has_changed = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -142,16 +143,26 @@ class Group:
 
     def wake(self) -> None:
         """Whoever waits for the group looks again."""
-        self._changed.set()
+        self._has_changed = True
+        self._look()
+
+    def _look(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def next(self, seconds: float) -> bool:
-        """Waits until something changed, at most so long."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), seconds)
-        except asyncio.TimeoutError:
-            return False
-        self._changed.clear()
-        return True
+        """Waits until something changed, at most so long. One waits at a time, without a task of its own: a stream
+        comes here once a round."""
+        if not self._has_changed:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, self._look)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+        came, self._has_changed = self._has_changed, False
+        return came
 
     def fail(self, error: Exception) -> None:
         """Ends it from outside, once."""

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outpace.server.options import Limits
 
 HEAD_BYTES = 64 << 10
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+Refuse = Callable[[str, str, Sequence[tuple[bytes, bytes]]], Response | None]  # by method, path and headers
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def bounded(limits: Limits) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with these limits."""
+def bounded(limits: Limits, refuse: Refuse) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol with these limits. What `refuse` answers is sent as soon as a request's head is there."""
 
     class Bounded(HttpToolsProtocol):
         """One connection. A head is being read from the first byte of a request, or from the connection's beginning, to
-        its empty line."""
+        its empty line. The body of a refused request is read and dropped."""
 
         _timer: asyncio.TimerHandle | None = None
+        _is_refused = False
+        _keeps_alive = True  # after a refusal
         _head: int | None = 0  # bytes of the head that is being read; None: none is
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -53,7 +58,36 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             self._stop_timer()
             self._head = None
-            super().on_headers_complete()
+            if not self._refuse():
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self._is_refused:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self._is_refused:
+                super().on_message_complete()
+            elif not self._keeps_alive:
+                self.transport.close()
+
+        def _refuse(self) -> bool:
+            """Whether the request was refused. One that stands behind another of its connection is not asked about."""
+            self._is_refused = False
+            if self.cycle is not None and not self.cycle.response_complete:
+                return False
+            path = self.url.partition(b"?")[0].decode("ascii", "replace")
+            reply = refuse(self.parser.get_method().decode("ascii"), path, self.headers)
+            if reply is None:
+                return False
+            self._is_refused = True
+            skips_body = self.expect_100_continue  # who waits to be asked for it
+            self._keeps_alive = self.parser.should_keep_alive() and not skips_body
+            self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
+            if skips_body:
+                self.transport.close()
+            self._timer = self.loop.call_later(limits.body_seconds, self.transport.close)  # body and all, or no more
+            return True
 
         def _expect_head(self) -> None:
             self._head = 0
@@ -73,10 +107,17 @@ def bounded(limits: Limits) -> type[HttpToolsProtocol]:
     return Bounded
 
 
-def settings(limits: Limits) -> dict[str, Any]:
+def _written(reply: Response, beside: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
+    """An answer in one piece."""
+    headers = [*beside, *reply.raw_headers, *([] if keeps_alive else [(b"connection", b"close")])]
+    lines = [b"%b: %b\r\n" % pair for pair in headers]
+    return b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body])
+
+
+def settings(limits: Limits, refuse: Refuse) -> dict[str, Any]:
     """uvicorn's settings beside: no log of its own, no server header, no websockets."""
     return {
-        "http": bounded(limits),
+        "http": bounded(limits, refuse),
         "ws": "none",
         "log_config": None,
         "access_log": False,

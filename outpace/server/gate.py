@@ -6,15 +6,17 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.server import logs
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.replies import error_reply
+from outpace.server.service import Service
 from outpace.server.shapes import new_id
 
 OPEN = ("/", "/health", "/ready")  # need no key
@@ -25,30 +27,28 @@ HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-re
 class Gate:
     """The outermost part of the application."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, check: Callable[[str], None]) -> None:
-        """`check` gives an ApiError where a path cannot be served now, at little cost: before its body is read."""
-        self._app, self._options, self._check = app, options, check
+    def __init__(self, app: ASGIApp, options: ServerOptions, answering: frozenset[str], service: Service) -> None:
+        """`answering`: the addresses whose requests need room in the queue."""
+        self._app, self._options, self._answering, self._service = app, options, answering, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        record = _record(scope, headers)
+        headers = _by_name(scope["headers"])
+        record = _record(scope["method"], scope["path"], headers)
         scope.setdefault("state", {})["record"] = record
         began = time.perf_counter()
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.setdefault("status", message["status"])
-                own = [(b"x-request-id", record["id"].encode()), *HEADERS]
-                message = {**message, "headers": [*message["headers"], *own]}
+                message = {**message, "headers": [*message["headers"], *_own_headers(record)]}
             await send(message)
 
         try:
-            record["key"] = self._admit(scope["path"], headers)
-            self._check(scope["path"])
+            self._pass(scope["path"], headers, record)
         except ApiError as error:
             reply = error_reply(error, record["id"], is_messages(scope["path"]))
             await reply(scope, receive, send_marked)
@@ -59,7 +59,29 @@ class Gate:
             if scope["path"] not in OPEN[1:]:
                 logs.write("request", **record)
 
-    def _admit(self, path: str, headers: dict[bytes, str]) -> str:
+    def refusal(self, method: str, path: str, pairs: Iterable[tuple[bytes, bytes]]) -> Response | None:
+        """The whole answer where the queue is full, by a request's head alone: told before a task is begun for it. None
+        where there is room, and for all other addresses."""
+        if path not in self._answering or method != "POST" or not self._service.admission.is_full:
+            return None
+        headers = _by_name(pairs)
+        record = _record(method, path, headers)
+        try:
+            self._pass(path, headers, record)
+            return None
+        except ApiError as error:
+            logs.write("request", **record, status=error.status, seconds=0.0)
+            reply = error_reply(error, record["id"], is_messages(path))
+            reply.raw_headers.extend(_own_headers(record))
+            return reply
+
+    def _pass(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any]) -> None:
+        """ApiError where a request may not pass, or where there is no room for it: its body is not read then."""
+        record["key"] = self._admit(path, headers)
+        if path in self._answering:
+            self._service.check_room()
+
+    def _admit(self, path: str, headers: Mapping[bytes, str]) -> str:
         """Whose request this is; ApiError where it may not pass."""
         allowed = self._options.allowed_hosts
         host = _host(headers.get(b"host", ""))
@@ -83,10 +105,20 @@ def is_messages(path: str) -> bool:
     return path.startswith("/v1/messages")
 
 
-def _record(scope: Scope, headers: dict[bytes, str]) -> dict[str, Any]:
+def _by_name(pairs: Iterable[tuple[bytes, bytes]]) -> dict[bytes, str]:
+    """Headers by name, the first of each."""
+    return {name: value.decode("latin-1") for name, value in reversed(list(pairs))}
+
+
+def _record(method: str, path: str, headers: Mapping[bytes, str]) -> dict[str, Any]:
     given = headers.get(b"x-request-id", "")
     request_id = given if GIVEN_ID.fullmatch(given) else new_id("req_")
-    return {"id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+    return {"id": request_id, "method": method, "path": path[:200]}
+
+
+def _own_headers(record: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Of every answer."""
+    return [(b"x-request-id", record["id"].encode()), *HEADERS]
 
 
 def _bearer(value: str) -> str:

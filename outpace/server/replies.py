@@ -54,6 +54,7 @@ class Reply(Response):
         super().__init__()
         self._service, self._group, self._shape, self._beside = service, group, shape, dict(headers)
         self._is_told = False  # all but the last bytes: from now on nobody leaves
+        self._is_late = False  # the client takes nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._watch(receive))
@@ -95,10 +96,21 @@ class Reply(Response):
     async def _send(self, send: Send, message: Message) -> None:
         """A client that takes nothing for too long is held to have left."""
         self._is_told = message["type"] == "http.response.body" and not message.get("more_body", False)
+        writes = asyncio.current_task()
+        assert writes is not None
+        timer = asyncio.get_running_loop().call_later(self._service.limits.write_timeout, self._give_up, writes)
         try:
-            await asyncio.wait_for(send(message), self._service.limits.write_timeout)
-        except asyncio.TimeoutError:
+            await send(message)
+        except asyncio.CancelledError:
+            if not self._is_late:
+                raise
             raise Gone from None
+        finally:
+            timer.cancel()
+
+    def _give_up(self, writes: asyncio.Task[None]) -> None:
+        self._is_late = True
+        writes.cancel()
 
     def _note(self, record: dict[str, Any]) -> None:
         """For the log."""

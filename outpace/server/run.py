@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
@@ -18,6 +17,7 @@ from outpace.server import logs
 from outpace.server.app import build
 from outpace.server.connections import settings
 from outpace.server.errors import unavailable
+from outpace.server.gate import Gate
 from outpace.server.options import ServerOptions
 from outpace.server.service import Service
 
@@ -62,7 +62,7 @@ def listen(options: ServerOptions) -> socket.socket:
     """The socket; UserError where the address cannot be had."""
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio looks for it
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
     except OSError as error:
@@ -86,10 +86,10 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, started: Ca
     asyncio.run(run())
 
 
-def make_server(app: ASGIApp, service: Service) -> Server:
+def make_server(app: Gate, service: Service) -> Server:
     """uvicorn with our connections."""
     options = service.options
     tls: dict[str, Any] = {}
     if options.certificate is not None:
         tls = {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.certificate_key)}
-    return Server(uvicorn.Config(app, **settings(options.limits), **tls), service)
+    return Server(uvicorn.Config(app, **settings(options.limits, app.refusal), **tls), service)
