@@ -4,6 +4,7 @@ outpace serve --port 8000
 python bench/server_load.py http://127.0.0.1:8000            # a table, and one JSON line last
 python bench/server_load.py URL --peer http://127.0.0.1:8080  # beside another server that has the same API
 python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # mixed requests for an hour
+python bench/server_load.py URL --known soak.json --by-library   # their texts, against the library's plain ones
 """
 
 from __future__ import annotations
@@ -92,35 +93,91 @@ async def disconnects(url: str, count: int) -> dict[str, Any]:
     return {"disconnects": count, "statuses": seen.statuses, "idle_after": await idle_after(url)}
 
 
-async def soak(url: str, seconds: float, clients: int, pid: int | None, known: Path | None) -> dict[str, Any]:
-    """Everything mixed for so long; the server's memory once a minute. What was seen is kept in a file, from where a
-    later call goes on."""
-    seen, end = Seen(), time.monotonic() + seconds
-    before: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
-    memory: list[int] = before.get("memory", [])
-    seen.texts = {key: set(texts) for key, texts in before.get("texts", {}).items()}
-    seen.statuses = {int(status): count for status, count in before.get("statuses", {}).items()}
-    seen.tokens = before.get("tokens", 0)
+class Soak:
+    """Everything mixed; what was seen is kept in a file once a minute, from where a later call goes on."""
 
-    async def client(number: int) -> None:
-        draw = random.Random(f"{number} {len(memory)}")
-        while time.monotonic() < end:
+    def __init__(self, url: str, pid: int | None, known: Path | None) -> None:
+        self._url, self._pid, self._known = url, pid, known
+        before: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
+        self.seen = Seen(tokens=before.get("tokens", 0))
+        self.seen.texts = {key: set(texts) for key, texts in before.get("texts", {}).items()}
+        self.seen.statuses = {int(status): count for status, count in before.get("statuses", {}).items()}
+        self.memory: list[tuple[str, int, int]] = [tuple(row) for row in before.get("memory", [])]
+        self.ran, self._end = before.get("seconds", 0.0), 0.0
+
+    async def run(self, seconds: float, clients: int) -> dict[str, Any]:
+        """So many seconds more. Those in which all processes stood still, as under a debugger, do not count."""
+        self._end = self.ran + seconds
+        work = [asyncio.ensure_future(self._client(number)) for number in range(clients)]
+        due = self.ran
+        while self.ran < self._end:
+            if self.ran >= due:
+                self.keep()
+                due += 60.0
+            began = time.monotonic()
+            await asyncio.sleep(0.5)
+            self.ran += min(time.monotonic() - began, 1.0)
+        await asyncio.gather(*work)
+        self.keep()
+        return self.told()
+
+    async def _client(self, number: int) -> None:
+        draw = random.Random(f"{number} {len(self.memory)}")
+        while self.ran < self._end:
             leaves = draw.random() * 2 if draw.random() < LEAVES else None
-            await ask(url, mixed(draw), seen, leaves)
+            try:
+                await asyncio.sleep(await ask(self._url, mixed(draw), self.seen, leaves))
+            except (OSError, IndexError) as error:  # the server is gone, or broke the connection off
+                self.seen.note(0)
+                print(f"{type(error).__name__}: {error}", flush=True)
+                await asyncio.sleep(1.0)
 
-    async def watch() -> None:
-        while time.monotonic() < end and pid is not None:
-            memory.append(resident(pid))
-            print(f"{len(memory):4d} min  {memory[-1] >> 20} MiB  {seen.statuses}  {seen.tokens} tokens", flush=True)
-            await asyncio.sleep(min(60.0, max(end - time.monotonic(), 0.0)))
+    def told(self) -> dict[str, Any]:
+        told = {"seconds": round(self.ran, 1), "tokens": self.seen.tokens, "statuses": self.seen.statuses}
+        told |= {"memory": self.memory, "requests": len(self.seen.texts)}
+        return {**told, "differing_texts": sum(len(found) - 1 for found in self.seen.texts.values())}
 
-    await asyncio.gather(watch(), *(client(number) for number in range(clients)))
-    told = {"seconds": before.get("seconds", 0) + seconds, "clients": clients, "tokens": seen.tokens}
-    told |= {"statuses": seen.statuses, "memory": memory, "requests": len(seen.texts)}
-    if known is not None:
-        texts = {key: sorted(found) for key, found in seen.texts.items()}
-        known.write_text(json.dumps({**told, "texts": texts}))
-    return {**told, "differing_texts": sum(len(found) - 1 for found in seen.texts.values())}
+    def keep(self) -> None:
+        """A line of the table, and the file. Memory in bytes, by the server's process."""
+        told, pid = self.told(), self._pid
+        if pid is not None:
+            self.memory.append((str(pid), round(self.ran), resident(pid)))
+            print(f"{self.ran / 60:5.1f} min  {self.memory[-1][2] >> 20} MiB  {told['statuses']}", flush=True)
+        if self._known is not None:
+            texts = {key: sorted(found) for key, found in self.seen.texts.items()}
+            beside = self._known.with_suffix(".new")
+            beside.write_text(json.dumps({**told, "texts": texts}))
+            beside.replace(self._known)
+
+
+def by_library(known: Path) -> dict[str, Any]:
+    """Compares what a soak kept with what the library writes, plainly: requests, and those with another text."""
+    import outpace
+
+    asked_for = json.loads(known.read_text())["texts"]
+    kept = {key: {tuple(json.loads(text)) for text in found} for key, found in asked_for.items()}
+    asked, counts = [json.loads(key) for key in kept], [json.loads(key).get("n", 1) for key in kept]
+    differing = 0
+    with outpace.load() as llm:
+        for first in range(0, len(asked), 64):
+            params = [_params(one) for one in asked[first : first + 64]]
+            found = iter(llm.generate([one["messages"] for one in asked[first : first + 64]], params, plain=True))
+            for key, one, count in zip([*kept][first:], params, counts[first:], strict=False):
+                texts = [next(found).text for _ in range(one.n)]
+                differing += kept[key] != {tuple(texts * (count // one.n))}
+    return {"requests": len(asked), "differing_from_library": differing}
+
+
+def _params(asked: dict[str, Any]) -> Any:
+    """A request's parameters in the library's words: greedy choices are alike, and it counts log-probabilities."""
+    from outpace import SamplingParams
+
+    given = {key: value for key, value in asked.items() if key not in ("messages", "logprobs", "top_logprobs")}
+    if "prediction" in given:
+        given["prediction"] = given["prediction"]["content"]
+    if not asked["temperature"]:
+        given.pop("n", None)
+    return SamplingParams(**given, logprobs=asked.get("top_logprobs"))
 
 
 def main() -> None:
@@ -136,11 +193,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="of mixed requests")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--known", type=Path, help="file that keeps what was seen, so that a soak may go on")
+    parser.add_argument("--by-library", action="store_true", help="compare what --known keeps with the library's texts")
     parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
     given = parser.parse_args()
     told: dict[str, Any] = {}
-    if given.seconds:
-        told["soak"] = asyncio.run(soak(given.url, given.seconds, given.clients, given.pid, given.known))
+    if given.by_library:
+        told = by_library(given.known)
+    elif given.seconds:
+        told["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
     else:
         told["rates"] = asyncio.run(rates(given.url, given.peer, given.counts, given.each, given.max_tokens))
         if given.overload:
