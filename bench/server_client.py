@@ -213,11 +213,11 @@ def serving(*options: str) -> Iterator[Server]:
 
 
 async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], seen: Seen) -> None:
-    """Clients that ask again as soon as they have an answer, or may, until they are cancelled."""
+    """Clients that ask again as soon as they have an answer, and .1 s after a refusal, until they are cancelled."""
 
     async def client(number: int) -> None:
         while True:
-            await asyncio.sleep(await ask(url, asked(number), seen))
+            await asyncio.sleep(min(await ask(url, asked(number), seen), 0.1))
 
     await asyncio.gather(*map(client, range(clients)))
 
@@ -250,7 +250,7 @@ async def compared(
 def told_of(rows: list[tuple[float, float]]) -> dict[str, Any]:
     """The share that is left, of all windows, and what each gave."""
     share = sum(after for _, after in rows) / sum(before for before, _ in rows)
-    ratios = sorted(after / before for before, after in rows)
+    ratios = sorted(after / max(before, 1e-9) for before, after in rows)
     return {"share": round(share, 3), "median": round(statistics.median(ratios), 3), "windows": len(rows)}
 
 

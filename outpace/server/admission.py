@@ -11,7 +11,7 @@ from outpace.server.choices import Group
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
 
-LONGEST = 15.0  # seconds that a refused client is told to stay away, or as long as one answer takes
+LONGEST = 10.0  # seconds that a refused client is told to stay away, or as long as one answer takes
 WINDOW = 30.0  # seconds of writing that the rate is taken from
 USUAL = 128.0  # tokens of an answer, before any has ended
 FORGETS = 0.9
@@ -32,26 +32,33 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Choices without room in the engine yet."""
-        return sum(choice.is_waiting for group in self.groups for choice in group.choices)
+        return self._counted()[0]
 
     @property
     def running(self) -> int:
         """Choices that the engine works on."""
-        choices = [choice for group in self.groups for choice in group.choices]
-        return sum(choice.ended is None and not choice.is_waiting for choice in choices)
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[int, int]:
+        """Those that wait and those that run."""
+        waiting = running = 0
+        for group in self.groups:
+            for choice in group.choices:
+                waiting += (is_waiting := choice.is_waiting)
+                running += choice.ended is None and not is_waiting
+        return waiting, running
 
     @property
     def is_full(self) -> bool:
         """Whether there is no place for one more."""
         if not self.groups and not self._preparing:
             return False
-        waiting = self.waiting
-        return waiting + self._preparing >= self._limits.max_queue and waiting + self._preparing >= self._room
+        waiting, running = self._counted()
+        return waiting + self._preparing >= self._room(running)
 
-    @property
-    def _room(self) -> int:
+    def _room(self, running: int) -> int:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
-        return self._limits.max_queue + max(0, self._batch - self.running)
+        return self._limits.max_queue + max(0, self._batch - running)
 
     def check(self) -> None:
         """ApiError 429 where there is no place for one more."""
@@ -75,7 +82,7 @@ class Admission:
         if limits.per_key and self._keys[group.key] >= limits.per_key:
             raise self._refusal(f"this key has {limits.per_key} requests under way, which is its limit", "key_limit")
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
-        if self.groups and len(waiting) + more > self._room:
+        if self.groups and len(waiting) + more > self._room(self.running):
             raise self._refusal(f"the queue is full: {len(waiting)} answers wait for room", "queue_full")
         tokens = sum(len(choice.asked.request.prompt) for choice in waiting)
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:

@@ -114,6 +114,7 @@ class Group:
         self.failure: Exception | None = None  # that ends it from outside: a time limit, the server's end
         self._has_changed = False
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -151,18 +152,25 @@ class Group:
             self._waiter.set_result(None)
 
     async def next(self, seconds: float) -> bool:
-        """Waits until something changed, at most so long. One waits at a time, without a task of its own: a stream
-        comes here once a round."""
+        """Waits until something changed, at most so long, or less. One waits at a time. A stream comes here once a
+        round, so there is no task and no timer for each time: one timer runs on, until it is `let_go`."""
         if not self._has_changed:
             loop = asyncio.get_running_loop()
+            if self._timer is None:
+                self._timer = loop.call_later(seconds, self._tick)
             self._waiter = loop.create_future()
-            timer = loop.call_later(seconds, self._look)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
+            await self._waiter
         came, self._has_changed = self._has_changed, False
         return came
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._look()
+
+    def let_go(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def fail(self, error: Exception) -> None:
         """Ends it from outside, once."""

@@ -9,7 +9,7 @@ from outpace.server.choices import Choice, Ended, Group
 from outpace.server.fields import StreamOptions
 from outpace.server.jobs import Job
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, TokenTexts, event, speculation, usage
+from outpace.server.shapes import Shape, TokenTexts, encoded, speculation, usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,6 +31,7 @@ class ChunkShape(Shape):
         self._usage_always = bool(options and options.continuous_usage_stats)
         self._group: Group | None = None
         self._open = job.n * len(job.prompts)  # choices whose end was not told
+        self._beginning = b"data: " + encoded(self._head(self.chunk_kind))[:-1] + b","  # of every chunk
 
     def opening(self, group: Group) -> Iterable[bytes]:
         self._group = group
@@ -69,9 +70,9 @@ class ChunkShape(Shape):
         return {**head, "system_fingerprint": self.service.fingerprint}
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._head(self.chunk_kind), "choices": choices, **more}
+        chunk = {"choices": choices, **more}
         if self._usage_always and self._group is not None:
             chunk.setdefault("usage", self._counted(self._group))
         elif self._usage:
             chunk.setdefault("usage", None)
-        return event(chunk)
+        return self._beginning + encoded(chunk)[1:] + b"\n\n"

@@ -94,7 +94,6 @@ class Metrics:
         if delta is not None and delta.tokens:
             before = self._seen.get(choice)
             self._seen[choice] = now
-            self.add("generation_tokens", len(delta.tokens))
             if before is not None:
                 self.add("inter_token_latency_seconds", (now - before) / len(delta.tokens))
         if ended is not None:

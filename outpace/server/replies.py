@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,18 +15,13 @@ from outpace.server import logs
 from outpace.server.choices import Group
 from outpace.server.errors import ApiError, of
 from outpace.server.service import Service
-from outpace.server.shapes import Shape
+from outpace.server.shapes import Shape, encoded
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-store",
     "x-accel-buffering": "no",
 }
-
-
-def encoded(value: Any) -> bytes:
-    """JSON as it is sent."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 class JsonReply(Response):
@@ -54,15 +48,22 @@ class Reply(Response):
         super().__init__()
         self._service, self._group, self._shape, self._beside = service, group, shape, dict(headers)
         self._is_told = False  # all but the last bytes: from now on nobody leaves
+        self._sends_since: float | None = None  # in the loop's seconds
         self._is_late = False  # the client takes nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._look_at_sending()
         watch = asyncio.create_task(self._watch(receive))
         try:
             await self._reply(scope, send)
         except Gone:
             self._group.is_gone = True
         finally:
+            self._timer.cancel()
+            self._group.let_go()
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
@@ -96,9 +97,7 @@ class Reply(Response):
     async def _send(self, send: Send, message: Message) -> None:
         """A client that takes nothing for too long is held to have left."""
         self._is_told = message["type"] == "http.response.body" and not message.get("more_body", False)
-        writes = asyncio.current_task()
-        assert writes is not None
-        timer = asyncio.get_running_loop().call_later(self._service.limits.write_timeout, self._give_up, writes)
+        self._sends_since = self._loop.time()
         try:
             await send(message)
         except asyncio.CancelledError:
@@ -106,11 +105,17 @@ class Reply(Response):
                 raise
             raise Gone from None
         finally:
-            timer.cancel()
+            self._sends_since = None
 
-    def _give_up(self, writes: asyncio.Task[None]) -> None:
-        self._is_late = True
-        writes.cancel()
+    def _look_at_sending(self) -> None:
+        """One timer for all that is sent; it breaks off what takes too long."""
+        now, most = self._loop.time(), self._service.limits.write_timeout
+        left = most if self._sends_since is None else self._sends_since + most - now
+        if left <= 0.0:
+            self._is_late = True
+            self._task.cancel()
+            return
+        self._timer = self._loop.call_at(now + left, self._look_at_sending)
 
     def _note(self, record: dict[str, Any]) -> None:
         """For the log."""

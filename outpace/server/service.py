@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from outpace.api.llm import LLM
 from outpace.server import fingerprint, logs
 from outpace.server.admission import Admission
-from outpace.server.choices import Group
+from outpace.server.choices import Choice, Group
 from outpace.server.engine_thread import EngineThread, Update
 from outpace.server.errors import ApiError, unavailable
 from outpace.server.jobs import Job, choices_of
@@ -114,8 +114,7 @@ class Service:
         """Takes a request in: it is admitted, and each of its choices can run. ApiError or UserError where not."""
         self.check_ready()
         with self._counting(), self.admission.preparing():
-            job = await self.apart(job_of, body, self)
-            choices = await self.apart(lambda: list(choices_of(job, self.llm, key)))
+            job, choices = await self.apart(self._prepared, job_of, body, key)
             group = Group(choices, job.prompts, key, job.thoughts)
             self.admission.admit(group)
         self._groups.update(dict.fromkeys(choices, group))
@@ -127,6 +126,11 @@ class Service:
             self.leave(group)
             raise group.failure
         return job, group
+
+    def _prepared(self, job_of: Callable[..., Job], body: Any, key: str) -> tuple[Job, list[Choice]]:
+        """In an executor's thread."""
+        job = job_of(body, self)
+        return job, list(choices_of(job, self.llm, key))
 
     @staticmethod
     def _taken(group: Group, done: asyncio.Future[None]) -> None:
@@ -174,7 +178,9 @@ class Service:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _deliver(self, updates: Sequence[Update]) -> None:
-        self.admission.wrote(sum(len(update.delta.tokens) for update in updates if update.delta))
+        tokens = sum(len(update.delta.tokens) for update in updates if update.delta)
+        self.admission.wrote(tokens)
+        self.metrics.add("generation_tokens", tokens)
         for choice, delta, ended in updates:
             group = self._groups.get(choice)
             self.metrics.wrote(choice, delta, ended)

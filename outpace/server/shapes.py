@@ -16,6 +16,7 @@ from outpace.server.errors import ApiError
 from outpace.server.fields import Sampled
 from outpace.server.service import Service
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 LEAST = -9999.0  # stands for minus infinity, which JSON does not have
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -28,7 +29,12 @@ def new_id(prefix: str) -> str:
 def event(value: Any, name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
+    return f"{head}data: ".encode() + encoded(value) + b"\n\n"
+
+
+def encoded(value: Any) -> bytes:
+    """JSON as it is sent."""
+    return _encode(value).encode("utf-8", "replace")
 
 
 class Shape:
