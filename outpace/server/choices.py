@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from outpace.api.prepared import Prepared
 from outpace.core.stats import Figures, fold, together
@@ -47,7 +48,7 @@ class Ended:
     tokens: int
     speedup: float = 0.0
 
-    @property
+    @cached_property
     def figures(self) -> Figures:
         """What was drafted and accepted."""
         return fold(self.history.steps)
