@@ -19,6 +19,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -131,10 +132,10 @@ class Answers:
 
 
 def is_valid(schema: Any, text: str) -> bool:
-    """By the draft that the schema names, or else the newest."""
+    """By the draft that the schema names, or else the newest. Numbers are decimal: 10000.89 is a multiple of 0.01."""
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     try:
-        kind(schema).validate(json.loads(text))
+        kind(json.loads(json.dumps(schema), parse_float=Decimal)).validate(json.loads(text, parse_float=Decimal))
     except (jsonschema.ValidationError, ValueError):
         return False
     return True
