@@ -1,4 +1,4 @@
-"""`outpace methods`: what there is to choose from."""
+"""`outpace methods`: the methods, drafters and rules to choose from."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ if TYPE_CHECKING:
 FLAGS = {"decoders": "--method", "drafters": "--drafter", "rules": "--rule"}
 PAGE = """# Methods
 
-What `outpace methods` lists: a method says who drafts and when, a drafter what is proposed, a rule how proposals are
-judged. *Lossless* methods and rules keep the target's distribution (greedy, gumbel and match its text too); the others
-give some of it up for speed, and answers by them say so. Each option is a flag of the command line and an argument of
-the library.
+A method says who drafts and when, a drafter what is proposed, a rule which proposals are accepted. *Lossless* methods
+and rules keep the target's distribution (greedy, gumbel and match its text too); the others give some of it up for
+speed, and their answers say so. Each option is a flag of the command line and an argument of the library; it is shown
+with its default.
 
-This page is made by `outpace methods --markdown`.
+A *pass* is a forward of the target, a *draft step* one of the draft model; costs are those of one round. p and q are the
+probabilities of target and draft. Drafts are *drawn* (sampled from q) or *picked* (chosen otherwise, as the likeliest or by
+copying). A drafter *beside the target* works while the target's pass runs.
+
+`outpace methods --markdown` makes this page.
 """
 
 
 def methods(
     as_json: Json = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Write a page of Markdown, docs/methods.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write the list as a Markdown page.")] = False,
 ) -> None:
     """List the methods, drafters and rules: what they need and cost, their options and papers."""
     if as_json and markdown:
-        raise UserError("--json and --markdown are two forms of one list, leave out one of them")
+        raise UserError("--json and --markdown exclude each other, leave out one of them")
     found = _found()
     if as_json:
         display.print_json({kind: [asdict(method) for method in found[kind]] for kind in found})
@@ -70,6 +74,7 @@ def _rows(kind: str, found: Sequence[Method]) -> list[list[str]]:
     for method in found:
         loss = ["yes" if method.lossless else "no"] if has_loss else []
         options = ", ".join(f"`{_flag(option)}`" for option in method.options)
+        options += f"<br>{method.about}" if method.about else ""
         row = [f"`{method.name}`", method.help, *loss, method.needs, method.cost, options, method.paper]
         rows.append([cell.replace("|", "\\|") or "-" for cell in row])
     return rows
@@ -90,7 +95,8 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
         needs = [
             text for text in (method.needs and f"needs {method.needs}", method.cost and f"costs {method.cost}") if text
         ]
-        what.append("; ".join(needs) + "\n" if needs else "").append(method.paper, style=display.GREY)
+        what.append("".join(f"{text}\n" for text in ("; ".join(needs), method.about) if text))
+        what.append(method.paper, style=display.GREY)
         options = "\n".join(_flag(option) for option in method.options)
         row: list[str | Text] = [method.name, what]
         row += [options] if has_options else []
@@ -100,5 +106,7 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
 
 
 def _flag(option: str) -> str:
+    """`name=default` as on the command line; an option without a default by its name alone."""
     name, _, default = option.partition("=")
-    return f"--{name.replace('_', '-')} {default}"
+    shown = {"None": "", "True": "true", "False": "false"}.get(default, default)
+    return f"--{name.replace('_', '-')} {shown}".rstrip()

@@ -46,6 +46,7 @@ class Method:
     options: tuple[str, ...]
     needs: str = ""
     cost: str = ""
+    about: str = ""  # what its options mean
 
 
 def names(kind: str) -> list[str]:
@@ -76,12 +77,23 @@ def _look_up(group: str, look: Callable[..., Iterable[EntryPoint]], path: tuple[
 
 
 def describe(kind: str, name: str) -> Method:
-    """What the table of methods says of one."""
+    """A method's row in the table of methods."""
     module = find(kind, name)
     lines = (module.__doc__ or "").strip().splitlines()
     paper = " ".join("\n".join(lines[1:]).strip().partition("\n\n")[0].split())
     lossless, cost = getattr(module, "LOSSLESS", None), getattr(module, "COST", "")
-    return Method(kind, name, lines[0].rstrip("."), paper, lossless, option_names(module), _needs(kind, module), cost)
+    about = " ".join((module.Options.__doc__ or "").split())
+    return Method(
+        kind=kind,
+        name=name,
+        help=lines[0].rstrip("."),
+        paper=paper,
+        lossless=lossless,
+        options=option_names(module),
+        needs=_needs(kind, module),
+        cost=cost,
+        about=about if option_names(module) else "",
+    )
 
 
 def _needs(kind: str, module: ModuleType) -> str:

@@ -1,7 +1,7 @@
-"""The planner: drafts and verifies as much as pays at the moment, and writes plainly where nothing does.
+"""The planner: drafts and verifies as much as pays at the moment, and decodes plainly where drafting does not pay.
 
-Our own. Chooses by what rounds cost and give here: a second has a price in tokens (Dinkelbach, 1967), and whatever is
-done must bring more than it costs. Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
+Our own: each draft layer and each verified row must bring more tokens than its measured time costs at the present rate
+(Dinkelbach, 1967). Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
 
 A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
 the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
@@ -25,7 +25,7 @@ from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "as speculative, as far as that pays; host time for the plan"
+COST = "as speculative, while that pays; host time for planning"
 NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
@@ -40,8 +40,7 @@ _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 @dataclass(frozen=True)
 class Options:
-    """`deepest`: layers of the draft model a round at most; `trials`: the share of the time that may go into trying
-    again what did not pay."""
+    """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
 
     deepest: int = 16
     trials: float = 0.01

@@ -1,6 +1,6 @@
-"""Plain decoding: one token a target pass.
+"""Plain decoding: one token in each target pass.
 
-No paper: the baseline that every other decoder's text and time are held against.
+No paper: the baseline with which the text and the time of every other method are compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from outpace.core.types import Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "one pass a token"
+COST = "one pass for each token"
 NEEDS = None
 
 

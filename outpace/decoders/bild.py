@@ -1,4 +1,4 @@
-"""The draft writes while it is sure, the target reads that in one pass and rolls back to its first bad token.
+"""The draft writes while it is confident; the target checks this in one pass and rolls back to the first bad token.
 
 BiLD, Kim et al., arXiv:2302.07863, for decoders only.
 
@@ -18,7 +18,7 @@ from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = False
-COST = "the draft, then a pass, one after the other"
+COST = "drafting and a pass, in turn"
 NEEDS = "drafter"
 RULE = "rollback"  # where none is asked for
 NODES = 11  # of a pass, unless it is told: the root, and ten tokens
@@ -26,8 +26,8 @@ NODES = 11  # of a pass, unless it is told: the root, and ten tokens
 
 @dataclass(frozen=True)
 class Options:
-    """`fallback`: the chance of the draft's likeliest token below which it hands over; `most`: tokens that it writes
-    before it does so in any case."""
+    """`fallback`: the draft stops where the probability of its likeliest token is lower; `most`: the most tokens that
+    it writes before the target checks them."""
 
     fallback: float = 0.6
     most: int = 10

@@ -17,18 +17,18 @@ from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "a pass; the draft runs beside it"
+COST = "a pass, with the draft running beside it"
 NEEDS = "worker"
 
 
 @dataclass(frozen=True)
 class Options:
-    """`just_in_time`: layers that the target lets the drafter add after a miss, within a bound; 0: it never waits.
+    """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
 
-    For measuring what a part is worth, each may be switched off: `chain` verifies one branch instead of the best tree,
-    without `secondary` B is not consulted, without `late` nothing counts that came while the target ran, and without
-    `correction` nothing lives on that was drafted before the new root was known. `lockstep`: forwards that it makes
-    in each pass of the target, after which each waits for the other, as in the authors' code; 0: it runs freely.
+    To measure what a part contributes: `chain` true verifies one branch instead of the best tree; `secondary` false
+    does not look in the secondary cache B; `late` false drops nodes that arrived during the target's pass;
+    `correction` false drops all that was drafted before the new root was known; `lockstep`: draft forwards in each
+    target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never waits.
     """
 
     just_in_time: int = 1

@@ -18,13 +18,13 @@ from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "a pass or draft_length steps of the draft, whichever takes longer"
+COST = "a pass or draft_length draft steps, whichever takes longer"
 NEEDS = "worker"
 
 
 @dataclass(frozen=True)
 class Options:
-    """`draft_length`: tokens of a chain, gamma. Best as many as are drafted in a pass of the target."""
+    """`draft_length`: tokens in a chain (gamma); best is the number that is drafted during one target pass."""
 
     draft_length: int = 4
 

@@ -1,6 +1,6 @@
-"""CARD that plans: it verifies at once or lets the drafter add layers first, as a second's price says.
+"""CARD with planned waits: the target verifies at once, or first waits for more draft layers where these pay.
 
-Our own, after CARD, arXiv:2508.04462. A second has a price in tokens (Dinkelbach, 1967).
+Our own, after CARD, arXiv:2508.04462. Time is priced in tokens (Dinkelbach, 1967).
 
 After a hit as after a miss the target waits for another layer while the tokens that this adds to the best tree outweigh
 the wait. While the target runs, the drafter makes the layers that fit into the pass and then rests, so that it is free
@@ -22,7 +22,7 @@ from outpace.decoders._ledger import Ledger
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "a pass with the draft beside it, and waits for the draft as far as they pay; host time for the plan"
+COST = "a pass with the draft running beside it, and waits for the draft where these pay; host time for planning"
 NEEDS = "worker"
 _LATER = 1.5  # by how much a layer must outweigh its wait: without it, it would grow beside the pass for the next round
 _UNKNOWN = 2  # layers that are waited for at most before there is a price
@@ -34,11 +34,10 @@ _AFTER_HIT, _AFTER_MISS = Source("beside, after a hit", True), Source("beside, a
 
 @dataclass(frozen=True)
 class Options:
-    """`deepest`: layers that are waited for in a round at most; `trials`: the share of the time that may go into trying
-    again what did not pay.
+    """`deepest`: the most layers to wait for in a round; `trials`: the share of time for trying again what did not pay.
 
-    For measuring what a part is worth: without `hits` it waits after misses alone, without `rests` the drafter never
-    rests, without `turns` it always works beside the target.
+    To measure what a part contributes: `hits` false waits only after misses; `rests` false never pauses the drafter;
+    `turns` false never drafts in turn with the target.
     """
 
     deepest: int = 16

@@ -1,4 +1,4 @@
-"""Draft, then verify, in turn: a chain where the drafter is one wide, else the best nodes of its tree.
+"""Draft, then verify, in turn: a chain where the drafter's width is 1, otherwise the best nodes of its tree.
 
 Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318; trees: SpecInfer, arXiv:2305.09781.
 """
@@ -14,18 +14,18 @@ from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "the draft, then a pass, one after the other"
+COST = "drafting and a pass, in turn"
 NEEDS = "drafter"
 LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 
 
 @dataclass(frozen=True)
 class Options:
-    """`draft_length`: how often the drafter is asked before the target judges (gamma for a chain, else depth).
+    """`draft_length`: draft steps before the target verifies (gamma for a chain, the depth of a tree).
 
-    `lengths`: fixed; heuristic, which begins there, with two more after a draft that was accepted whole and one less
-    after any other; confidence, at most so many, and none behind a token that the drafter gives less than `confident`,
-    a threshold that is then fitted; expected, at most so many while the chance that any is rejected is at most `doubt`.
+    `lengths`: fixed; heuristic: begins at `draft_length`, two more after a draft that was accepted whole, one less
+    after any other; confidence: stops early where the drafter's probability is below `confident`, a threshold that is
+    then adapted; expected: stops early where the chance that any token is rejected exceeds `doubt`.
     """
 
     draft_length: int = 4

@@ -18,13 +18,13 @@ from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
-COST = "a pass; after a miss the draft before it"
+COST = "a pass; after a miss, drafting before it"
 NEEDS = "worker"
 
 
 @dataclass(frozen=True)
 class Options:
-    """`draft_length`: tokens of a chain. The drafter's `width` says for how many outcomes it drafts."""
+    """`draft_length`: tokens in a chain; the drafter's `width` is the number of outcomes that are drafted for."""
 
     draft_length: int = 4
 

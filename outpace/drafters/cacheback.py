@@ -1,4 +1,4 @@
-"""Phrases that followed each token lately, chained phrase by phrase: a table that learns, and one made from a corpus.
+"""Chains phrases that recently followed each token, from a table that learns and, if there is one, a table of a corpus.
 
 Cacheback: Ma et al., 2025, arXiv:2511.21699; no training, no model.
 
@@ -34,10 +34,10 @@ LEARNT, FROZEN = 0, 1  # where a follower comes from
 
 @dataclass(frozen=True)
 class Options:
-    """Hold `leaders` tokens with `followers` phrases each; offer `branches` of these behind a token, and `offered`
-    tokens in all, as far as they are expected to be reached with a chance of `least_chance`. `table`: a file that
-    outpace tune made, "" for that of this tokenizer, if there is one, or "none". `phrases`: a file in which what was
-    learnt is kept from run to run; "": none."""
+    """`leaders`: tokens in the table; `followers`: phrases kept for each; `branches`: phrases proposed after a token;
+    `offered`: tokens proposed in all; `least_chance`: nodes less likely to be reached are not proposed; `table`: a file
+    made by outpace tune, or none; the default is the one made for this tokenizer, if there is one; `phrases`: a file
+    that keeps the table between runs; the default is no file."""
 
     leaders: int = 32768
     followers: int = 8

@@ -1,6 +1,6 @@
 """Proposes the tokens that the answer's grammar forces: separators, names of fields, the frame of a tool call.
 
-As jump-forward decoding (L. Zheng et al., SGLang, arXiv:2312.07104), but verified like any other draft: the text stays.
+Like jump-forward decoding (L. Zheng et al., SGLang, arXiv:2312.07104), but verified like any other draft.
 
 For requests with a constraint. What is forced is certain as text; how the model cuts it into tokens is not.
 """
@@ -22,8 +22,8 @@ _LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
 
 @dataclass(frozen=True)
 class Options:
-    """Propose at most `forced` tokens below the last token, and below each of the `leaves` likeliest leaves of what
-    others have proposed."""
+    """`forced`: the most tokens proposed at one place; `leaves`: proposals start at the last token and at this many of
+    the likeliest leaves of the other drafters' tree."""
 
     forced: int = 24
     leaves: int = 4

@@ -1,4 +1,4 @@
-"""Solves for the tokens ahead in parallel: a window of guesses that the target corrects, and the n-grams it leaves.
+"""Jacobi iteration: the target corrects a window of guesses in each pass, and the n-grams that result are proposed.
 
 Lookahead decoding: Fu et al., 2024, arXiv:2402.02057; no training, no model.
 
@@ -29,10 +29,10 @@ _LEADERS = 32768  # tokens with phrases in a pool
 
 @dataclass(frozen=True)
 class Options:
-    """`window` columns (W), n-grams of `ngram` tokens (N), and `guesses` of them behind the same token (G) at most. So
-    wide a pass pays where rows are nearly free; give it as many --nodes as W (N-1) + G (N-1) + 1. `from_text`: the
-    prompt's and the answer's own n-grams stand in the pool too. `phrases`: a file in which the pool is kept from run
-    to run; "": each answer begins with an empty one, as in the paper."""
+    """`window`: columns of the window (W); `ngram`: tokens of an n-gram (N); `guesses`: the most n-grams proposed after
+    a token (G). A pass needs --nodes W (N-1) + G (N-1) + 1, which pays where rows are nearly free. `from_text`: the
+    pool also takes the n-grams of the prompt and the answer; `phrases`: a file that keeps the pool between runs; the
+    default is an empty pool for each answer, as in the paper."""
 
     window: int = 7
     ngram: int = 5

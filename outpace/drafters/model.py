@@ -1,4 +1,4 @@
-"""A draft model grows a beam tree: the most likely unexpanded nodes of all requests go through one forward.
+"""A draft model grows a token tree: the most likely unexpanded nodes of all requests go through one forward.
 
 CARD's drafter, arXiv:2508.04462; of width 1 it is the chain of Leviathan et al., arXiv:2211.17192.
 
@@ -33,10 +33,10 @@ _SCORE = itemgetter(0)
 
 @dataclass(frozen=True)
 class Options:
-    """`width` nodes of a request a forward, as many children each; no more are grown where `tree_nodes` nodes stand;
-    nodes that the target is expected to reach less often than `floor` are not expanded. Of the text the last
-    `draft_window` tokens are read when drafting begins (None: what its config.json says suffices; 0: all). `draws`:
-    with a rule that judges several drawn children, how many are drawn below a node of depth 0, 1, ..."""
+    """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: the largest tree; `floor`: nodes
+    that the target is less likely to reach are not expanded; `draft_window`: the draft reads this many last tokens of
+    the text when drafting begins; 0: all; the default is in its config.json; `draws`: children drawn below a node of
+    depth 0, 1, ..., with a rule that judges several drawn children."""
 
     width: int = 4
     tree_nodes: int = 256

@@ -1,4 +1,4 @@
-"""Copies what followed the last few tokens when they stood in the prompt or the answer before.
+"""Copies what followed the last few tokens at earlier places in the prompt and the answer.
 
 Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-decoding); no training, no model.
 """
@@ -18,8 +18,8 @@ _COUNTED = 64  # equal tokens that make a copy no surer than more would
 
 @dataclass(frozen=True)
 class Options:
-    """Match the last `longest` tokens, else fewer; copy `copies` tokens; at most `branches` different branches. Matches
-    are looked for in the last `window` tokens."""
+    """`longest`: the last tokens to match, fewer where there is no match; `copies`: tokens copied of each match;
+    `branches`: the most different copies; `window`: the last tokens of the text in which matches are sought."""
 
     longest: int = 3
     copies: int = 10

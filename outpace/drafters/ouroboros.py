@@ -1,4 +1,4 @@
-"""A draft model whose drafts phrases begin and prolong: several tokens a forward of the draft, and a longer draft.
+"""A draft model whose drafts are extended by phrases: several tokens in a forward of the draft, and longer drafts.
 
 Ouroboros: Zhao et al., 2024, arXiv:2402.13720; no training beyond the draft model's.
 
@@ -27,15 +27,16 @@ from outpace.drafters._phrases import Table, kept_in
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
-COST = "a forward of the draft model for each piece, which may be several tokens"
+COST = "a forward of the draft model for each piece, which may have several tokens"
 _SCORED = 5  # proposals of which the best is taken, so that its share of the chance is known
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hang `suffixes` phrases of at most `phrase` tokens behind a token. A forward of the draft reads `width` nodes,
-    none that the target is expected to reach less often than `floor`. The pool holds `leaders` tokens with `followers`
-    phrases each; `phrases`: a file in which it is kept from run to run, "": none. `draft_window`: as for model."""
+    """`suffixes`: phrases proposed after a token; `phrase`: the most tokens of a phrase; `width`: nodes in a forward of
+    the draft; `tree_nodes`: the largest tree; `floor`: nodes that the target is less likely to reach are not expanded;
+    `leaders`: tokens in the table of phrases; `followers`: phrases kept for each; `phrases`: a file that keeps the
+    table between runs; the default is no file; `draft_window`: as for drafter model."""
 
     suffixes: int = 3
     phrase: int = 4

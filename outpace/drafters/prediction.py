@@ -1,4 +1,4 @@
-"""Copies the caller's own guess of the answer, and finds its place in it again where the answer differs.
+"""Copies the caller's own guess of the answer, and finds the place to go on after each difference.
 
 As in OpenAI's predicted outputs (2024, platform.openai.com/docs/guides/predicted-outputs); no training, no model.
 """
@@ -19,7 +19,7 @@ _VOUCHED = 4  # equal tokens that the caller's word counts as, at the beginning 
 
 @dataclass(frozen=True)
 class Options:
-    """Copy `ahead` tokens of the prediction, from `branches` places at most where the answer may stand in it."""
+    """`ahead`: tokens copied from the prediction; `branches`: the most places in it from which they are copied."""
 
     ahead: int = 32
     branches: int = 2

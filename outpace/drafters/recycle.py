@@ -1,4 +1,4 @@
-"""Copies from a table of the tokens that the target held likeliest after each token when it judged it last.
+"""Proposes the tokens that the target ranked highest when it last scored the same token.
 
 Token Recycling: Luo et al., 2024, arXiv:2408.08696; no training, no model.
 
@@ -23,8 +23,8 @@ from outpace.drafters._grafter import Grafter, GraftState, kind_of
 
 @dataclass(frozen=True)
 class Options:
-    """Keep the `branches` likeliest tokens after each; offer `offered` nodes in all, as far as they are expected to
-    be reached with a chance of `least_chance`."""
+    """`branches`: likeliest tokens kept for each token; `offered`: nodes proposed in all; `least_chance`: nodes less
+    likely to be reached are not proposed."""
 
     branches: int = 8
     offered: int = 80

@@ -1,4 +1,4 @@
-"""Copies what followed the longest end of the text in a datastore of the user's own text.
+"""Copies what followed the longest match of the text's last tokens in a datastore of the user's own texts.
 
 REST: He et al., 2023, arXiv:2311.08252; no training, no model.
 
@@ -30,9 +30,9 @@ LARGEST = 1 << 30  # tokens of a datastore
 
 @dataclass(frozen=True)
 class Options:
-    """Match between `shortest` and `longest` tokens, at `places` places; copy `copies` tokens of each, and offer those
-    that are expected to be reached with a chance of `least_chance`, `offered` in all and `branches` behind the same
-    token. `datastore`: a file that outpace tune made, or "" for that of this tokenizer."""
+    """`shortest`, `longest`: tokens to match; `places`: places looked at; `copies`: tokens copied of each; `offered`:
+    tokens proposed in all; `branches`: tokens proposed after the same token; `least_chance`: nodes less likely to be
+    reached are not proposed; `datastore`: a file made by outpace tune; the default is the one for this tokenizer."""
 
     shortest: int = 2
     longest: int = 16

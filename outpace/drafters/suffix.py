@@ -1,4 +1,4 @@
-"""Copies what followed the longest ends of the text that stood before, here or in past answers, as often as it did.
+"""Copies what followed the longest matches of the text's last tokens, in this text and in past answers.
 
 SuffixDecoding: Oliaro et al., 2024, arXiv:2411.04975; no training, no model.
 
@@ -24,10 +24,10 @@ _LENGTHS = (1, 2, 4, 8, 16)  # n-grams that are looked up; what is longer is com
 
 @dataclass(frozen=True)
 class Options:
-    """Match up to `depth` tokens, at `places` places of the text and as many of past answers; copy `copies` tokens of
-    each, and offer those that are expected to be reached with a chance of `least_chance`, `offered` in all and
-    `branches` behind the same token. `window` tokens of the text and `past` tokens of past answers are held; 0: none of
-    these. A request finds past answers of its own reuse key only."""
+    """`depth`: the most tokens to match; `places`: places looked at in the text, and as many in past answers;
+    `copies`: tokens copied of each; `offered`: tokens proposed in all; `branches`: tokens proposed after the same
+    token; `least_chance`: nodes less likely to be reached are not proposed; `window`: tokens of the text that are
+    kept; `past`: tokens of past answers that are kept, apart for each reuse key; 0: none."""
 
     depth: int = 64
     places: int = 16

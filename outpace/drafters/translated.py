@@ -1,4 +1,4 @@
-"""A draft model with other tokens than the target's reads the text in its own, and offers it in the target's.
+"""A draft model with another tokenizer: it reads the text in its own tokens and proposes in the target's.
 
 Universal assisted decoding: Timor et al., 2025, arXiv:2502.05202.
 
@@ -38,8 +38,9 @@ WAYS = ("tokens", "text")
 
 @dataclass(frozen=True)
 class Options:
-    """`by`: tokens, those that both tokenizers have, at any temperature; or text, which is cut anew, for greedy
-    requests. `width`: tokens offered at each place of the chain by tokens, which goes on behind the likeliest."""
+    """`by`: tokens: proposes the tokens that both tokenizers have, at any temperature; text: proposes the draft's text,
+    tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place of
+    the chain, which continues after the likeliest."""
 
     by: str = "tokens"
     width: int = 4

@@ -1,4 +1,4 @@
-"""Lossy: lenient where a token matters little, strict where the target is sure and the draft differs.
+"""Lossy: lenient where a token matters little, strict where the target is confident and the draft differs.
 
 After decentralised speculative decoding, arXiv:2511.11733, whose formula is not public; this one is our own.
 
@@ -26,7 +26,7 @@ COST = "as rejection, and an entropy and a distance for each judged token"
 
 @dataclass(frozen=True)
 class Options:
-    """`most_lenience`: l_max, the lenience where a token does not matter at all."""
+    """`most_lenience`: the lenience for a token that does not matter at all (l_max); 0 is exact."""
 
     most_lenience: float = 0.3
 

@@ -1,4 +1,4 @@
-"""Judge a chain as a whole: the longest beginning is accepted that the ratios of all its tokens allow.
+"""Judge a chain as a whole: accept the longest prefix that the ratios p / q of all its tokens allow.
 
 Block verification, Sun et al., arXiv:2403.10444.
 

@@ -1,4 +1,4 @@
-"""Lossy: write from a mixture pi of target and draft, which follows the draft where that is as good, exactly.
+"""Lossy: sample exactly from a mixture pi of target and draft, which follows the draft where it is about as good.
 
 Speculative cascades, Narasimhan et al., arXiv:2405.19261.
 
@@ -73,8 +73,8 @@ MIXTURES: dict[str, Callable[[Pair, float], Tensor]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """`defer`: how pi is made, chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: the a of its comparison, the
-    more the more the draft is followed."""
+    """`defer`: how pi is made: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: the higher, the more the draft
+    is followed; -2 is the target alone."""
 
     defer: str = "opt"
     alpha: float = 0.2

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "an argmax a row"
+COST = "an argmax for each row"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "a race of the tokens that can win it, a row"
+COST = "noise for the tokens of each row that can be the maximum"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ COST = "as rejection"
 
 @dataclass(frozen=True)
 class Options:
-    """`lenience`: 0 is the ratio rule, near 1 all that is drafted is accepted."""
+    """`lenience`: l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token."""
 
     lenience: float = 0.2
 

@@ -1,4 +1,4 @@
-"""Draw x from p at each node, go on while x is a child: exact for any picked tree, no q needed.
+"""Draw x from p at each node and continue while x is a child: exact for any picked tree, without q.
 
 Sample-and-match (no paper); the rule for drafts that come from a table.
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "a running sum over p, a row"
+COST = "a cumulative sum over p for each row"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outpace.rules._ratio import TopDown
 
 LOSSLESS = True
-COST = "p of every node that the walk comes to, a residual after each rejection"
+COST = "p of every node that the walk visits, and a residual after each rejection"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lossy: keep what the draft wrote up to the first token that the target finds too unlikely.
+"""Lossy: accept drafted tokens up to the first one that the target finds too unlikely.
 
 The rollback policy of BiLD, Kim et al., arXiv:2302.07863; the rule of method bild.
 
@@ -30,7 +30,7 @@ COST = "p of every node with accepted ancestors"
 
 @dataclass(frozen=True)
 class Options:
-    """`rollback`: nats by which the target may doubt a token; the paper has 2 to 5."""
+    """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper has 2 to 5."""
 
     rollback: float = 5.0
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "as rejection, and forty sums over the tokens that both models give, a node with several drafts"
+COST = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
 _HALVINGS = 40
 
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = False
-COST = "the best few tokens of every node with accepted ancestors"
+COST = "the `beta` best tokens of every node with accepted ancestors"
 
 
 @dataclass(frozen=True)
 class Options:
-    """`beta`: so many of the target's likeliest tokens are accepted; `tau`: none that is more nats below the best."""
+    """`beta`: how many of the target's likeliest tokens are acceptable; `tau`: the most nats below the best of them."""
 
     beta: int = 3
     tau: float = 1.0

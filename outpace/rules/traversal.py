@@ -1,4 +1,4 @@
-"""Judge a tree from its leaves up: what is rejected there may still be accepted further above, by another branch.
+"""Judge a tree from its leaves up: after a rejection, a node closer to the root or another branch may be accepted.
 
 Traversal Verification, Weng et al., arXiv:2505.12398.
 
@@ -13,7 +13,7 @@ from outpace.core.tree import Siblings
 from outpace.rules._bottom_up import BottomUp
 
 LOSSLESS = True
-COST = "p and a residual of every node that the walk comes to, at worst of all"
+COST = "p and a residual of every node that the walk visits, at worst of all nodes"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ COST = "p and its entropy for every node with accepted ancestors"
 
 @dataclass(frozen=True)
 class Options:
-    """`epsilon`: a token with a higher p is always accepted; `delta`: how much less is enough where p is flat."""
+    """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the bound where p is flat."""
 
     epsilon: float = 0.09
     delta: float = 0.3

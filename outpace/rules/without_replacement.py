@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "as multi_round, and q normalised anew after each rejection"
+COST = "as multi_round, and q is renormalised after each rejection"
 
 
 @dataclass(frozen=True)
