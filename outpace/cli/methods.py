@@ -25,9 +25,9 @@ and rules keep the target's distribution (greedy, gumbel and match its text too)
 speed, and their answers say so. Each option is a flag of the command line and an argument of the library; it is shown
 with its default.
 
-A *pass* is a forward of the target, a *draft step* one of the draft model; costs are those of one round. p and q are the
-probabilities of target and draft. Drafts are *drawn* (sampled from q) or *picked* (chosen otherwise, as the likeliest or by
-copying). A drafter *beside the target* works while the target's pass runs.
+A *pass* is a forward of the target, a *draft step* one of the draft model; costs are those of one round. p and q are
+the probabilities of target and draft. Drafts are *drawn* (sampled from q) or *picked* (chosen otherwise, as the
+likeliest or by copying). A drafter *beside the target* works while the target's pass runs.
 
 `outpace methods --markdown` makes this page.
 """
