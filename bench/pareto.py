@@ -13,10 +13,11 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -25,9 +26,11 @@ from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.builtin import PROMPTS
 from outpace.core import registry
+from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError
-from outpace.core.sampling import Sampling, processed, unscaled
-from outpace.core.theory import expected_rejections, ideal_speedup, least_loss, total_variation
+from outpace.core.sampling import Sampling
+from outpace.core.scores import host_array
+from outpace.core.theory import expected_rejections, ideal_speedup, least_loss
 from outpace.core.tree import Drawn, TokenTree
 from outpace.core.types import Request, Row
 from outpace.models.base import Model, chain
@@ -49,11 +52,11 @@ DIALS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Place(NamedTuple):
-    """One position of a text: its target row and the draft's q, as processed and as they are. [vocab]"""
+    """One position of a text: its target row and the draft's q, as processed and as they are."""
 
     judged: Judged
     tree: TokenTree
-    q: Tensor
+    q: Chances
 
 
 def places(llm: LLM, sampling: Sampling, tokens: int) -> Iterator[Place]:
@@ -68,10 +71,10 @@ def places(llm: LLM, sampling: Sampling, tokens: int) -> Iterator[Place]:
         own, other = (_rows(model, text, len(request.prompt) - 1) for model in (llm.target.model, draft.model))
         for number, (target_row, draft_row) in enumerate(zip(own, other, strict=True)):
             row = Row(request, text[: len(request.prompt) + number])
-            q = torch.exp(processed(draft_row[None], [sampling]).double())[0]
-            tree = TokenTree(text[len(request.prompt) + number - 1])
-            tree.drawn[0] = Drawn(q / q.sum(), (), unscaled(draft_row[None])[0])
-            yield Place(Judged(row, target_row), tree, q / q.sum())
+            scores = host_array(draft_row)
+            tree, q = TokenTree(text[len(request.prompt) + number - 1]), chances_of(scores, sampling)
+            tree.drawn[0] = Drawn(q, (), partial(chances_of, scores, UNSCALED))
+            yield Place(Judged(row, target_row), tree, q)
 
 
 def _rows(model: Model, text: Sequence[int], first: int) -> Tensor:
@@ -82,20 +85,24 @@ def _rows(model: Model, text: Sequence[int], first: int) -> Tensor:
 
 def point(rule: Any, place: Place) -> tuple[float, float, float]:
     """TV(p, q), the chance that a drafted token is rejected, and TV(p, written)."""
-    p, q = place.judged.p, place.q
-    support = torch.nonzero(q).flatten().tolist()
-    accept = torch.zeros_like(q)
+    p, q, vocab = place.judged.p, place.q, place.judged.logits.shape[-1]
     if isinstance(rule, Relaxed):
-        accept[rule.acceptable(place.judged)] = 1.0
-        rest = p
+        is_good, rest = rule.acceptable(place.judged), p
+        accepted = {token: float(is_good(token)) for token in q.tokens.tolist()}
     else:
         assert isinstance(rule, TopDown)
         goal = rule.goal(place.tree, 0, place.judged, p)
-        accept[support] = torch.tensor([min(1.0, rule.acceptance(goal, q, x)) for x in support], dtype=q.dtype)
+        accepted = {token: min(1.0, rule.acceptance(goal, q, token)) for token in q.tokens.tolist()}
         rest = residual(goal, q)
-    taken = q * accept
+    taken = q.wide(vocab).astype(np.float64)
+    taken[q.tokens] *= list(accepted.values())
     rejected = 1.0 - float(taken.sum())
-    return total_variation(p, q), rejected, total_variation(p, taken + rejected * rest)
+    written = taken + rejected * rest.wide(vocab)
+    return _distance(p.wide(vocab), q.wide(vocab)), rejected, _distance(p.wide(vocab), written)
+
+
+def _distance(p: np.ndarray, q: np.ndarray) -> float:
+    return float(np.maximum(p.astype(np.float64) - q, 0.0).sum())
 
 
 def measure(found: Sequence[Place]) -> list[dict[str, Any]]:
@@ -154,7 +161,7 @@ def main() -> int:
     with LLM(None, args.draft, method="speculative") as llm:
         found = list(places(llm, Sampling(args.temperature, args.top_k), args.tokens))
     rows = measure(found)
-    distances = [total_variation(place.judged.p, place.q) for place in found]
+    distances = [place.judged.p.above(place.q).total for place in found]
     rejections = expected_rejections(distances)
     bound = ideal_speedup(len(found), rejections)
     distance = rejections / len(found)

@@ -109,8 +109,7 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
     for rule in (greedy.Greedy, gumbel.Gumbel):
         yield rule, "walk", "walk"
         yield rule, "reduce", "reduce"
-    for name in ("rank_rows", "best_rows"):
-        yield model_drafter, name, "rank"
+    yield model_drafter, "best_rows", "rank"
     yield engine, "tree_rows", "tree_rows"
     yield Running, "commit", "commit, record"
     yield Running, "record", "commit, record"

@@ -14,17 +14,17 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held
-from outpace.core.tree import Siblings, TokenTree, best_nodes
-from outpace.core.types import Request, Rule, tree_rows
+from outpace.core.tree import Siblings, TokenTree, best_nodes, path_to
+from outpace.core.types import Request, Row, Rule, tree_rows
 from outpace.drafters._drawn import Draws, draw_layer
 from outpace.rules.base import best_rows, reduce_rows
 
@@ -38,10 +38,10 @@ class Pair:
     def __init__(self, vocab: int, seed: int) -> None:
         self._vocab, self._generator = vocab, torch.Generator().manual_seed(seed)
 
-    def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """The target's and the draft's. float32 [count, vocab] both"""
-        own, other = (4.0 * torch.randn(count, self._vocab, generator=self._generator) for _ in range(2))
-        return own, AGREEMENT * own + (1.0 - AGREEMENT) * other
+    def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The target's and the draft's, as the native runtime gives them. float32 [count, vocab] both"""
+        own, other = (4.0 * torch.randn(count, self._vocab, generator=self._generator).numpy() for _ in range(2))
+        return own, np.float32(AGREEMENT) * own + np.float32(1.0 - AGREEMENT) * other
 
 
 def round_of(rule: Rule, request: Request, pair: Pair, nodes: int) -> tuple[float, float, int]:
@@ -60,24 +60,29 @@ def round_of(rule: Rule, request: Request, pair: Pair, nodes: int) -> tuple[floa
     return drafted - began, time.perf_counter() - drafted, len(verdict.path) - 1
 
 
-def _pick(tree: TokenTree, request: Request, drafts: Tensor, nodes: int) -> None:
+def _pick(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> None:
     """The two best below each node, breadth first."""
     for node in range(nodes):
-        row = tree_rows(request, PROMPT, tree)[node]
+        row = _row(request, tree, node)
         tokens, _ = best_rows(Held(drafts[node : node + 1], None, drafts.shape[1]), [row], 2)[0]
         for token in tokens:
             if len(tree) < nodes:
                 tree.add(node, token, tree.scores[node] - 0.5)
 
 
-def _draw(tree: TokenTree, request: Request, drafts: Tensor, nodes: int) -> None:
+def _draw(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> None:
     """Node by node, as many draws as a tree of this size has."""
     draws, node, drawn = Draws.read("3,2,1"), 0, 1
     while node < len(tree) and drawn < nodes + request.rule.leaf_q:
-        row = tree_rows(request, PROMPT, tree)[node]
-        draw_layer(tree, [node], drafts[node : node + 1], [row], draws)
+        row = _row(request, tree, node)
+        draw_layer(tree, [node], Held(drafts[node : node + 1], None, drafts.shape[1]), [row], draws)
         drawn += len(tree.drawn[node].tokens)
         node += 1
+
+
+def _row(request: Request, tree: TokenTree, node: int) -> Row:
+    path = tuple(tree.tokens[one] for one in path_to(tree, node)[1:])
+    return Row(request, PROMPT, path, tree.ids[node])
 
 
 def measure(name: str, vocab: int, nodes: int, rounds: int) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from outpace.core.chance import Chance, Key
+from outpace.core.chances import Chances
 
 Outcome = tuple[object, float]  # what is decided, and with which probability
 
@@ -50,9 +49,8 @@ class Enumerating(Chance):
         chance = min(max(p, 0.0), 1.0)
         return bool(self._decide(key, [(True, chance), (False, 1.0 - chance)]))
 
-    def draw(self, key: Key, p: Tensor) -> int:
-        values = (p / p.sum()).tolist()
-        token = self._decide(key, list(enumerate(values)))
+    def draw(self, key: Key, p: Chances) -> int:
+        token = self._decide(key, list(enumerate(p.wide(p.size).tolist())))
         assert isinstance(token, int)
         return token
 

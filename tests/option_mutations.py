@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from outpace.api import text
 from outpace.core import adjust, chance, logprobs, noise
 from outpace.core.banned_text import BannedText
+from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.engine import memory, passes
@@ -65,8 +67,8 @@ def not_cut(commit: Original) -> Original:
 
 
 def draw_the_likeliest(draw: Original) -> Original:
-    def mutated(self: Any, key: Any, p: Tensor) -> int:
-        return int(p.argmax()) if key.purpose % noise.PURPOSES == noise.DRAW else int(draw(self, key, p))
+    def mutated(self: Any, key: Any, p: Chances) -> int:
+        return p.likeliest if key.purpose % noise.PURPOSES == noise.DRAW else int(draw(self, key, p))
 
     return mutated
 
@@ -75,9 +77,13 @@ def unfiltered_q(draw: Original) -> Original:
     """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
 
     def mutated(self: Any, parent: int, drawn: Drawn, siblings: Siblings) -> int:
-        return int(draw(self, parent, drawn._replace(q=(drawn.q + 0.1) / (drawn.q + 0.1).sum()), siblings))
+        return int(draw(self, parent, drawn._replace(q=Chances(drawn.q.wide(4) + 0.1)), siblings))
 
     return mutated
+
+
+def half_certain(certain: Original) -> Original:
+    return lambda token: Chances(np.ones(2), np.array([token, token + 1]))
 
 
 def no_bonus(walk: Original) -> Original:
@@ -224,7 +230,7 @@ OPTION_MUTATIONS = [
     mutation("rejection: own token from the root's row", _ratio.TopDown, "walk", own_token_of_the_root),
     mutation("rejection: q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
     mutation("rejection: the likeliest token judged as if drawn", chance.Chance, "draw", draw_the_likeliest),
-    mutation("rejection: a picked token has the chance p of another", _ratio, "certain", lambda f: lambda t, p: p),
+    mutation("rejection: a picked token is half as certain", _ratio, "certain", half_certain),
     mutation("rejection: keys return in a later round", chance.Chance, "number", key_of_a_place),
     mutation("rejection: one key for two purposes", chance.Chance, "number", one_purpose),
     mutation("rejection: reuse noise across choices", chance, "uniform", key_without(1)),

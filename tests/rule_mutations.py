@@ -112,9 +112,9 @@ RULE_MUTATIONS = [
     mutation("rho of one draft", spectr, "least_rho", lambda f: lambda p, q, count: f(p, q, 1), ["spectr"]),
     mutation(
         "q keeps a rejected token",
-        without_replacement,
-        "without",
-        lambda f: lambda q, token: q,
+        without_replacement.WithoutReplacement,
+        "after",
+        lambda f: lambda self, q, token: q,
         ["without_replacement"],
     ),
     mutation("no bonus, from the root down", _ratio.TopDown, "walk", no_bonus, INDEPENDENT),

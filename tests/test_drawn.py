@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from doubles import make_request
@@ -11,14 +13,16 @@ from drawing import rule_of
 from enumerating import Enumerating
 
 from outpace.core.chance import Chance, Key
+from outpace.core.chances import Chances
 from outpace.core.errors import UserError
 from outpace.core.noise import DRAW, PURPOSES
+from outpace.core.scores import Held
 from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
-from outpace.core.types import Request
-from outpace.drafters._drawn import Draws, draw_children
+from outpace.core.types import Request, Row
+from outpace.drafters._drawn import Draws, draw_children, proposed
 from outpace.drafters.model import Options
 
-Q = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+Q = Chances(np.array([0.5, 0.3, 0.2, 0.0]))
 
 
 def grown(seed: int = 0, groups: int = 8) -> TokenTree:
@@ -36,7 +40,7 @@ def test_children_are_distinct_and_draws_are_remembered() -> None:
     assert tree.draw(0, Drawn(Q, (1, 0, 1, 1))) == 2
     assert [tree.tokens[node] for node in tree.children(0)] == [1, 0]
     assert tree.drawn[0].tokens == (1, 0, 1, 1)
-    assert tree.scores[1:] == pytest.approx([float(Q[1].log()), float(Q[0].log())])
+    assert tree.scores[1:] == pytest.approx([math.log(0.3), math.log(0.5)])
     with pytest.raises(ValueError, match="children already"):
         tree.draw(0, Drawn(Q, (2,)))
 
@@ -84,9 +88,19 @@ def request_of(rule: str, chance: Chance | None = None) -> Request:
     return make_request((1,), rule_of(rule, chance), temperature=1.0)
 
 
+def test_q_is_what_was_drawn_from_though_the_draft_writes_on() -> None:
+    """A captured pass has the same tensor for all its steps."""
+    scores, request = torch.randn(1, 40), request_of("rejection")
+    q, _ = proposed(Held(scores, None, 40), Row(request, (1,)))
+    before = q.wide(40).copy()
+    q.forget()
+    scores.zero_()
+    assert (q.wide(40) == before).all()
+
+
 def test_without_replacement_ends_with_the_support() -> None:
     tree = TokenTree(9)
-    added = draw_children(tree, 0, Q.log(), request_of("without_replacement"), 4)
+    added = draw_children(tree, 0, Q, request_of("without_replacement"), 4)
     assert added == 3
     assert sorted(tree.drawn[0].tokens) == [0, 1, 2]
     assert tree.siblings[0] is Siblings.WITHOUT_REPLACEMENT
@@ -95,7 +109,7 @@ def test_without_replacement_ends_with_the_support() -> None:
 def test_each_draw_has_a_key_of_its_own() -> None:
     chance = Enumerating()
     tree = TokenTree(9)
-    draw_children(tree, 0, Q.log(), request_of("multi_round", chance), 3)
+    draw_children(tree, 0, Q, request_of("multi_round", chance), 3)
     assert tree.drawn[0].tokens == (0, 0, 0)
     assert len(chance.asked) == 3
     assert chance.twice is None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from doubles import DRAFTERS, QuickToy, collect_warnings, decode, failing, make_drafter, make_request, write
 from drawing import Shape, Shaped, go_every_way, rule_of
 from enumerating import Enumerating
@@ -19,6 +19,7 @@ from test_rejection import draft_of
 from test_tree import random_tree
 from ways import ASKED, PROMPT, TARGETS, Ways
 
+from outpace.core.chances import Chances, certain
 from outpace.core.errors import UserError
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Role, path_to
@@ -92,8 +93,8 @@ def test_each_mixture_is_the_papers_and_another() -> None:
             chance.choice((-2, 0.1, 0.4)),
         )
         for kind, mix in MIXTURES.items():
-            rows = (torch.tensor(row, dtype=torch.float64) for row in (p, q, raw_p, raw_q))
-            seen[kind].append(mix(Pair(*rows), a).tolist())
+            rows = (Chances(np.array(row)) for row in (p, q, raw_p, raw_q))
+            seen[kind].append(mix(Pair(*rows), a).wide(5).tolist())
             assert seen[kind][-1] == pytest.approx(pi_of(kind, a, p, q, raw_p, raw_q), abs=1e-12)
             assert a > -2 or seen[kind][-1] == pytest.approx(p)
     assert all(one != other for one, other in itertools.combinations(seen.values(), 2))
@@ -140,10 +141,10 @@ def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dia
 
 def test_importance_is_between_nothing_and_all() -> None:
     ways = Ways(TARGET, DRAFT, BARE, 1, 1)
-    sure, flat = torch.eye(3, dtype=torch.float64), torch.full((3,), 1 / 3, dtype=torch.float64)
-    assert importance(sure[0], sure[1]) == pytest.approx(1.0)
+    flat = Chances(np.ones(3))
+    assert importance(certain(0), certain(1)) == pytest.approx(1.0)
     assert importance(flat, flat) == 0.0
-    assert 0 < importance(*(torch.tensor(ways.p(PROMPT, of), dtype=torch.float64) for of in (TARGET, DRAFT))) < 1
+    assert 0 < importance(*(Chances(np.array(ways.p(PROMPT, of))) for of in (TARGET, DRAFT))) < 1
 
 
 TARGET16 = QuickToy(16, 3, 0)
@@ -196,8 +197,8 @@ def test_the_longest_path_of_good_tokens_counts_and_may_end_late(seed: int) -> N
     good = [{chance.choice([tree.tokens[n] for n in tree.children(node)] or [0]), 3} for node in range(len(tree))]
 
     class Given(Relaxed):
-        def acceptable(self, judged: Any) -> torch.Tensor:
-            return torch.tensor([token in good[judged] for token in range(1 + max(tree.tokens))])
+        def acceptable(self, judged: Any) -> Callable[[int], bool]:
+            return good[judged].__contains__
 
         def _own(self, judged: Any) -> int:
             return 100 + int(judged)

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
@@ -22,6 +23,7 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.core import noise
 from outpace.core.chance import Chance, Key
+from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
@@ -208,7 +210,7 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
     picks = Rejection().reduce(torch.zeros(1, 3, dtype=torch.float64), [Row(request, PROMPT)])
     for kind, count in ((Siblings.DRAWN, 2), (Siblings.WITHOUT_REPLACEMENT, 1)):
         tree = TokenTree(0)
-        tree.draw(0, Drawn(torch.full((3,), 1 / 3, dtype=torch.float64), tuple(range(count))), kind)
+        tree.draw(0, Drawn(Chances(np.ones(3)), tuple(range(count))), kind)
         with pytest.raises(ValueError, match="rejection is not exact for"):
             Rejection().walk(tree, picks)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from outpace.core.lazy import torch
 from outpace.core.noise import PURPOSES, uniform
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from outpace.core.chances import Chances
 
 
 class Key(NamedTuple):
@@ -36,8 +35,6 @@ class Chance:
         """True with probability p; certain from 1 on."""
         return self.number(key) < p
 
-    def draw(self, key: Key, p: Tensor) -> int:
-        """A token drawn from p [vocab], float64, which need not be normalised: the least whose cumulative p exceeds the
-        number."""
-        cumulative = p.cumsum(0)
-        return int(torch.searchsorted(cumulative, self.number(key) * float(cumulative[-1]), right=True))
+    def draw(self, key: Key, p: Chances) -> int:
+        """A token drawn from p: the least whose cumulative chance exceeds the number."""
+        return p.at(self.number(key))

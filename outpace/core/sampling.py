@@ -51,11 +51,6 @@ def processed(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     return torch.log_softmax(filtered(logits, samplings), dim=-1)
 
 
-def unscaled(logits: Tensor) -> Tensor:
-    """The distributions of adjusted logits at temperature 1 and without filters, float64 on the host. [rows, vocab]"""
-    return torch.softmax(logits.double(), dim=-1).cpu()
-
-
 def filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """What `processed` takes the softmax of: logits over temperature, -inf where filtered out. [rows, vocab]"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p

@@ -63,6 +63,15 @@ def host_rows(scores: Scores) -> np.ndarray | None:
     return rows
 
 
+def host_array(scores: Scores) -> np.ndarray:
+    """Rows of scores as an array on the host, in float32 or better: the same memory where that can be. [rows, vocab]"""
+    if isinstance(scores, np.ndarray):
+        return scores
+    scores = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).cpu()
+    rows: np.ndarray = scores.numpy()
+    return rows
+
+
 def best_tokens(scores: Scores, count: int) -> np.ndarray:
     """The `count` tokens of the largest scores of each row, best first: int64 [rows, count]"""
     host = host_rows(scores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +11,8 @@ from outpace.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from outpace.core.chances import Chances
 
 
 PREFIX = -1  # the parent of a node that hangs directly below the committed tokens
@@ -35,9 +37,11 @@ class Siblings(Enum):
 class Drawn(NamedTuple):
     """What the children of one node were drawn from, and what came out. The children themselves are distinct."""
 
-    q: Tensor  # normalised, float64 [vocab]
+    q: Chances
     tokens: tuple[int, ...] = ()  # in the order drawn, repeats included; none below a leaf
-    raw: Tensor | None = None  # the same row at temperature 1 and without filters, [vocab], for rules that compare it
+    raw: Callable[[], Chances] | None = (
+        None  # the same row at temperature 1 and without filters, for rules that compare
+    )
 
 
 class TokenTree:
@@ -132,7 +136,7 @@ class TokenTree:
         self.drawn[parent] = drawn
         distinct = dict.fromkeys(drawn.tokens)
         for token in distinct:
-            self.add(parent, token, self.scores[parent] + math.log(float(drawn.q[token])), siblings=siblings)
+            self.add(parent, token, self.scores[parent] + math.log(drawn.q.of(token)), siblings=siblings)
         return len(distinct)
 
     def bound(self, more: Sequence[float] = ()) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 
 from outpace.core.banned_text import BannedText
 from outpace.core.chance import Chance
+from outpace.core.chances import Chances
 from outpace.core.constraint import Constraint
 from outpace.core.errors import check_range, check_whole
 from outpace.core.needs import NOTHING, Needs, Seen
@@ -49,6 +50,10 @@ class Rule:
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
         """The verdict on a tree whose first len(picks) nodes have a row."""
         raise NotImplementedError
+
+    def proposal(self, q: Chances, row: Row) -> Chances:
+        """What the node's children are drawn from, where q is the draft's own."""
+        return q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
@@ -123,11 +128,8 @@ class Request:
 
 
 class Row(NamedTuple):
-    """Whose score row this is: the text before the token that the row decides.
-
-    `committed` is the prompt and what is written of the answer, `path` the drafted tokens from there down to the row's
-    node, `node_id` that node's id. Rows are read at once: `committed` grows when the round ends.
-    """
+    """Whose score row this is. `committed` is the prompt and what is written of the answer, `path` the drafted tokens
+    from there down to the row's node, `node_id` that node's id. Read at once: `committed` grows when the round ends."""
 
     request: Request
     committed: Sequence[int]
@@ -184,8 +186,8 @@ class Verify(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A coroutine lets the drafter's worker add `layers` since the last correction, and grow the tree to `depth` below
-    its root, within the worker's patience. Before Verify it asks for itself alone; after Verify all requests wait."""
+    """Lets the worker add `layers` since the last correction, and grow the tree to `depth` below its root, within its
+    patience. Before Verify a coroutine asks for itself alone; after Verify all requests wait."""
 
     layers: int = 0
     depth: int = 0
@@ -277,13 +279,11 @@ class Drafter(TakesOrders):
         raise NotImplementedError
 
     def read(self, state: Any, seen: Seen) -> None:
-        """A chunk of the prompt was read; called where `needs.prompt`. The prompt's last token is the first tree's
-        root, which `observe` tells of."""
+        """A chunk of the prompt was read, where `needs.prompt`; of its last token, the first root, `observe` tells."""
         raise NotImplementedError
 
     def likelihood(self, state: Any, tokens: Sequence[int]) -> list[float] | None:
-        """log q of these tokens one after the other, as it would draft them next; None where it does not tell. Drafters
-        can be compared by it without another pass of the target."""
+        """log q of these tokens one after the other, as it would draft them next; None where it does not tell."""
         return None
 
     def close(self, state: Any) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache, partial
+
+import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.chance import Key
+from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import torch
 from outpace.core.noise import DRAW
-from outpace.core.sampling import unscaled
+from outpace.core.scores import Held, host_array
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Request, Row
-from outpace.rules.base import rank_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -51,43 +50,58 @@ def is_drawn(request: Request) -> bool:
     return request.rule.siblings is not Siblings.PICKED
 
 
-def draw_layer(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Row], draws: Draws) -> int:
-    """Draws the children of these nodes of one request, whose scores the draft gives as logits [nodes, vocab]; the
-    number of nodes added."""
+def draw_layer(tree: TokenTree, frontier: Sequence[int], scores: Held, rows: Sequence[Row], draws: Draws) -> int:
+    """Draws the children of these nodes of one request, whose scores [nodes, held] the draft gives; the number of nodes
+    added."""
     request = rows[0].request
-    ranks = rank_rows(logits, rows)
-    raws = _unscaled(logits, rows) if request.rule.raw else [None] * len(rows)
-    return sum(
-        draw_children(tree, node, log_q, request, draws.below(tree, node, request), raw)
-        for node, log_q, raw in zip(frontier, ranks, raws, strict=True)
-    )
+    added = 0
+    for number, (node, row) in enumerate(zip(frontier, rows, strict=True)):
+        q, raw = proposed(scores.part(slice(number, number + 1)), row)
+        added += draw_children(tree, node, q, request, draws.below(tree, node, request), raw)
+    return added
 
 
-def _unscaled(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def proposed(scores: Held, row: Row) -> tuple[Chances, Callable[[], Chances] | None]:
+    """What a draft's row [1, held] gives: q, and for rules that ask for it the same unscaled."""
+    own, ids = _adjusted(scores, row)[0], scores.ids
+    q = row.request.rule.proposal(chances_of(own, row.request.sampling, ids), row)
+    return q, cache(partial(chances_of, own, UNSCALED, ids)) if row.request.rule.raw else None
+
+
+def _adjusted(scores: Held, row: Row) -> np.ndarray:
+    """On the host, where no later step writes; adjusted over the whole vocabulary where they are at all. [1, held]"""
+    if row.request.adjustments is None and row.request.constraint is None:
+        own = host_array(scores.values)
+        return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass has one tensor for all
     try:
-        return unscaled(adjusted(logits, rows))
+        wide = adjusted(scores.wide(), [row])
     except UserError:  # a constraint that failed: its request ends where the target asks it
-        return unscaled(adjusted(logits, [row._replace(is_open=True) for row in rows]))
+        wide = adjusted(scores.wide(), [row._replace(is_open=True)])
+    return host_array(wide if scores.ids is None else wide[:, torch.from_numpy(scores.ids)])
 
 
 def draw_children(
-    tree: TokenTree, node: int, log_q: Tensor, request: Request, count: int = 1, raw: Tensor | None = None
+    tree: TokenTree,
+    node: int,
+    q: Chances,
+    request: Request,
+    count: int = 1,
+    raw: Callable[[], Chances] | None = None,
 ) -> int:
-    """Draws `count` children of `node` from q (log q [vocab], normalised), or fewer where q has no more and they are
-    drawn without replacement; the number of nodes added. Nothing is drawn anew for the same node."""
-    q = torch.exp(log_q.double()).cpu()
-    total = float(q.sum())
-    if not total > 0:  # a constraint allows none of the tokens that the draft has
+    """Draws `count` children of `node` from q, or fewer where q has no more and they are drawn without replacement; the
+    number of nodes added. Nothing is drawn anew for the same node."""
+    if not q.total > 0:  # a constraint allows none of the tokens that the draft has
         return 0
-    q /= total
     kind = request.rule.siblings
     key = Key(request.seed, request.choice, tree.ids[node], DRAW)
     tokens: list[int] = []
     left = q
     while len(tokens) < count:
         tokens.append(request.rule.chance.draw(key.again(len(tokens)), left))
-        if kind is Siblings.WITHOUT_REPLACEMENT:
-            left = left.index_fill(0, torch.tensor(tokens), 0.0)
-            if not left.any():
+        if kind is Siblings.WITHOUT_REPLACEMENT and len(tokens) < count:
+            left = left.without(tokens[-1])
+            if not left.total > 0:
                 break
-    return tree.draw(node, Drawn(q, tuple(tokens), raw), kind)
+    added = tree.draw(node, Drawn(q, tuple(tokens), raw), kind)
+    q.forget()
+    return added

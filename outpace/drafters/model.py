@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
             mine = slice(first, first + len(frontier))
             first = mine.stop
             if is_drawn(state.request):
-                added.append(draw_layer(tree, frontier, held.wide(mine), rows[mine], self._draws))
+                added.append(draw_layer(tree, frontier, held.part(mine), rows[mine], self._draws))
             else:
                 added.append(self._add(state, tree, frontier, offers[mine]))
         return added

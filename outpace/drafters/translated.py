@@ -86,7 +86,7 @@ class ByTokens(Translating):
         node = tree.ids.index(state.leaf) if state.leaf in tree.ids else 0
         row, before = Row(state.request, state.tokens, _below_root(tree, node), tree.ids[node]), len(tree)
         if is_drawn(state.request):
-            draw_layer(tree, [node], held.wide(), [row], _ONE)
+            draw_layer(tree, [node], held, [row], _ONE)
             best = tree.children(node)[0] if tree.children(node) else None
         else:
             best = self._pick(state, tree, node, best_rows(held, [row], self._width)[0])

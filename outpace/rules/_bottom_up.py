@@ -9,15 +9,12 @@ S = sum (w p - q)+ its parent goes on with w = S / (S + 1 - w) and p = norm((w p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from outpace.core.chances import Chances
 from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Verdict
-from outpace.rules._ratio import Judged, RatioRule, without
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from outpace.rules._ratio import Judged, RatioRule
 
 
 class BottomUp(RatioRule):
@@ -32,8 +29,8 @@ class BottomUp(RatioRule):
         """What is accepted at or below a node that is reached with this weight; None for nothing."""
         judged = picks[node]
         p = judged.p
-        for token, child, q in self._in_turn(tree, node, judged, p):
-            carried = min(1.0, weight * float(p[token]) / float(q[token]))
+        for token, child, q in self._in_turn(tree, node, judged):
+            carried = min(1.0, weight * p.of(token) / q.of(token))
             verdict = self._visit(tree, picks, child, carried) if carried > 0 else None
             if verdict is not None:
                 return verdict
@@ -42,19 +39,18 @@ class BottomUp(RatioRule):
             return None
         return Verdict(path_to(tree, node), self.chance.draw(judged.key(RESIDUAL), p))
 
-    def _in_turn(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _in_turn(self, tree: TokenTree, node: int, judged: Judged) -> Iterator[tuple[int, int, Chances]]:
         """Each child's token, the child, and the q that it was drawn from once those before it were taken away."""
-        for group in self.groups(tree, node, judged, p):
+        for group in self.groups(tree, node, judged):
             q = group.q
             for token, child, _ in group.draws:
                 yield token, child, q
-                q = without(q, token)
+                q = q.without(token)
 
 
-def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
+def without_child(weight: float, p: Chances, q: Chances) -> tuple[float, Chances]:
     """The weight and p of a node whose child, drawn from q, was not accepted."""
-    rest = (weight * p - q).clamp_(min=0.0)
-    total = float(rest.sum())
-    if total <= 0.0:
+    rest = p.above(q, weight)
+    if rest.total <= 0.0:
         return (weight, p) if weight >= 1.0 else (0.0, p)  # p = q up to rounding: the child is always accepted
-    return total / (total + (1.0 - weight)), rest / total
+    return rest.total / (rest.total + (1.0 - weight)), rest

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from outpace.core.adjust import adjusted
 from outpace.core.chance import Key
-from outpace.core.lazy import torch
+from outpace.core.chances import UNSCALED, Chances, certain, chances_of
 from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.sampling import processed
+from outpace.core.scores import host_array
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, Rule, Verdict
+from outpace.rules._arrays import takes_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,14 +30,22 @@ class Judged(NamedTuple):
     """A node's row of scores [vocab], of which p is made where the walk comes to the node: most it never does."""
 
     row: Row
-    logits: Tensor
+    logits: Tensor | np.ndarray
 
     @property
-    def p(self) -> Tensor:
-        """p after the node, float64 [vocab], on the host."""
-        log_p = processed(adjusted(self.logits[None], [self.row]), [self.row.request.sampling])[0]
-        p = torch.exp(log_p.double()).cpu()
-        return p / p.sum()
+    def p(self) -> Chances:
+        """p after the node."""
+        return chances_of(self.scores, self.row.request.sampling)
+
+    @property
+    def raw_p(self) -> Chances:
+        """The same at temperature 1 and without filters."""
+        return chances_of(self.scores, UNSCALED)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """What p is made of, as the row's request adjusts it, on the host. [vocab]"""
+        return host_array(adjusted(self.logits[None], [self.row]))[0]
 
     def key(self, purpose: int) -> Key:
         """What decides at this node."""
@@ -51,7 +63,7 @@ class Draw(NamedTuple):
 class Group(NamedTuple):
     """Children that were drawn from one q, in the order drawn; a token that came out again has its child again."""
 
-    q: Tensor  # [vocab], as long as p
+    q: Chances
     draws: list[Draw]
 
 
@@ -60,27 +72,28 @@ class RatioRule(Rule):
 
     siblings = Siblings.DRAWN
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Judged]:
+    @takes_arrays
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Judged]:
         return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
         return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
 
-    def groups(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Iterator[Group]:
+    def groups(self, tree: TokenTree, node: int, judged: Judged) -> Iterator[Group]:
         """The children of a node, as they are to be judged one group after the other."""
         children = [child for child in tree.children(node) if tree.roles[child] is not Role.PROBE]
         kind = tree.siblings.get(node, Siblings.PICKED)
         if kind is Siblings.PICKED:
             for child in children:
                 token = tree.tokens[child]
-                yield Group(certain(token, p), [Draw(token, child, key_of(judged.row, tree.ids[child], ACCEPT))])
+                yield Group(certain(token), [Draw(token, child, key_of(judged.row, tree.ids[child], ACCEPT))])
         elif children:
             drawn = tree.drawn[node]
             if kind is not self.siblings or (len(drawn.tokens) > 1 and not self.fan):
                 name = type(self).__module__.rpartition(".")[2]
                 raise ValueError(f"{name} is not exact for {len(drawn.tokens)} {kind.value} children of node {node}")
-            yield Group(fitted(drawn.q, p), _draws(tree, children, drawn.tokens, judged.row))
+            yield Group(drawn.q, _draws(tree, children, drawn.tokens, judged.row))
 
 
 class TopDown(RatioRule):
@@ -98,30 +111,30 @@ class TopDown(RatioRule):
             relaxed += is_relaxed
         return Verdict(path, None, relaxed)
 
-    def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Tensor, bool]:
+    def _accept(self, tree: TokenTree, node: int, judged: Judged) -> tuple[int | None, Chances, bool]:
         """The child that is accepted, or None with the distribution of the target's own token; and whether the exact
         rule, by the same number, would have rejected that child."""
         own = judged.p
         p = self.goal(tree, node, judged, own)
-        for group in self.groups(tree, node, judged, p):
+        for group in self.groups(tree, node, judged):
             child, p = self.judge(p, group)
             if child is not None:
                 return child, p, not self.lossless and self._is_relaxed(child, self.strict(p, own), group)
         return None, p, False
 
-    def _is_relaxed(self, child: int, p: Tensor, group: Group) -> bool:
+    def _is_relaxed(self, child: int, p: Chances, group: Group) -> bool:
         token, _, key = next(draw for draw in group.draws if draw.child == child)
-        return self.chance.number(key) * float(group.q[token]) >= float(p[token])
+        return self.chance.number(key) * group.q.of(token) >= p.of(token)
 
-    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Tensor:
-        """The distribution that is kept after a node, where the target's is p. [vocab] both"""
+    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Chances) -> Chances:
+        """The distribution that is kept after a node, where the target's is p."""
         return p
 
-    def strict(self, goal: Tensor, p: Tensor) -> Tensor:
-        """What a lossy rule would judge by if it were exact; `goal` is what the rejections have left. [vocab] all"""
+    def strict(self, goal: Chances, p: Chances) -> Chances:
+        """What a lossy rule would judge by if it were exact; `goal` is what the rejections have left."""
         return goal
 
-    def judge(self, p: Tensor, group: Group) -> tuple[int | None, Tensor]:
+    def judge(self, p: Chances, group: Group) -> tuple[int | None, Chances]:
         """The accepted child of a group, or None and the residual: every draw in turn with min(1, p / q)."""
         q = group.q
         for token, child, key in group.draws:
@@ -130,11 +143,11 @@ class TopDown(RatioRule):
             p, q = residual(p, q), self.after(q, token)
         return None, p
 
-    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+    def acceptance(self, p: Chances, q: Chances, token: int) -> float:
         """The chance to accept a drawn token; certain from 1 on."""
-        return float(p[token]) / float(q[token])
+        return p.of(token) / q.of(token)
 
-    def after(self, q: Tensor, token: int) -> Tensor:
+    def after(self, q: Chances, token: int) -> Chances:
         """What the next token of the group was drawn from."""
         return q
 
@@ -153,29 +166,7 @@ def key_of(row: Row, node_id: int, purpose: int) -> Key:
     return Key(row.request.seed, row.request.choice, node_id, purpose)
 
 
-def certain(token: int, like: Tensor) -> Tensor:
-    """The distribution that gives `token` alone. [vocab]"""
-    q = torch.zeros_like(like)
-    q[token] = 1.0
-    return q
-
-
-def fitted(q: Tensor, like: Tensor) -> Tensor:
-    """q over p's vocabulary, which may be longer or shorter than the draft's. [vocab]"""
-    missing = len(like) - len(q)
-    return q if not missing else torch.nn.functional.pad(q, (0, missing))
-
-
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p - q)+) [vocab]"""
-    rest = (p - q).clamp_(min=0.0)
-    total = rest.sum()
-    return rest / total if total > 0 else p  # p = q up to rounding: nothing is ever rejected there
-
-
-def without(q: Tensor, token: int) -> Tensor:
-    """q of all other tokens; zero where there is none. [vocab]"""
-    rest = q.clone()
-    rest[token] = 0.0
-    total = rest.sum()
-    return rest / total if total > 0 else rest
+def residual(p: Chances, q: Chances) -> Chances:
+    """norm((p - q)+)"""
+    rest = p.above(q)
+    return rest if rest.total > 0 else p  # p = q up to rounding: nothing is ever rejected there

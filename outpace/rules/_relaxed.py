@@ -7,14 +7,19 @@ what was drafted; a drafter that learns from answer to answer may lead to anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.sampling import processed
+from outpace.core.scores import Held
 from outpace.core.tree import Role, Siblings, TokenTree, path_to
-from outpace.core.types import Row, Rule, Verdict
+from outpace.core.types import Offer, Row, Rule, Verdict
+from outpace.rules._arrays import takes_arrays
 from outpace.rules._ratio import Judged
+from outpace.rules.base import likeliest
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -31,22 +36,24 @@ class Relaxed(Rule):
     def __init__(self) -> None:
         self._greedy, self._sampled = Greedy(), Gumbel()
 
-    def acceptable(self, judged: Judged) -> Tensor:
-        """Which tokens are good enough after this node. bool [vocab]"""
+    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+        """Says of a token whether it is good enough after this node."""
         raise NotImplementedError
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Judged]:
+    @takes_arrays
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Judged]:
         return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
-        depth, good = {0: 0}, {}
+        depth: dict[int, int] = {0: 0}
+        good: dict[int, Callable[[int], bool]] = {}
         for node in range(1, len(tree)):
             parent = tree.parents[node]
             if parent not in depth or parent >= len(picks) or tree.roles[node] is Role.PROBE:
                 continue
             if parent not in good:
                 good[parent] = self.acceptable(picks[parent])
-            if good[parent][tree.tokens[node]]:
+            if good[parent](tree.tokens[node]):
                 depth[node] = depth[parent] + 1
         path = path_to(tree, max(depth, key=depth.__getitem__))
         own = [self._own(picks[node]) for node in path if node < len(picks)]
@@ -57,7 +64,10 @@ class Relaxed(Rule):
         """log q"""
         return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
 
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+        """The `count` best by log q of each row of scores [rows, held]."""
+        return likeliest(scores, held, [row.request.sampling for row in rows], count)
+
     def _own(self, judged: Judged) -> int:
-        rule: Rule = self._greedy if judged.row.request.sampling.is_greedy else self._sampled
-        token: int = rule.reduce(judged.logits[None], [judged.row])[0]
-        return token
+        rule: Greedy | Gumbel = self._greedy if judged.row.request.sampling.is_greedy else self._sampled
+        return rule.reduce(judged.logits[None], [judged.row])[0]

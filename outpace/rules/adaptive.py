@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from outpace.core.chances import Chances
 from outpace.core.errors import check_range
-from outpace.core.lazy import torch
 from outpace.rules._ratio import TopDown
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOSSLESS = False
 COST = "as rejection, and an entropy and a distance for each judged token"
@@ -42,14 +38,13 @@ class Adaptive(TopDown):
     def __init__(self, options: Options) -> None:
         self._most = options.most_lenience
 
-    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+    def acceptance(self, p: Chances, q: Chances, token: int) -> float:
         return super().acceptance(p, q, token) / (1.0 - self._most * (1.0 - importance(p, q)))
 
 
-def importance(p: Tensor, q: Tensor) -> float:
-    """sqrt(exp(-H(p)) TV(p, q)), in [0, 1]. [vocab] both"""
-    certainty = math.exp(-float(torch.special.entr(p).sum()))
-    return math.sqrt(certainty * float((p - q).clamp_(min=0.0).sum()))
+def importance(p: Chances, q: Chances) -> float:
+    """sqrt(exp(-H(p)) TV(p, q)), in [0, 1]."""
+    return math.sqrt(math.exp(-p.entropy) * p.above(q).total)
 
 
 def build(options: Options) -> Adaptive:

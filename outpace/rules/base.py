@@ -79,12 +79,6 @@ def _reduced(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
         return [Fault(error)] * len(rows)
 
 
-def rank_rows(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """A drafter's rows, each on the scale of its own request's rule. [rows, vocab] to [rows, vocab]"""
-    ranked = [_ranked(logits[start : start + len(run)], run) for start, run in _runs(rows)]
-    return ranked[0] if len(ranked) == 1 else torch.cat(ranked)
-
-
 def _ranked(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     rule = rows[0].request.rule
     try:

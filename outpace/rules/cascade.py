@@ -17,57 +17,51 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from outpace.core.adjust import adjusted
+import numpy as np
+
+from outpace.core.chances import Chances
 from outpace.core.errors import UserError, check_range, unknown
-from outpace.core.lazy import torch
-from outpace.core.sampling import unscaled
 from outpace.core.tree import TokenTree
-from outpace.rules._ratio import Judged, TopDown, fitted
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from outpace.rules._ratio import Judged, TopDown
 
 LOSSLESS = False
 COST = "as rejection, with p and q at temperature 1 too; one more draft step a round"
 
 
 class Pair(NamedTuple):
-    """Both models' distributions after one node: as processed, and P and Q unscaled. [vocab]"""
+    """Both models' distributions after one node: as processed, and P and Q unscaled."""
 
-    p: Tensor
-    q: Tensor
-    raw_p: Tensor
-    raw_q: Tensor
+    p: Chances
+    q: Chances
+    raw_p: Chances
+    raw_q: Chances
 
 
-def _whole(defers: Callable[[Pair, float], bool]) -> Callable[[Pair, float], Tensor]:
+def _whole(defers: Callable[[Pair, float], bool]) -> Callable[[Pair, float], Chances]:
     """Follows the draft altogether or not at all."""
     return lambda pair, a: pair.q if defers(pair, a) else pair.p
 
 
-def _by_token(chosen: Callable[[Pair, float], Tensor]) -> Callable[[Pair, float], Tensor]:
+def _by_token(chosen: Callable[[np.ndarray, np.ndarray, float], np.ndarray]) -> Callable[[Pair, float], Chances]:
     """Follows the draft for some tokens."""
 
-    def mixed(pair: Pair, a: float) -> Tensor:
-        kept = torch.where(chosen(pair, a), pair.q, 0.0)
-        return kept + (1.0 - kept.sum()) * pair.p
+    def mixed(pair: Pair, a: float) -> Chances:
+        vocab = pair.raw_p.size
+        kept = pair.q.wide(vocab) * chosen(pair.raw_p.wide(vocab), pair.raw_q.wide(vocab), a)
+        return Chances(kept + max(1.0 - float(kept.sum(dtype=np.float64)), 0.0) * pair.p.wide(vocab))
 
     return mixed
 
 
-def _distance(pair: Pair) -> float:
-    return float((pair.raw_p - pair.raw_q).clamp_(min=0.0).sum())
-
-
-MIXTURES: dict[str, Callable[[Pair, float], Tensor]] = {
-    "chow": _whole(lambda pair, a: bool(pair.raw_q.max() >= 1.0 - a)),
-    "diff": _whole(lambda pair, a: bool(pair.raw_q.max() >= pair.raw_p.max() - a)),
-    "opt": _whole(lambda pair, a: bool(pair.raw_q.max() >= pair.raw_p.max() - a * _distance(pair))),
-    "token_v1": _by_token(lambda pair, a: pair.raw_q >= pair.raw_p.max() - a),
-    "token_v2": _by_token(lambda pair, a: pair.raw_p >= pair.raw_p.max() - a),
-    "token_v3": _by_token(lambda pair, a: pair.raw_p >= (1.0 - a) * pair.raw_p.max()),
+MIXTURES: dict[str, Callable[[Pair, float], Chances]] = {
+    "chow": _whole(lambda pair, a: pair.raw_q.most >= 1.0 - a),
+    "diff": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a),
+    "opt": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a * pair.raw_p.above(pair.raw_q).total),
+    "token_v1": _by_token(lambda p, q, a: q >= p.max() - a),
+    "token_v2": _by_token(lambda p, q, a: p >= p.max() - a),
+    "token_v3": _by_token(lambda p, q, a: p >= (1.0 - a) * p.max()),
 }
 
 
@@ -95,16 +89,17 @@ class Cascade(TopDown):
     def __init__(self, options: Options) -> None:
         self._mix, self._alpha = MIXTURES[options.defer], options.alpha
 
-    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Tensor) -> Tensor:
+    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Chances) -> Chances:
         drawn = tree.drawn.get(node)
         if drawn is None or drawn.raw is None:
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
-        raw_p = unscaled(adjusted(judged.logits[None], [judged.row]))[0]
-        return self._mix(Pair(p, fitted(drawn.q, p), raw_p, fitted(drawn.raw, p)), self._alpha)
+        vocab = judged.logits.shape[-1]
+        q = drawn.q if drawn.q.size <= vocab else Chances(drawn.q.wide(vocab))
+        return self._mix(Pair(p, q, judged.raw_p, drawn.raw()), self._alpha)
 
-    def strict(self, goal: Tensor, p: Tensor) -> Tensor:
+    def strict(self, goal: Chances, p: Chances) -> Chances:
         return p
 
 

@@ -9,13 +9,10 @@ which acceptance and loss together stay as small as they can be (Yin et al., Neu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from outpace.core.chances import Chances
 from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOSSLESS = False
 COST = "as rejection"
@@ -39,7 +36,7 @@ class Lenience(TopDown):
     def __init__(self, options: Options) -> None:
         self._kept = 1.0 - options.lenience
 
-    def acceptance(self, p: Tensor, q: Tensor, token: int) -> float:
+    def acceptance(self, p: Chances, q: Chances, token: int) -> float:
         return super().acceptance(p, q, token) / self._kept
 
 

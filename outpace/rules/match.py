@@ -9,24 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from outpace.core.adjust import adjusted
+from outpace.core.chances import chances_of
 from outpace.core.lazy import torch
 from outpace.core.noise import uniform
-from outpace.core.sampling import processed
-from outpace.core.scores import Held
+from outpace.core.sampling import Sampling, processed
+from outpace.core.scores import Held, host_array, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
+from outpace.rules._arrays import takes_arrays
+from outpace.rules._ranking import prepared
+from outpace.rules._ratio import Judged
 from outpace.rules.base import follow, likeliest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOSSLESS = True
-COST = "a cumulative sum over p for each row"
+COST = "p and its cumulative sum for each node that the walk reaches"
+_DOUBT = 1e-5  # by so much of the whole at most a running sum errs
+_BARE = Sampling(1.0)
+_BELOW_ONE = 1.0 - 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,16 @@ class Match(Rule):
     keyed = True
     siblings = Siblings.PICKED
 
-    def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
-        log_p = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+    @takes_arrays
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
+        """On the host the rows themselves, drawn from where the walk comes to them; elsewhere each row's token."""
+        if host_rows(logits) is None:
+            return self.run(adjusted(tensor_of(logits), rows), rows)
+        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
+
+    def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """The draws over all tokens, which say what the faster ones have to give. Adjusted logits [rows, vocab]"""
+        log_p = processed(logits, [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
         u = logits.new_tensor([self.draw(row) for row in rows], dtype=torch.float64)
         target = u[:, None] * cumulative[:, -1:]  # the last entry is 1 up to rounding
@@ -53,8 +68,22 @@ class Match(Rule):
         """The uniform number in [0, 1) that decides this position."""
         return uniform(row.request.seed, row.request.choice, row.position)
 
-    def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return follow(tree, picks)
+    def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
+        return follow(tree, Drawing(self, picks))
+
+    def pick(self, judged: Judged) -> int:
+        """One row's token: what two numbers give that lie around its own by more than sums in float32 may err, where
+        they give the same."""
+        logits, sampling = adjusted(judged.logits[None], [judged.row]), judged.row.request.sampling
+        (scores,), (temperature,) = prepared(host_array(logits), [sampling])
+        if temperature != 1.0:
+            scores = scores / np.float32(temperature)  # rounded as `run` rounds it
+        p, u = chances_of(scores, _BARE), self.draw(judged.row)
+        if p.total > 0:
+            token = p.at(max(u - _DOUBT, 0.0))
+            if token == p.at(min(u + _DOUBT, _BELOW_ONE)):
+                return token
+        return self.run(tensor_of(logits), [judged.row])[0]
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
@@ -63,6 +92,22 @@ class Match(Rule):
     def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
         """The `count` best by `rank` of each row of scores [rows, held]."""
         return likeliest(scores, held, [row.request.sampling for row in rows], count)
+
+
+class Drawing(Sequence[int]):
+    """The tokens of a tree's rows, each drawn where it is asked for."""
+
+    def __init__(self, rule: Match, picks: Sequence[Any]) -> None:
+        self._rule, self._picks, self._drawn = rule, picks, dict[int, int]()
+
+    def __len__(self) -> int:
+        return len(self._picks)
+
+    def __getitem__(self, node: Any) -> Any:
+        if node not in self._drawn:
+            pick = self._picks[node]
+            self._drawn[node] = self._rule.pick(pick) if isinstance(pick, Judged) else pick
+        return self._drawn[node]
 
 
 def build(options: Options) -> Match:

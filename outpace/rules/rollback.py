@@ -8,14 +8,14 @@ filters. Rollback 0 keeps what greedy decoding would write, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outpace.core.adjust import adjusted
+from outpace.core.chances import Chances, certain
 from outpace.core.errors import check_range
 from outpace.core.lazy import torch
-from outpace.core.sampling import unscaled
 from outpace.core.tree import Siblings
 from outpace.core.types import Row
 from outpace.rules._ratio import Judged
@@ -49,11 +49,14 @@ class Rollback(Relaxed):
         super().__init__()
         self._rollback = options.rollback
 
-    def acceptable(self, judged: Judged) -> Tensor:
-        p = unscaled(adjusted(judged.logits[None], [judged.row]))[0]
-        good = -torch.log(p) <= self._rollback
-        good[p.argmax()] = True
-        return good
+    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+        p = judged.raw_p
+        best, floor = p.likeliest, math.exp(-self._rollback)
+        return lambda token: token == best or p.of(token) >= floor
+
+    def proposal(self, q: Chances, row: Row) -> Chances:
+        """At temperature 0 all of it is on the likeliest token."""
+        return certain(q.likeliest) if row.request.sampling.is_greedy and q.total else q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q; of temperature 0 all of it is on the likeliest token"""

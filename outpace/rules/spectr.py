@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from outpace.core.lazy import torch
+import numpy as np
+
+from outpace.core.chances import Chances
 from outpace.rules._ratio import Group, TopDown
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOSSLESS = True
 COST = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
@@ -35,17 +33,18 @@ class SpecTr(TopDown):
     lossless = LOSSLESS
     fan = True
 
-    def judge(self, p: Tensor, group: Group) -> tuple[int | None, Tensor]:
-        q, count = group.q, len(group.draws)
-        rho = least_rho(p, q, count)
+    def judge(self, p: Chances, group: Group) -> tuple[int | None, Chances]:
+        own, other, count = p.on(p), group.q.on(p), len(group.draws)  # of the tokens that p gives
+        rho = least_rho(own, other, count)
         for token, child, key in group.draws:
-            if self.chance.accepts(key, float(p[token]) / (rho * float(q[token]))):
+            if self.chance.accepts(key, p.of(token) / (rho * group.q.of(token))):
                 return child, p
-        shared = torch.minimum(p / rho, q)
-        beta = float(shared.sum())
-        rest = (p - shared * (any_of(beta, count) / beta)).clamp_(min=0.0) if beta > 0 else p
-        total = rest.sum()
-        return None, rest / total if total > 0 else p
+        shared = np.minimum(own / own.dtype.type(rho), other)
+        beta = float(shared.sum(dtype=np.float64))
+        if beta > 0:
+            own -= shared * own.dtype.type(any_of(beta, count) / beta)
+        rest = Chances(np.maximum(own, 0.0), p.tokens)
+        return None, rest if rest.total > 0 else p
 
 
 def any_of(beta: float, count: int) -> float:
@@ -53,19 +52,34 @@ def any_of(beta: float, count: int) -> float:
     return -math.expm1(count * math.log1p(-beta)) if beta < 1.0 else 1.0
 
 
-def least_rho(p: Tensor, q: Tensor, count: int) -> float:
+def least_rho(p: np.ndarray, q: np.ndarray, count: int) -> float:
     """The least rho in [1, count] by which no token is accepted more often than p has it, or just above.
 
-    The distribution is kept by any rho from there on, so the end of a bisection decides nothing but the acceptance.
+    The distribution is kept by any rho from there on, so the end of a bisection decides nothing but the acceptance. A
+    token gives min(p / rho, q) to beta: p / rho for good once rho is known to be above p / q, q once it is below; those
+    in between become fewer with each halving.
     """
-    both = (p > 0) & (q > 0)
-    p, q = p[both], q[both]  # [tokens that may be accepted]
     low, high = 1.0, float(count)
-    for _ in range(_HALVINGS if count > 1 and len(p) else 0):
+    if count == 1:
+        return high
+    open_ = np.flatnonzero(p > q)
+    scaled, fixed = _sum(p) - _sum(p[open_]), 0.0  # of tokens that give p / rho, and of those that give q
+    p, q = p[open_], q[open_]
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        beta = float(torch.minimum(p / middle, q).sum())
-        low, high = (low, middle) if any_of(beta, count) <= middle * beta else (middle, high)
+        is_above = p > middle * q
+        over, under = _sum(q[is_above]), _sum(p[~is_above])
+        beta = (scaled + under) / middle + fixed + over
+        if any_of(beta, count) <= middle * beta:
+            high, fixed, kept = middle, fixed + over, ~is_above
+        else:
+            low, scaled, kept = middle, scaled + under, is_above
+        p, q = p[kept], q[kept]
     return high
+
+
+def _sum(values: np.ndarray) -> float:
+    return float(values.sum(dtype=np.float64))
 
 
 def build(options: Options) -> SpecTr:

@@ -8,18 +8,13 @@ paper drafts 25 tokens at a time. Beta 1 is exact greedy decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from outpace.core.adjust import adjusted
 from outpace.core.errors import check_range, check_whole
-from outpace.core.lazy import torch
 from outpace.core.scores import largest
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOSSLESS = False
 COST = "the `beta` best tokens of every node with accepted ancestors"
@@ -46,12 +41,12 @@ class TopBeta(Relaxed):
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: Judged) -> Tensor:
-        logits = adjusted(judged.logits[None], [judged.row])[0].double().cpu()
-        best = torch.from_numpy(largest(logits.numpy(), min(self._options.beta, len(logits))))
-        good = torch.zeros(len(logits), dtype=torch.bool)
-        good[best[logits[best] >= logits[best[0]] - self._options.tau]] = True
-        return good
+    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+        scores = judged.scores
+        best = largest(scores, min(self._options.beta, len(scores)))
+        floor = float(scores[best[0]]) - self._options.tau
+        good = {int(token) for token in best if float(scores[token]) >= floor}
+        return good.__contains__
 
 
 def build(options: Options) -> TopBeta:

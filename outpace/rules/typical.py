@@ -9,16 +9,13 @@ plain decoding's.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from outpace.core.errors import check_range
-from outpace.core.lazy import torch
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LOSSLESS = False
 COST = "p and its entropy for every node with accepted ancestors"
@@ -43,10 +40,10 @@ class Typical(Relaxed):
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: Judged) -> Tensor:
+    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
         p = judged.p
-        entropy = torch.special.entr(p).sum()
-        return p > torch.clamp(self._options.delta * torch.exp(-entropy), max=self._options.epsilon)
+        floor = min(self._options.epsilon, self._options.delta * math.exp(-p.entropy))
+        return lambda token: p.of(token) > floor
 
 
 def build(options: Options) -> Typical:

@@ -9,13 +9,10 @@ No child is tried twice, so more of them are accepted than of children that were
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from outpace.core.chances import Chances
 from outpace.core.tree import Siblings
-from outpace.rules._ratio import TopDown, without
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from outpace.rules._ratio import TopDown
 
 LOSSLESS = True
 COST = "as multi_round, and q is renormalised after each rejection"
@@ -33,8 +30,8 @@ class WithoutReplacement(TopDown):
     siblings = Siblings.WITHOUT_REPLACEMENT
     fan = True
 
-    def after(self, q: Tensor, token: int) -> Tensor:
-        return without(q, token)
+    def after(self, q: Chances, token: int) -> Chances:
+        return q.without(token)
 
 
 def build(options: Options) -> WithoutReplacement:

@@ -1,0 +1,177 @@
+"""Distributions on the host against the plain formulas: filters, draws, what one has more than another, tiny sums."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from doubles import make_request
+from test_fast_rows import FILTERS, SIZES, shapes
+
+from outpace.core.chances import Chances, certain, chances_of
+from outpace.core.sampling import Sampling, processed
+from outpace.core.types import Row
+from outpace.rules.match import Match
+from outpace.rules.spectr import any_of, least_rho
+
+TIED = (2, 3, 4, 8)  # rows of `shapes` in which equal scores stay or go together
+EDGES = (0.0, 2.0**-53, 0.3, 0.5, 0.999999, 1.0 - 2.0**-53)
+
+
+def random_chances(seed: int, size: int, kept: int | None = None, dtype: type = np.float64) -> Chances:
+    """Of `size` tokens, or of `kept` of them; some weigh nothing."""
+    chance = np.random.default_rng(seed)
+    weights = chance.exponential(size=kept or size) ** 3 * (chance.random(kept or size) < 0.9)
+    weights[-1] += 0.1
+    tokens = None if kept is None else np.sort(chance.choice(size, kept, replace=False))
+    return Chances(weights.astype(dtype), tokens)
+
+
+def dense(chances: Chances, size: int) -> np.ndarray:
+    """By a loop over its tokens, in float64."""
+    row = np.zeros(size)
+    tokens = range(len(chances.weights)) if chances.tokens is None else chances.tokens.tolist()
+    for token, weight in zip(tokens, chances.weights.tolist(), strict=True):
+        if token < size:
+            row[token] = weight
+    return row / sum(chances.weights.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_a_row_gives_what_sampling_says(vocab: int, sampling: Sampling, dtype: torch.dtype) -> None:
+    for seed, row in itertools.product(range(2), range(9)):
+        scores = shapes(vocab, seed)[row].to(dtype)
+        exact = torch.exp(processed(scores[None].double(), [sampling]))[0].numpy()
+        found = chances_of(scores.numpy(), sampling).wide(vocab)
+        if dtype is torch.float64:
+            assert np.abs(found - exact).max() < 1e-12
+            assert ((found > 0) == (exact > 0)).all() or exact[(found > 0) != (exact > 0)].max() < 1e-300
+        elif sampling.top_p < 1.0:  # by rounding one token more or less may reach top_p
+            assert abs(int((found > 0).sum()) - int((exact > 0).sum())) <= 1 or row in TIED
+        else:
+            assert np.abs(found - exact).max() < 5e-6
+
+
+def test_scores_of_some_tokens_are_of_these() -> None:
+    scores, ids = torch.randn(40, dtype=torch.float64), np.sort(np.random.default_rng(1).choice(90, 40, False))
+    wide = torch.full((90,), -math.inf, dtype=torch.float64)
+    wide[torch.from_numpy(ids)] = scores
+    for sampling in (Sampling(0.7), Sampling(1.3, top_k=5), Sampling(1.0, top_p=0.6, min_p=0.05)):
+        some, all_ = chances_of(scores.numpy(), sampling, ids), chances_of(wide.numpy(), sampling)
+        assert some.wide(90) == pytest.approx(all_.wide(90), abs=1e-15)
+        assert some.likeliest == all_.likeliest
+        assert some.entropy == pytest.approx(all_.entropy)
+        assert [some.of(token) for token in range(95)] == pytest.approx([all_.of(token) for token in range(95)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_finite_best_gives_nothing(bad: float) -> None:
+    assert chances_of(np.full(5, bad), Sampling(1.0)).total == 0.0
+
+
+@pytest.mark.parametrize(("size", "kept"), [(1, None), (3, None), (256, None), (700, None), (2000, 300), (2000, 40)])
+def test_a_draw_inverts_the_distribution(size: int, kept: int | None) -> None:
+    for seed in range(20):
+        chances = random_chances(seed, size, kept)
+        row, chance = dense(chances, size), np.random.default_rng(seed)
+        cumulative = np.cumsum(row)
+        for number in (*EDGES, *chance.random(50)):
+            token = chances.at(float(number))
+            assert row[token] > 0
+            assert cumulative[token] > number - 1e-12
+            assert cumulative[token] - row[token] <= number + 1e-12
+
+
+def test_draws_from_a_long_row_of_float32_err_by_less_than_one_of_its_chances() -> None:
+    chances = random_chances(5, 49152, dtype=np.float32)
+    exact = np.cumsum(chances.weights, dtype=np.float64) / np.sum(chances.weights, dtype=np.float64)
+    for number in np.random.default_rng(2).random(300):
+        assert chances.at(float(number)) == np.searchsorted(exact, number, side="right")
+
+
+SHAPES = [(600, None), (600, 50), (400, None), (900, 70), (600, 600)]
+
+
+@pytest.mark.parametrize(("mine", "other"), list(itertools.product(SHAPES, SHAPES)))
+def test_what_one_has_more_than_another(mine: tuple[int, int | None], other: tuple[int, int | None]) -> None:
+    """Whatever the two keep, and however many tokens they know."""
+    for seed, share in ((1, 1.0), (2, 0.4), (3, 0.0)):
+        p, q = random_chances(seed, *mine), random_chances(seed + 9, *other)
+        exact = np.maximum(share * dense(p, 900) - dense(q, 900), 0.0)
+        rest = p.above(q, share)
+        assert rest.total == pytest.approx(exact.sum(), abs=1e-12)
+        if rest.total:
+            assert rest.wide(900) == pytest.approx(exact / exact.sum(), abs=1e-12)
+        assert q.on(p) == pytest.approx(dense(q, 900)[p.tokens if p.tokens is not None else slice(mine[0])])
+        assert p.of(3) == pytest.approx(dense(p, 900)[3])
+
+
+def test_a_token_goes_and_in_the_end_nothing_is_left() -> None:
+    for chances in (random_chances(1, 700), random_chances(1, 700, 300)):
+        token = chances.likeliest
+        rest, row = chances.without(token), dense(chances, 700)
+        row[token] = 0.0
+        assert rest.wide(700) == pytest.approx(row / row.sum())
+        assert chances.of(token) > 0, "what it was made from stays as it was"
+    assert certain(7).without(7).total == 0.0
+    assert certain(7).wide(9).tolist() == [0.0] * 7 + [1.0, 0.0]
+    assert certain(7).most == 1.0
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", SIZES)
+def test_match_draws_what_the_sum_over_all_tokens_gives(vocab: int, sampling: Sampling) -> None:
+    """Bit by bit: where float32 may decide otherwise, the long way is gone."""
+    rule = Match()
+    for seed in range(2 if vocab > 5000 else 25):
+        scores = shapes(vocab, seed)
+        request = make_request((1,), rule, 1, sampling=sampling, seed=seed)
+        rows = [Row(request, [1] * (seed + number)) for number in range(len(scores))]
+        assert [rule.pick(judged) for judged in rule.reduce(scores, rows)] == rule.run(scores, rows)
+
+
+def test_match_asks_the_long_way_next_to_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers so near to the end of a token's part that sums in float32 may put them on either side."""
+    scores, rule, asked = shapes(1024, 3)[:1], Match(), list[int]()
+    cumulative = torch.exp(processed(scores, [Sampling(1.0)]).double())[0].cumsum(0)
+    monkeypatch.setattr(Match, "run", lambda *_: asked.append(1) or [-1])
+    row = Row(make_request((1,), rule, 1, temperature=1.0), [1])
+    for token in (10, 500, 900):
+        for step, is_near in ((3e-6, True), (-3e-6, True), (4e-4, False)):
+            number = float(cumulative[token]) + step if is_near else float(cumulative[token]) - step
+            monkeypatch.setattr(Match, "draw", lambda *_, u=number: u)
+            before = len(asked)
+            rule.pick(rule.reduce(scores, [row])[0])
+            assert not is_near or len(asked) > before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_rho_is_where_both_sides_meet(count: int) -> None:
+    for seed in range(60):
+        p, q = (random_chances(seed + shift, 40).wide(40) for shift in (0, 99))
+        rho = least_rho(p, q, count)
+
+        def excess(rho: float, p: np.ndarray = p, q: np.ndarray = q) -> float:
+            beta = float(np.minimum(p / rho, q).sum())
+            return any_of(beta, count) - rho * beta
+
+        assert 1.0 <= rho <= count
+        assert excess(rho) <= 1e-12
+        assert rho == 1.0 or count == 1 or excess(rho * (1 - 1e-9)) > -1e-9 or excess(1.0) <= 0
+
+
+def test_float32_rows_keep_p_to_its_own_precision() -> None:
+    """One drafted token of a real vocabulary's size: accepted and residual together are p to a few parts in 10^7."""
+    vocab, sampling = 49152, Sampling(0.8)
+    own, noise = (4 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    p, q = (chances_of(row.numpy(), sampling) for row in (own, 0.8 * own + 0.2 * noise))
+    exact = torch.softmax(own.double() / 0.8, 0).numpy()
+    accepted = np.minimum(p.wide(vocab).astype(np.float64), q.wide(vocab))
+    rest = p.above(q)
+    written = accepted + (1.0 - accepted.sum()) * rest.wide(vocab)
+    assert np.abs(written - exact).sum() < 2e-6
