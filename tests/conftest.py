@@ -1,7 +1,11 @@
-"""One thread a test: tiny products gain nothing from more, and threads that spin lose much on a busy machine."""
+"""One thread a test: tiny products gain nothing from more. Where a test has more of them, they sleep while they wait:
+threads that spin take the processor from the tests beside them, and tiny products are nearly all waiting."""
 
+import os
 import signal
 from collections.abc import Iterator
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, and by the processes that tests start
 
 import pytest
 import torch

@@ -17,6 +17,6 @@ COMMON = settings(
 )
 SEARCH = settings(COMMON, max_examples=300, stateful_step_count=30, phases=[Phase.generate])  # what it finds stays long
 DEPTHS = [
-    pytest.param(settings(COMMON, max_examples=60, stateful_step_count=30), id="short"),
-    pytest.param(settings(COMMON, max_examples=600, stateful_step_count=50), id="deep", marks=pytest.mark.long),
+    pytest.param(settings(COMMON, max_examples=30, stateful_step_count=30), id="short"),
+    pytest.param(settings(COMMON, max_examples=300, stateful_step_count=50), id="deep", marks=pytest.mark.long),
 ]

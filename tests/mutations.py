@@ -17,6 +17,7 @@ import numpy as np
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
+from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS, find_in_planner
 from rich.console import Console
 from rich.table import Table
@@ -245,13 +246,14 @@ MUTATIONS = [
     *OPTION_MUTATIONS,
     *PLANNER_MUTATIONS,
     *RULE_MUTATIONS,
+    *PART_MUTATIONS,
 ]
 
 
 def main() -> int:
     """Prints the table; 1 if any mistake survives, or if the library fails without one."""
     console = Console(width=150)
-    finders = (find_difference, find_in_options, find_in_rejection, find_in_memory, find_in_planner)
+    finders = (find_difference, find_in_options, find_in_rejection, find_in_memory, find_in_planner, find_in_parts)
     unmutated = next((found for find in finders if (found := find()) is not None), None)
     if unmutated is not None:
         console.print(f"the unmutated library fails: {unmutated}")

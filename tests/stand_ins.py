@@ -13,13 +13,14 @@ HEAD = '''"""A stand-in for another engine."""
 
 from outpace.bench.peer import Answered
 from outpace.core.errors import UserError
-from outpace.api.load import load
 
 
 class Engine:
-    name, precision = "stand-in", "float32"
+    name, precision, llm = "stand-in", "float32", None
 
     def __init__(self, settings):
+        from outpace.api.load import load
+
         options = {"runtime": "llama", "dtype": "float32", "method": "autoregressive"}
         self.llm = load(settings.target, **options)
 
@@ -32,7 +33,13 @@ class Engine:
         return Answered(tokens, times[-1], times[0], times, (1,) * len(tokens))
 
     def close(self):
-        self.llm.close()
+        if self.llm is not None:
+            self.llm.close()
+
+
+class Empty(Engine):
+    def __init__(self, settings):
+        pass
 '''
 BODIES = {
     "right": "def build(settings):\n    return Engine(settings)\n",
@@ -46,21 +53,21 @@ BODIES = {
         "def build(settings):\n    return Wrong(settings)\n"
     ),
     "failing": (
-        "class Failing(Engine):\n"
+        "class Failing(Empty):\n"
         "    def tokens(self, prompt, max_tokens):\n"
         "        raise RuntimeError('out of paper')\n\n\n"
         "def build(settings):\n    return Failing(settings)\n"
     ),
     "dying": (
         "import os\n\n\n"
-        "class Dying(Engine):\n"
+        "class Dying(Empty):\n"
         "    def answer(self, prompt, max_tokens):\n"
         "        print('on its way out')\n"
         "        os._exit(3)\n\n\n"
         "def build(settings):\n    return Dying(settings)\n"
     ),
     "silent": (
-        "class Silent(Engine):\n"
+        "class Silent(Empty):\n"
         "    def answer(self, prompt, max_tokens):\n"
         "        return Answered((), 0.0, 0.0, (), ())\n\n\n"
         "def build(settings):\n    return Silent(settings)\n"

@@ -24,9 +24,9 @@ TARGET = QuickToy(16, 3, 0)
 REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel", 40, temperature=0.9, seed=3)]
 
 
-def simulated(method: str, alpha: float, length: int, ratio: float, width: int = 1) -> Outcome:
-    """4,000 tokens of a pair whose every place is accepted with chance `alpha`, of its own."""
-    scripts = scripts_of(stated_trace(alpha, 2, 2000))
+def simulated(method: str, alpha: float, length: int, ratio: float, width: int = 1, tokens: int = 4000) -> Outcome:
+    """So many tokens of a pair whose every place is accepted with chance `alpha`, of its own."""
+    scripts = scripts_of(stated_trace(alpha, 2, tokens // 2))
     options = {"width": width, "tree_nodes": 4096, "floor": 0.0}
     return run_setup(scripts, Setup(method, method, method, 64, options), costs.by_ratio(ratio), 2, length)
 
@@ -35,7 +35,7 @@ def plain_over(outcome: Outcome) -> float:
     return outcome.tokens * outcome.ratio / outcome.seconds
 
 
-@pytest.mark.parametrize("gamma", [2, 6])
+@pytest.mark.parametrize("gamma", [2, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
 def test_pearl_gives_what_its_formula_says(alpha: float, gamma: int) -> None:
     """A pass takes gamma draft steps, rows cost nothing; 4,000 tokens leave some 2 % to chance."""
@@ -51,7 +51,7 @@ def outcome_chances(alpha: float, length: int) -> list[float]:
     return sorted([*inside, *(alpha**length * chance for chance in ranks)], reverse=True)
 
 
-@pytest.mark.parametrize(("length", "width"), [(4, 4), (4, 12)])
+@pytest.mark.parametrize(("length", "width"), [(4, 4), pytest.param(4, 12, marks=pytest.mark.long)])
 @pytest.mark.parametrize("alpha", [0.5, 0.9])
 def test_ssd_gives_what_its_paper_expects(alpha: float, length: int, width: int) -> None:
     """All outcomes' chains are ready before the pass ends; the draft that is made after a miss is the same."""
@@ -64,7 +64,7 @@ def test_ssd_gives_what_its_paper_expects(alpha: float, length: int, width: int)
 
 
 def test_ssd_gains_by_the_outcomes_that_it_drafts_for() -> None:
-    few, many = (plain_over(simulated("ssd", 0.7, 4, 6.0, width)) for width in (1, 12))
+    few, many = (plain_over(simulated("ssd", 0.7, 4, 6.0, width, 800)) for width in (1, 12))
     assert many > 1.2 * few
 
 

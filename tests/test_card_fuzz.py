@@ -37,7 +37,7 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # of each met
     "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
     "planned": lambda chance: {"deepest": chance.randrange(5), "trials": chance.choice((0.0, 0.3))},
 }
-ROUNDS = (120, pytest.param(1000, marks=pytest.mark.long))
+ROUNDS = (60, pytest.param(600, marks=pytest.mark.long))
 
 
 def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
@@ -112,7 +112,7 @@ def test_random_interleavings(rounds: int, method: str) -> None:
 
 def test_simulated_clock_is_deterministic() -> None:
     first, again = Counter[str](), Counter[str]()
-    for seed in range(20):
+    for seed in range(10):
         run_once(seed, first)
         run_once(seed, again)
     assert first == again

@@ -90,7 +90,8 @@ class Toy(Model):
         return Held(hidden, None, self.vocab_size)
 
     def _contexts(self, part: Part) -> dict[int, list[int]]:
-        """Stores a part's tokens; the texts that the nodes see which are asked for, their own tokens last."""
+        """Stores a part's tokens; the ends of the texts that the nodes see which are asked for, as far as scores depend
+        on them, their own tokens last."""
         session = part.session
         if part.keep is not None:
             session.keep(part.keep)
@@ -98,9 +99,10 @@ class Toy(Model):
         sees = session.extend(part.parents)
         start = session.length
         session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
-        committed = session.tokens[: start if part.length is None else part.length]
+        end = start if part.length is None else part.length
+        committed = session.tokens[max(0, end - self.num_layers) : end].tolist()
         asked = {*part.wanted, *part.shown}
-        return {node: [*committed, *session.tokens[np.flatnonzero(sees[node]) + start]] for node in asked}
+        return {node: committed + session.tokens[np.flatnonzero(sees[node]) + start].tolist() for node in asked}
 
     def _row(self, context: Sequence[int]) -> Tensor:
         return self._stream(context)[-1]

@@ -1,0 +1,273 @@
+"""Mistakes in decoders, drafters, the bench's scorer and the server: each must fail tests of the suite, named here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import test_planned
+from mutation_checks import BROKEN, Mutation, Original
+
+from outpace.bench import scoring
+from outpace.candidates.cache import CandidateCache
+from outpace.core.orders import Orders
+from outpace.core.types import Row
+from outpace.decoders import pearl, planned, ssd
+from outpace.decoders._ledger import Ledger
+from outpace.drafters import _grower
+from outpace.drafters._choosing import Choosing
+from outpace.drafters.lookahead import Lookahead
+from outpace.drafters.ouroboros import Ouroboros
+from outpace.engine import passes
+from outpace.server import reading
+from outpace.server.admission import Admission
+from outpace.server.engine_thread import EngineThread
+from outpace.server.errors import ApiError
+from outpace.tools.calls import CallParser
+from outpace.tools.pieces import merged
+
+HERE = Path(__file__).parent
+PATIENCE = 4.0  # seconds that a test waits for what does not come
+QUIET = ("-x", "--capture=no", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+
+
+class Failures:
+    """What failed in a run of pytest, and by which error."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, BaseException]] = []
+
+    def pytest_exception_interact(self, node: Any, call: Any) -> None:
+        self.found.append((node.name, call.excinfo.value))
+
+
+def failed_by(*tests: str) -> str | None:
+    """The first of these tests, `file::name` each, that fails in a run of pytest in this process."""
+    failures = Failures()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setattr(serving, "PATIENCE", PATIENCE)
+        test_planned.simulated.cache_clear()
+        code = pytest.main([*QUIET, *(str(HERE / test) for test in tests)], plugins=[failures])
+        test_planned.simulated.cache_clear()
+    broken = next((error for _, error in failures.found if isinstance(error, BROKEN)), None)
+    if broken is not None:
+        raise broken
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise ImportError(f"pytest ends with {code!r} for {', '.join(tests)}")
+    return failures.found[0][0] if failures.found else None
+
+
+def find_in_parts() -> str | None:
+    """The first of all the tests below that fails."""
+    return failed_by(*JUDGES)
+
+
+def nothing(original: Original) -> Original:
+    return lambda *given: None
+
+
+def whole_chains(query: Original) -> Original:
+    return lambda self, budget: query(self, max(budget, 4))
+
+
+def one_outcome(for_outcomes: Original) -> Original:
+    return lambda tree, expanded, length, count: for_outcomes(tree, expanded, length, 1)
+
+
+def always_paid(tried: Original) -> Original:
+    return lambda self, what, has_paid: tried(self, what, True)
+
+
+def first_number(number_in: Original) -> Original:
+    def mutated(answer: str) -> Any:
+        found = scoring._SIGNED.findall(answer)
+        return scoring._value(found[0]) if found else None
+
+    return mutated
+
+
+def before_it_is_said(choice_in: Original) -> Original:
+    return lambda answer, choices: choice_in(answer.partition("answer")[0], choices)
+
+
+def to_one_another(reduce_apart: Original) -> Original:
+    """What one request's rows decide is handed to the others."""
+
+    def mutated(logits: Any, rows: Sequence[Row]) -> list[Any]:
+        picks = list(reduce_apart(logits, rows))
+        return picks[::-1] if len({id(row.request) for row in rows}) > 1 else picks
+
+    return mutated
+
+
+def as_a_fault(refusal: Original) -> Original:
+    return lambda self, why, code: ApiError(500, why, code=code)
+
+
+def at_each_chunk(push: Original) -> Original:
+    """What may still become a call is told as text where a chunk ends."""
+    return lambda self, text: merged([*push(self, text), *self.finish()])
+
+
+JUDGES: dict[str, None] = {}  # the tests that are named below, each once
+
+
+def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original], test: str) -> Mutation:
+    JUDGES[test] = None
+    return Mutation(name, [owner], attribute, make, lambda: failed_by(test))
+
+
+PART_MUTATIONS = [
+    mutation(
+        "pearl: nobody waits for the chain",
+        pearl,
+        "Await",
+        lambda f: lambda **given: f(),
+        "test_beside.py::test_a_perfect_drafter_is_waited_for",
+    ),
+    mutation(
+        "ssd: nobody waits for the chain",
+        ssd,
+        "Await",
+        lambda f: lambda **given: f(),
+        "test_beside.py::test_a_perfect_drafter_is_waited_for",
+    ),
+    mutation(
+        "pearl: a chain after a miss",
+        CandidateCache,
+        "query",
+        whole_chains,
+        "test_beside.py::test_pearl_verifies_the_root_after_a_miss_and_else_a_chain",
+    ),
+    mutation(
+        "ssd: one outcome is drafted for",
+        _grower,
+        "for_outcomes",
+        one_outcome,
+        "test_beside.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for",
+    ),
+    mutation(
+        "planned: the drafter never rests",
+        planned._Planner,
+        "during",
+        lambda f: lambda self, rows: Orders(),
+        "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
+    ),
+    mutation(
+        "planned: never in turn",
+        planned._Modes,
+        "choose",
+        nothing,
+        "test_planned.py::test_on_one_device_it_drafts_in_turn",
+    ),
+    mutation(
+        "planned: a trial always pays",
+        Ledger,
+        "tried",
+        always_paid,
+        "test_planned.py::test_the_ledger_spends_a_share_and_half_of_it_after_each_failure",
+    ),
+    mutation(
+        "lookahead: the window stands still",
+        Lookahead,
+        "_iterate",
+        nothing,
+        "test_lookahead.py::test_the_window_is_the_jacobi_iteration",
+    ),
+    mutation(
+        "lookahead: there is no window",
+        Lookahead,
+        "_probe",
+        nothing,
+        "test_lookahead.py::test_only_candidates_count_as_drafted",
+    ),
+    mutation(
+        "ouroboros: rejected drafts teach nothing",
+        Ouroboros,
+        "_reuse",
+        nothing,
+        "test_ouroboros.py::test_the_pool_learns_what_is_said_behind_rejected_tokens",
+    ),
+    mutation(
+        "ouroboros: no phrase is hung on",
+        Ouroboros,
+        "propose",
+        nothing,
+        "test_ouroboros.py::test_phrases_prolong_a_draft",
+    ),
+    mutation(
+        "choosing: the first draft drafts",
+        Choosing,
+        "_best",
+        lambda f: lambda *given: 0,
+        "test_choosing.py::test_the_draft_that_is_right_drafts",
+    ),
+    mutation(
+        "choosing: nothing is learnt",
+        Choosing,
+        "_compare",
+        nothing,
+        "test_choosing.py::test_what_was_learnt_is_remembered",
+    ),
+    mutation(
+        "scorer: the first number counts",
+        scoring,
+        "number_in",
+        first_number,
+        "test_scoring.py::test_the_number_of_an_answer",
+    ),
+    mutation(
+        "scorer: what stands before counts",
+        scoring,
+        "choice_in",
+        before_it_is_said,
+        "test_scoring.py::test_the_choice_of_an_answer",
+    ),
+    mutation(
+        "scorer: spaces and case count",
+        scoring,
+        "_plain",
+        lambda f: lambda text: text,
+        "test_scoring.py::test_an_exact_text",
+    ),
+    mutation(
+        "server: a text under load differs",
+        passes,
+        "reduce_apart",
+        to_one_another,
+        "test_server_life.py::test_many_at_once_get_the_texts_that_each_gets_alone",
+    ),
+    mutation(
+        "server: nothing ends for who leaves",
+        EngineThread,
+        "abort",
+        nothing,
+        "test_server_life.py::test_who_leaves_ends_the_work",
+    ),
+    mutation(
+        "server: a full queue is a fault",
+        Admission,
+        "_refusal",
+        as_a_fault,
+        "test_server_life.py::test_what_is_being_tokenised_has_a_place_in_the_queue",
+    ),
+    mutation(
+        "server: any depth of JSON is served",
+        reading,
+        "_check",
+        nothing,
+        "test_server_errors.py::test_json_as_deep_as_allowed_is_read",
+    ),
+    mutation(
+        "server: a call is cut where its chunks are",
+        CallParser,
+        "push",
+        at_each_chunk,
+        "test_tools.py::test_every_split_of_a_transcript_gives_the_same_deltas",
+    ),
+]
