@@ -11,10 +11,10 @@ demo: .venv/installed .venv/installed-kernels
 	.venv/bin/outpace demo
 
 test: .venv/installed-dev .venv/installed-kernels
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal
 
 test-all: .venv/installed-dev .venv/installed-kernels  # the long searches too
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m ""
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m ""
 
 check: .venv/installed-dev
 	$(RUN) -m ruff format --check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Failures:
 def failed_by(*tests: str) -> str | None:
     """The first of these tests, `file::name` each, that fails in a run of pytest in this process."""
     failures = Failures()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
         patch.setattr(serving, "PATIENCE", PATIENCE)
         test_planned.simulated.cache_clear()
         code = pytest.main([*QUIET, *(str(HERE / test) for test in tests)], plugins=[failures])
@@ -69,10 +70,6 @@ def find_in_parts() -> str | None:
 
 def nothing(original: Original) -> Original:
     return lambda *given: None
-
-
-def whole_chains(query: Original) -> Original:
-    return lambda self, budget: query(self, max(budget, 4))
 
 
 def one_outcome(for_outcomes: Original) -> Original:
@@ -138,10 +135,10 @@ PART_MUTATIONS = [
         "test_beside.py::test_a_perfect_drafter_is_waited_for",
     ),
     mutation(
-        "pearl: a chain after a miss",
+        "pearl: what comes beside a pass is lost",
         CandidateCache,
-        "query",
-        whole_chains,
+        "late",
+        lambda f: lambda self, tree: 0,
         "test_beside.py::test_pearl_verifies_the_root_after_a_miss_and_else_a_chain",
     ),
     mutation(

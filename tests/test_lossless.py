@@ -73,7 +73,7 @@ def test_text_equals_plain_decoding(method: str, drafter: str) -> None:
     decoder, worker, width = METHODS[method]
     drafted = accepted = hits = misses = 0
     for case in CASES:
-        requests = requests_of(case)
+        requests = requests_of(case, max_tokens=20)
         run = decode(requests, decoder, make_drafter(drafter, TARGET, width=width), worker=worker, target=TARGET)
         assert run.texts == plain(requests), case
         assert run.failure is None
