@@ -102,6 +102,7 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_random_interleavings(rounds: int, method: str) -> None:
     met: Counter[str] = Counter()
+    rounds *= 2 if method == "planned" else 1  # which hits a secondary candidate seldom
     for seed in range(rounds):
         run_once(seed, met, method)
     print(f"\n{rounds} interleavings of {method}:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
