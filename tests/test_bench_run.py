@@ -212,7 +212,7 @@ def test_a_trace_is_recorded(run: Run, tiny: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--methods", "crad"), "did you mean 'card'"),
-        (("--methods", "speculative:breadth=2"), "unknown option of method speculative"),
+        (("--methods", "speculative:breadth=2"), "unknown option 'breadth' of method speculative"),
         (("--method", "card"), "write --methods card"),
         (("--peers", "vllm"), "unknown peer 'vllm'"),
         (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),

@@ -104,7 +104,7 @@ def test_the_prompt_from_standard_input(run: Run, tiny: Path, monkeypatch: pytes
         (["--stop", ""], "stop has an empty string"),
         (["--logit-bias", "7"], "--logit-bias is '7'"),
         (["--n", "2"], "greedy answers are all alike"),
-        (["--logprobs", "2"], "with --json only"),
+        (["--logprobs", "2"], "--logprobs needs --json"),
         (["--quantize", "int8"], "unknown option --quantize"),
         (["--width", "4"], "'width'"),
         (["--copies"], "--copies needs a value"),

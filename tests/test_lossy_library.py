@@ -90,7 +90,7 @@ def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> 
     [
         (
             {"rule": "typical", "beta": 2},
-            "^unknown option of method speculative, rule typical, drafter model 'beta', allowed are "
+            "^unknown option 'beta' of method speculative, rule typical, drafter model, allowed are "
             "confident, .*, forced, leaves, .*, width",
         ),
         ({"rule": "lenience", "lenience": 2}, "lenience is 2"),

@@ -60,7 +60,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         ({"stop_token_ids": [999_999]}, "a token of stop_token_ids is 999999, it must be between 0 and 271"),
         ({"n": 2, "temperature": 1.0}, "n is 2, this gives one answer: use generate"),
         ({"sampling_params": 5}, "sampling_params is 5, it must be SamplingParams; or give options by name"),
-        ({"logitbias": {}}, "unknown option 'logitbias' of an answer.*did you mean 'logit_bias'"),
+        ({"logitbias": {}}, "unknown sampling parameter 'logitbias'.*did you mean 'logit_bias'"),
         ({"sampling_params": SamplingParams(), "seed": 1}, "give SamplingParams or options by name, not both: seed"),
     ],
     ids=str,

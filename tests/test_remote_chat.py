@@ -56,7 +56,7 @@ def test_a_conversation_with_a_server(site: Served, monkeypatch: pytest.MonkeyPa
         ("ftp://x", "it must be an address"),
         ("http://", "it must be an address"),
         ("http://127.0.0.1:x", "its port must be"),
-        ("http://127.0.0.1:1", "does not answer as a server does"),
+        ("http://127.0.0.1:1", "no answer from 127.0.0.1"),
     ],
 )
 def test_a_wrong_address_is_told(url: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -78,7 +78,7 @@ def test_an_option_reaches_the_rule(target: Loaded) -> None:
 
 
 def test_an_option_that_it_has_not_or_that_is_wrong_is_refused(target: Loaded) -> None:
-    with pytest.raises(UserError, match=r"unknown option of method autoregressive, rule second_best 'evry'.*every"):
+    with pytest.raises(UserError, match=r"unknown option 'evry' of method autoregressive, rule second_best, .*every"):
         LLM(target, method="autoregressive", rule=NAME, evry=2)
     with pytest.raises(UserError, match="every"):
         LLM(target, method="autoregressive", rule=NAME, every=0)

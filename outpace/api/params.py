@@ -180,7 +180,7 @@ def params_of(options: Mapping[str, Any]) -> SamplingParams:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown option {name!r} of an answer, allowed are {', '.join(known)}{hint}")
+            raise UserError(f"unknown sampling parameter {name!r}, allowed are {', '.join(known)}{hint}")
     return SamplingParams(**options)
 
 

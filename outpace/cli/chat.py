@@ -23,8 +23,8 @@ FEWEST = 4  # with fewer there is no estimate
 ROOM = 4  # an answer may count on this part of the context, or on max_tokens if that is less
 COMMANDS = {
     "/help": "list the commands; Alt-Enter begins a new line of the same question",
-    "/reset": "forget the conversation, but not the system prompt",
-    "/quit": "end it, as /exit and Ctrl-D do",
+    "/reset": "forget the conversation, but not the system message",
+    "/quit": "end the conversation, as /exit and Ctrl-D do",
 }
 ENDS = {"length": "cut at the most tokens", "abort": "stopped"}
 HINT = "/help lists the commands, /quit or Ctrl-D ends"
@@ -54,7 +54,7 @@ def chat(
 
     Ctrl-C stops an answer. /help lists the commands, /reset forgets the conversation, /quit or Ctrl-D ends it.
 
-    From a pipe, each line is a question.
+    If standard input is a pipe, each line is a question.
     """
     writing.check()
     if url is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Asked:
     """How many answers, and what beside their text."""
 
-    n: Annotated[int, typer.Option(help="Answers to write, each with its own noise.", rich_help_panel=TEXT)] = 1
+    n: Annotated[int, typer.Option(help="Answers to write, each sampled independently.", rich_help_panel=TEXT)] = 1
     echo: Annotated[bool, typer.Option("--echo", help="Write the prompt before the answer.", rich_help_panel=TEXT)] = (
         False
     )
@@ -42,7 +42,7 @@ class Asked:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File with a guess of the answer: what comes true of it is written faster.",
+            help="File with a guess of the answer: where it is right, the answer is written faster.",
             rich_help_panel=TEXT,
         ),
     ] = None
@@ -50,7 +50,7 @@ class Asked:
     def options(self, as_json: bool) -> dict[str, Any]:
         """The options of `SamplingParams` by name."""
         if self.logprobs is not None and not as_json:
-            raise UserError("--logprobs are written with --json only, add it")
+            raise UserError("--logprobs needs --json, add it")
         told = {"echo": self.echo, "logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
         return {"n": self.n, "prediction": _guess(self.prediction), **told}
 
@@ -71,7 +71,8 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The options of methods and drafters (see outpace methods) are flags too: --method speculative --draft-length 6.
+    The options of methods, drafters and rules (see outpace methods) are flags too, as in --method speculative
+    --draft-length 6.
     """
     from outpace.api.params import SamplingParams
 

@@ -48,7 +48,7 @@ class Measuring:
         ),
     ] = ""
     prompts: Annotated[
-        int, typer.Option(help="How many prompts of each task to use, from its first on.", rich_help_panel=MEASURED)
+        int, typer.Option(help="Use the first so many prompts of each task.", rich_help_panel=MEASURED)
     ] = 10
     rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
     batch: Annotated[
@@ -64,7 +64,7 @@ class Measuring:
         bool,
         typer.Option(
             "--run-tests",
-            help="Run the programs that the models write, each in a confined process, where a prompt has tests.",
+            help="Score programs that the models write by running their tests, each in a confined process.",
             rich_help_panel=MEASURED,
         ),
     ] = False
@@ -80,7 +80,7 @@ class Keeping:
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results as they finish; a bench that stopped is continued.", rich_help_panel=KEPT
+            help="Folder for results as they finish; run again to continue a bench that stopped.", rich_help_panel=KEPT
         ),
     ] = None
     json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None

@@ -29,9 +29,9 @@ Target = Annotated[
 Draft = Annotated[
     list[str] | None,
     typer.Option(
-        help="Draft model: hub id, folder or .gguf file; auto (the known small sibling); some of the target's layers,"
-        " as in layers:0,1,28,29; or none. The shipped model has a draft of its own. May be repeated: each round then"
-        " has the best of them.",
+        help="Draft model: hub id, folder or .gguf file; auto (a known small model of the same family); some of the"
+        " target's layers, as in layers:0,1,28,29; or none. The default is the shipped draft for the shipped model,"
+        " else none. May be repeated: each round then uses the best of them.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -50,13 +50,13 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
     LoadOptions: {
         "device": typer.Option(help="Device of the target: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
         "dtype": typer.Option(
-            help="Precision: int8 or file (a GGUF file's own weights), both on a CPU only, float32, bfloat16 or"
+            help="Precision: int8 (CPU only), file (a GGUF file's own weights, CPU only), float32, bfloat16 or"
             " float16; auto: int8 on a CPU and bfloat16 on a GPU where available, else float32.",
             rich_help_panel=MODEL,
         ),
         "exact": typer.Option(
             "--exact/--no-exact",
-            help="Make every method compute the same bits; the default is on where the machine can.",
+            help="Make every method compute bit-identical logits; the default is on where the device supports it.",
             rich_help_panel=MODEL,
         ),
         "runtime": typer.Option(
@@ -65,8 +65,8 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             rich_help_panel=MODEL,
         ),
         "graphs": typer.Option(
-            help="Captured passes of the runtime llama: cuda (CUDA graphs), eager (the same passes without a capture,"
-            " on any device) or off; auto: cuda on a GPU, else off.",
+            help="Graph capture of the runtime llama: cuda (CUDA graphs), eager (the same forwards without capture, on"
+            " any device) or off; auto: cuda on a GPU, else off.",
             rich_help_panel=MODEL,
         ),
         "trust_remote_code": typer.Option(
@@ -89,7 +89,10 @@ class Loading:
     draft_dtype: Annotated[
         str | None, typer.Option(help="Precision of the draft; the default is the target's.", rich_help_panel=MODEL)
     ] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads of the target.", rich_help_panel=MODEL)] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads of the target; the default is one for each core.", rich_help_panel=MODEL),
+    ] = None
     method: Annotated[
         str,
         typer.Option(
@@ -109,21 +112,26 @@ class Loading:
     worker: Annotated[
         str | None,
         typer.Option(
-            help="Where CARD's drafter runs: thread, process or inline; the default is thread.", rich_help_panel=METHOD
+            help="Where a drafter beside the target runs (card, planned, pearl, ssd): thread, process, or inline on a"
+            " simulated clock; the default is thread.",
+            rich_help_panel=METHOD,
         ),
     ] = None
-    draft_threads: Annotated[int, typer.Option(help="CPU threads of CARD's drafter.", rich_help_panel=METHOD)] = 1
+    draft_threads: Annotated[
+        int, typer.Option(help="CPU threads of a drafter beside the target.", rich_help_panel=METHOD)
+    ] = 1
     nodes: Annotated[
         int | None,
         typer.Option(
-            help="Most tree nodes verified in a pass, the root included; the default is 32 for auto, else 8.",
+            help="The most tree nodes verified in a pass, with the root; the default is 32 for auto, else 8.",
             rich_help_panel=METHOD,
         ),
     ] = None
     kv_memory: Annotated[
         float | None,
         typer.Option(
-            help="GiB for the target's keys and values; the default is half of the free memory.", rich_help_panel=METHOD
+            help="Memory for the target's KV cache, in GiB; the default is half of the free memory.",
+            rich_help_panel=METHOD,
         ),
     ] = None
 
@@ -141,7 +149,7 @@ class Loading:
         if self.options.exact and not llm.target.model.exact:
             llm.close()
             raise UserError(
-                "exact mode is not available here, it needs a CPU and another precision than float16; leave out --exact"
+                "exact mode is not available here, it needs a CPU and a precision other than float16; leave out --exact"
             )
         names: dict[str, list[str]] = {}
         for loaded in (llm.target, llm.draft):

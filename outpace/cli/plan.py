@@ -41,8 +41,8 @@ class Planning:
         bool,
         typer.Option(
             "--plan",
-            help="Instead: for --target, --draft and a device, what fits where, what a pass must cost at least and"
-            " which method pays. By formulas; nothing is loaded.",
+            help="Estimate instead, for --target, --draft and a device: what fits into memory, the least time of a"
+            " pass, and which method pays. By formulas; no model is loaded.",
             rich_help_panel=PLAN,
         ),
     ] = False
@@ -59,19 +59,20 @@ class Planning:
         typer.Option(help=f"Device: {', '.join(MACHINES)}, or here for this machine.", rich_help_panel=PLAN),
     ] = HERE
     device_memory: Annotated[
-        float | None, typer.Option(help="Memory of the device, GiB, in place of the known.", rich_help_panel=PLAN)
+        float | None,
+        typer.Option(help="Memory of the device, in GiB, instead of the known value.", rich_help_panel=PLAN),
     ] = None
-    bandwidth: Annotated[float | None, typer.Option(help="Bandwidth of its memory, GB/s.", rich_help_panel=PLAN)] = None
-    flops: Annotated[float | None, typer.Option(help="Its operations a second, TFLOP/s.", rich_help_panel=PLAN)] = None
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Memory bandwidth of the device, in GB/s.", rich_help_panel=PLAN)
+    ] = None
+    flops: Annotated[float | None, typer.Option(help="Speed of the device, in TFLOP/s.", rich_help_panel=PLAN)] = None
     dtype: Annotated[str, typer.Option(help=f"Weights: {', '.join(BYTES)}.", rich_help_panel=PLAN)] = "bfloat16"
-    context: Annotated[int, typer.Option(help="Tokens of each text.", rich_help_panel=PLAN)] = 2048
+    context: Annotated[int, typer.Option(help="Context length, in tokens.", rich_help_panel=PLAN)] = 2048
     requests: Annotated[int, typer.Option("--batch", help="Requests at once.", rich_help_panel=PLAN)] = 1
     acceptance: Annotated[
         float, typer.Option(help="Chance that a drafted token is accepted.", rich_help_panel=PLAN)
     ] = 0.8
-    width: Annotated[
-        int, typer.Option(help="Nodes of a draft forward, for a tree of several branches.", rich_help_panel=PLAN)
-    ] = 8
+    width: Annotated[int, typer.Option(help="Tree nodes in each forward of the draft.", rich_help_panel=PLAN)] = 8
 
     def check(self) -> None:
         """UserError for a value that makes no sense."""

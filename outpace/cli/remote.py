@@ -110,7 +110,8 @@ class Remote:
         return kind(self._host, self._port, timeout=PATIENCE)
 
     def _broken(self, error: Exception) -> UserError:
-        return UserError(f"{self._host} does not answer as a server does ({type(error).__name__}: {error})")
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        return UserError(f"--url: no answer from {self._host} ({why})")
 
     def _refused(self, response: http.client.HTTPResponse) -> UserError:
         try:

@@ -29,28 +29,30 @@ def _flag(text: str, panel: str = SERVER, **options: Any) -> Any:
 class Listening:
     """Where the server listens, and to whom."""
 
-    host: Annotated[str, _flag("Address to listen on; others than this machine's need API keys.")] = "127.0.0.1"
+    host: Annotated[str, _flag("Address to listen on; one that other machines reach needs API keys.")] = "127.0.0.1"
     port: Annotated[int, _flag("Port to listen on; 0: any that is free.")] = 8000
-    served_name: Annotated[list[str] | None, _flag("What requests call the model; may be repeated.")] = None
-    api_key_file: Annotated[Path | None, _flag("File with API keys, one a line; OUTPACE_API_KEY has some too.")] = None
+    served_name: Annotated[list[str] | None, _flag("Name of the model in requests; may be repeated.")] = None
+    api_key_file: Annotated[Path | None, _flag("File with API keys, one a line, beside those in OUTPACE_API_KEY.")] = (
+        None
+    )
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without API keys.", rich_help_panel=SERVER)
     ] = False
-    allow_host: Annotated[list[str] | None, _flag("Host header that is answered; may be repeated.")] = None
+    allow_host: Annotated[list[str] | None, _flag("Host header to accept without keys; may be repeated.")] = None
     allow_method: Annotated[
         list[str] | None, _flag("Method, drafter or rule that a request may choose; may be repeated.")
     ] = None
     ignore_unknown: Annotated[
         bool,
         typer.Option(
-            "--ignore-unknown", help="Name unknown fields in a header instead of refusing them.", rich_help_panel=SERVER
+            "--ignore-unknown", help="List unknown fields in a header, do not refuse them.", rich_help_panel=SERVER
         ),
     ] = False
     tool_prompt: Annotated[
         bool,
         typer.Option(
             "--tool-prompt",
-            help="Tell of tools in the system message where the chat template ignores them.",
+            help="Describe tools in the system message where the chat template ignores them.",
             rich_help_panel=SERVER,
         ),
     ] = False
@@ -66,24 +68,24 @@ class Listening:
 class Bounds:
     """What requests may take."""
 
-    batch: Annotated[int, _flag("Answers that are written at once.", BOUNDS)] = 16
-    max_queue: Annotated[int, _flag("Answers that may wait for room; more are refused with 429.", BOUNDS)] = 128
-    max_queued_tokens: Annotated[int, _flag("Tokens of prompts that may wait.", BOUNDS)] = 1 << 20
-    max_requests_per_key: Annotated[int, _flag("Requests of one API key at once; 0: no bound.", BOUNDS)] = 0
+    batch: Annotated[int, _flag("Answers written at the same time.", BOUNDS)] = 16
+    max_queue: Annotated[int, _flag("Answers that may wait; further ones are refused with 429.", BOUNDS)] = 128
+    max_queued_tokens: Annotated[int, _flag("Prompt tokens that may wait in all.", BOUNDS)] = 1 << 20
+    max_requests_per_key: Annotated[int, _flag("Requests of one API key at once; 0: no limit.", BOUNDS)] = 0
     max_connections: Annotated[int, _flag("Connections at once.", BOUNDS)] = 512
     max_body: Annotated[int, _flag("Largest body of a request, in bytes.", BOUNDS)] = 4 << 20
-    queue_timeout: Annotated[float, _flag("Seconds that a request may wait for room.", BOUNDS)] = 60.0
+    queue_timeout: Annotated[float, _flag("Seconds that a request may wait in the queue.", BOUNDS)] = 60.0
     request_timeout: Annotated[float, _flag("Seconds that an answer may take.", BOUNDS)] = 600.0
-    write_timeout: Annotated[float, _flag("Seconds for which a client may read nothing.", BOUNDS)] = 30.0
-    drain: Annotated[float, _flag("Seconds for running answers to end after SIGTERM.", BOUNDS)] = 30.0
+    write_timeout: Annotated[float, _flag("Seconds without reading until a client is dropped.", BOUNDS)] = 30.0
+    drain: Annotated[float, _flag("Seconds that running answers have to end after SIGTERM.", BOUNDS)] = 30.0
 
 
 @flags
 def serve(ctx: typer.Context, loading: Loading, listening: Listening, bounds: Bounds) -> None:
     """Answer the OpenAI and Anthropic APIs over HTTP.
 
-    Without options it serves the shipped model on http://127.0.0.1:8000. SIGTERM and Ctrl-C let running answers end; a
-    second one ends at once.
+    Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C running answers may
+    end; a second signal ends the server at once.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -48,16 +48,20 @@ class Times:
     ratio: Annotated[
         str,
         typer.Option(
-            help="Target time over draft time, joined by commas; further rows cost nothing.", rich_help_panel=TIMES
+            help="Times of a target pass over a draft step, joined by commas; further rows cost nothing.",
+            rich_help_panel=TIMES,
         ),
     ] = "3.5,7,15"
     target_times: Annotated[
         str | None,
         typer.Option(
-            help="Instead of ratios: the target's times by rows, as in 1:6.0,4:6.2,16:10.", rich_help_panel=TIMES
+            help="Instead of ratios: times of a target pass by number of rows, in any unit, as in 1:6.0,4:6.2,16:10.",
+            rich_help_panel=TIMES,
         ),
     ] = None
-    draft_times: Annotated[str | None, typer.Option(help="The draft's times by rows.", rich_help_panel=TIMES)] = None
+    draft_times: Annotated[
+        str | None, typer.Option(help="With --target-times: those of a draft step.", rich_help_panel=TIMES)
+    ] = None
     devices: Annotated[
         int, typer.Option(help="2: the drafter has a device of its own; 1: both share one.", rich_help_panel=TIMES)
     ] = 2
@@ -87,10 +91,10 @@ def simulate(
     ] = None,
     nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
     width: Annotated[
-        str, typer.Option(help="Nodes that the drafter expands in one forward (K); more, as in 16,5,25,105, for CARD.")
+        str, typer.Option(help="Nodes that the drafter expands in one forward (K); further ones, as in 16,5, for CARD.")
     ] = "16",
 ) -> None:
-    """Simulate every method on two devices, from a recorded pair, at any ratio of their times."""
+    """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--json", shown.rows)
     check_plot("--plot", shown.plot)
     costs = _costs(times)
@@ -149,7 +153,7 @@ def _trace(pair: Pair) -> Trace:
     if pair.answers is not None:
         check_whole("answers", pair.answers, 1)
     if (pair.trace is None) == (pair.acceptance is None):
-        raise UserError("name a trace with --trace FILE or a chance with --acceptance 0.7, and not both")
+        raise UserError("give either --trace FILE, a recorded pair, or --acceptance 0.7, and not both")
     if pair.trace is not None:
         tasks = [name.strip() for name in pair.tasks.split(",")] if pair.tasks else []
         return limited(trace.load(pair.trace), pair.answers, tasks)

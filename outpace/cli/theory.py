@@ -16,16 +16,18 @@ def theory(
     acceptance: Annotated[
         str,
         typer.Option(
-            help="Chance that a drafted token is accepted (alpha); or one for each position, with commas between them,"
+            help="Acceptance rate of a drafted token (alpha); or one for each position, with commas between them,"
             " as `outpace bench` reports them: the last one holds for all further positions."
         ),
     ] = "0.8",
-    cost: Annotated[float, typer.Option(help="Time of a draft step over that of a plain pass (c).")] = 0.1,
+    cost: Annotated[
+        float, typer.Option(help="Cost coefficient (c): time of a draft step over that of a plain pass.")
+    ] = 0.1,
     verify: Annotated[
-        float, typer.Option(help="What each further row of a pass adds, as a share of a plain pass's time.")
+        float, typer.Option(help="Time that each further row adds to a pass, as a share of a plain pass.")
     ] = 0.0,
-    overhead: Annotated[float, typer.Option(help="Other time of a round, as a share of a plain pass's.")] = 0.0,
-    lengths: Annotated[int, typer.Option(help="Draft lengths (gamma) that are shown.")] = 10,
+    overhead: Annotated[float, typer.Option(help="Other time in a round, as a share of a plain pass.")] = 0.0,
+    lengths: Annotated[int, typer.Option(help="Show draft lengths (gamma) up to this one.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Show what speculation can give: tokens a round, speedups by draft length, and their limits."""

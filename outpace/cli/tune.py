@@ -26,16 +26,18 @@ def tune(
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Measure nothing: make the file that --drafter cacheback or retrieval looks things up in, from this"
-            " text file or .jsonl file (text or turns in each line); may be repeated."
+            help="Make the file of --drafter cacheback or retrieval from this text file, or .jsonl file with text or"
+            " turns in each line; may be repeated. Nothing is timed."
         ),
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="With --corpus: the file to make, or to replace.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="With --corpus: the file to write; the default is in the cache folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this pair of models on this machine, and keep a profile for method auto; rank several drafts.
+    """Time a pair of models on this machine and keep the times for method auto; with several drafts, rank them.
 
-    With --corpus: make a drafter's file from text of your own.
+    With --corpus: make the file of drafter cacheback or retrieval from your own texts.
     """
     if corpus or to is not None:
         _make(loading, corpus or [], to, as_json)
@@ -59,7 +61,7 @@ def tune(
 def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) -> None:
     """The file of a drafter, and a line on what it was made of."""
     if not corpus:
-        raise UserError(f"--to is {to}, the file to make from a --corpus; name one")
+        raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
     check_file("--to", to)
     from outpace.bench.tables import make
 

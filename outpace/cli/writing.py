@@ -17,8 +17,8 @@ PENALTIES = "Penalties and bans"
 STRUCTURE = "Structured output"
 
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=TEXT)]
-Seed = Annotated[int, typer.Option(help="Seed of the noise; the same seed gives the same text.", rich_help_panel=TEXT)]
-MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.", rich_help_panel=TEXT)]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling: the same seed, the same text.", rich_help_panel=TEXT)]
+MaxTokens = Annotated[int, typer.Option(help="The most tokens of an answer.", rich_help_panel=TEXT)]
 
 
 def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
@@ -29,9 +29,11 @@ def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
 class Structured:
     """What an answer has to be."""
 
-    json_schema: Annotated[str | None, _flag("Answer in JSON that the schema in this file allows.", STRUCTURE)] = None
-    regex: Annotated[str | None, _flag("Answer with text that this regex matches.", STRUCTURE)] = None
-    grammar: Annotated[str | None, _flag("Answer by the Lark grammar in this file.", STRUCTURE)] = None
+    json_schema: Annotated[str | None, _flag("Answer with JSON that follows the schema in this file.", STRUCTURE)] = (
+        None
+    )
+    regex: Annotated[str | None, _flag("Answer with text that this regex matches as a whole.", STRUCTURE)] = None
+    grammar: Annotated[str | None, _flag("Answer with text of the Lark grammar in this file.", STRUCTURE)] = None
 
     def asked(self) -> dict[str, str] | None:
         """The field `structured_outputs` of `SamplingParams`; UserError for more than one, or a file that is none."""
@@ -39,7 +41,7 @@ class Structured:
         asked = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
         asked |= {} if self.regex is None else {"regex": self.regex}
         if len(asked) > 1:
-            raise UserError("--json-schema, --regex and --grammar each say what the answer is, give one of them")
+            raise UserError("--json-schema, --regex and --grammar exclude each other, give one of them")
         return asked or None
 
 
@@ -75,7 +77,7 @@ class Writing:
         list[str] | None,
         _flag("A string that the answer never contains, not even inside a longer word; may be repeated."),
     ] = None
-    min_tokens: Annotated[int, _flag("The shortest answer, in tokens.")] = 0
+    min_tokens: Annotated[int, _flag("The fewest tokens of an answer.")] = 0
     structured_outputs: Structured = field(default_factory=Structured)
 
     def options(self) -> dict[str, Any]:

@@ -12,12 +12,13 @@ class UserError(Exception):
     """Bad input. The message is one sentence that names the value and what is allowed."""
 
 
-def unknown(what: str, value: str, allowed: Iterable[str]) -> UserError:
-    """An error for a name that is not in `allowed`, with the nearest one that is."""
+def unknown(what: str, value: str, allowed: Iterable[str], of: str = "") -> UserError:
+    """An error for a name that is not in `allowed`, with the nearest one that is; `of`: what would have it."""
     names = sorted(allowed)
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return UserError(f"unknown {what} {value!r}, allowed are {', '.join(names) or 'none'}{hint}")
+    whose = f" of {of}" if of else ""
+    return UserError(f"unknown {what} {value!r}{whose}, allowed are {', '.join(names) or 'none'}{hint}")
 
 
 def check_whole(name: str, value: int, low: int, high: float = math.inf) -> None:

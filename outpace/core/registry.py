@@ -134,7 +134,7 @@ def check_known(
     allowed = {field.name for module in (*modules.values(), *unnamed) for field in fields(module.Options)}
     for name in values:
         if name not in allowed:
-            raise unknown(f"option of {', '.join(modules)}", name, allowed)
+            raise unknown("option", name, allowed, of=", ".join(modules))
 
 
 def _default(field: Field[Any]) -> Any:
