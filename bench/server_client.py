@@ -223,14 +223,19 @@ async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], 
 
 
 async def compared(
-    url: str, without: Callable[[], Awaitable[Any]], with_it: Callable[[], Awaitable[Any]], windows: int, seconds: float
+    url: str,
+    without: Callable[[], Awaitable[Any]],
+    with_it: Callable[[], Awaitable[Any]],
+    windows: int,
+    seconds: float,
+    settle: float = 0.3,
 ) -> list[tuple[float, float]]:
     """Tokens a second that the server writes without something and with it, in short windows in turn: the machine's own
-    speed changes too."""
+    speed changes too. Each is counted after `settle` seconds."""
 
     async def rate(work: Callable[[], Awaitable[Any]]) -> float:
         task = asyncio.ensure_future(work())
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(settle)
         before, began = (await figures(url))["generation_tokens_total"], time.perf_counter()
         await asyncio.sleep(seconds)
         after = (await figures(url))["generation_tokens_total"]

@@ -37,6 +37,7 @@ from server_client import (
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 TIMES = 10
 BATCH = 16
+SETTLE = 2.5  # seconds, about an answer's: or the batch, refilled at once, would not read prompts while it is counted
 
 
 class Caller(asyncio.Protocol):
@@ -160,7 +161,7 @@ async def overload(server: Server, is_patient: bool, windows: int, seconds: floa
     work: Callable[[], Awaitable[None]] = lambda: (  # noqa: E731
         flood.patient(TIMES * BATCH) if is_patient else flood.impatient(each)
     )
-    rows = await compared(server.url, lambda: asyncio.sleep(3600), work, windows, seconds)
+    rows = await compared(server.url, lambda: asyncio.sleep(3600), work, windows, seconds, SETTLE)
     full.cancel()
     await asyncio.gather(full, return_exceptions=True)
     late, told = quantile(flood.seen.refusals, 0.99), told_of(rows)
@@ -175,8 +176,8 @@ async def overload(server: Server, is_patient: bool, windows: int, seconds: floa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a window")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
     parser.add_argument("--only", choices=("patient", "impatient"))
     given = parser.parse_args()
     told = {}

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from server_client import HEAD, body, cpu_seconds, serving
+from server_client import body, cpu_seconds, serving
 
 import outpace
+
+HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 class Answer(NamedTuple):
@@ -45,19 +47,17 @@ def by_library(llm: outpace.LLM, asked: dict[str, Any], plain: bool) -> Answer:
     return Answer(result.text, len(result.tokens), first, seconds)
 
 
-def by_server(url: str, asked: dict[str, Any], plain: bool) -> Answer:
-    """Reads bytes, and looks into them when all have come, but for the first text's."""
-    parts = urlsplit(url)
+def by_server(connection: socket.socket, asked: dict[str, Any], plain: bool) -> Answer:
+    """Reads bytes, and looks into them when all have come, but for the first text's. The connection is kept."""
     cpu, began, first = cpu_seconds(), time.perf_counter(), 0.0
     more = {"stream": True, "stream_options": {"include_usage": True}, "outpace": {"speculation": not plain}}
     data = json.dumps({**asked, **more}).encode()
-    chunks = []
-    with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80)) as connection:
-        connection.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        while chunk := connection.recv(1 << 16):
-            chunks.append(chunk)
-            if not first and b'"delta":{"content":"' in chunk:
-                first = time.perf_counter() - began
+    chunks: list[bytes] = []
+    connection.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    while not chunks or not chunks[-1].endswith(b"0\r\n\r\n"):
+        chunks.append(connection.recv(1 << 16) or sys.exit("the server broke the connection off"))
+        if not first and b'"delta":{"content":"' in chunks[-1]:
+            first = time.perf_counter() - began
     seconds, cpu = time.perf_counter() - began, cpu_seconds() - cpu
     lines = [line for line in b"".join(chunks).split(b"\n") if line.startswith(b"data: {")]
     events = [json.loads(line[6:]) for line in lines]
@@ -65,14 +65,19 @@ def by_server(url: str, asked: dict[str, Any], plain: bool) -> Answer:
     return Answer(text, events[-1]["usage"]["completion_tokens"], first, seconds, cpu)
 
 
-def in_turn(llm: outpace.LLM, url: str, asked: list[dict[str, Any]], plain: bool) -> dict[str, Any]:
+def connected(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80))
+
+
+def in_turn(llm: outpace.LLM, connection: socket.socket, asked: list[dict[str, Any]], plain: bool) -> dict[str, Any]:
     """The first two prompts warm both up."""
     rows = []
     for number, one in enumerate(asked):
         if number % 2:
-            ours, theirs = by_library(llm, one, plain), by_server(url, one, plain)
+            ours, theirs = by_library(llm, one, plain), by_server(connection, one, plain)
         else:
-            theirs, ours = by_server(url, one, plain), by_library(llm, one, plain)
+            theirs, ours = by_server(connection, one, plain), by_library(llm, one, plain)
         rows.append((ours, theirs))
     return compared(rows[2:])
 
@@ -102,9 +107,9 @@ def main() -> int:
     lines = given.prompts.read_text().splitlines()
     asked = [body(json.loads(line)["turns"][0], given.max_tokens) for line in lines[: given.count + 2]]
     told: dict[str, Any] = {}
-    with serving() as server, outpace.load() as llm:
+    with serving() as server, outpace.load() as llm, connected(server.url) as connection:
         for way in ("auto", "plain"):
-            told[way] = in_turn(llm, server.url, asked, way == "plain")
+            told[way] = in_turn(llm, connection, asked, way == "plain")
             print(f"{way}: {told[way]}", flush=True)
             asked = [body("Again: " + one["messages"][0]["content"], given.max_tokens) for one in asked]
     print(json.dumps(told))
