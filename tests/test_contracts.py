@@ -262,7 +262,11 @@ class Blind(Toy):
 @pytest.mark.parametrize(
     ("target", "needs", "says"),
     [
-        (Blind(), Needs(layers=(1,)), "Blind cannot give hidden states of its layers, .* llama or transformers can"),
+        (
+            Blind(),
+            Needs(layers=(1,)),
+            "Blind cannot give hidden states of its layers, .* native or transformers can",
+        ),
         (Toy(), Needs(layers=(4,)), "a layer whose hidden states are needed is 4, it must be between 0 and 3"),
         (Toy(), Needs(layers=(-1,)), "is -1, it must be between 0 and 3"),
         (Toy(), Needs(top=17), "top is 17, it must be between 0 and 16"),

@@ -205,7 +205,9 @@ def test_what_transformers_cannot_do_is_refused_by_name() -> None:
         ("steer", torch.zeros(2, 9), "be steered in its MLPs"),
         ("inputs", torch.zeros(2, 32), "take vectors in place of tokens"),
     ):
-        with pytest.raises(UserError, match=f"TransformersModel cannot {what}, models of the runtime llama can"):
+        with pytest.raises(
+            UserError, match=f"TransformersModel cannot {what}, models of the runtime llama or native can"
+        ):
             model.score([part._replace(**{field: value})])
     with pytest.raises(UserError, match="TransformersModel cannot leave out sublayers"):
         Skipping(model, [1], [1])
@@ -218,21 +220,6 @@ def test_what_transformers_cannot_do_is_refused_by_name() -> None:
 def test_the_runtimes_that_are_named_are_those_that_can() -> None:
     from outpace.models.hf.model import TransformersModel
 
-    classes = {"llama": Llama, "transformers": TransformersModel, "native": NativeLlama}
+    classes = {"llama": Llama, "native": NativeLlama, "transformers": TransformersModel}
     for extra in Extra:
         assert list(extra.value[1]) == [name for name, kind in classes.items() if extra in kind.extras]
-
-
-def test_the_native_runtime_refuses_them() -> None:
-    pytest.importorskip("outpace_kernels")
-    config = TINIES["tiny"]
-    model = NativeLlama.from_tensors(config, reference.random_tensors(config).__getitem__)
-    part = chain(model.open(20, 20), [5, 9], [1])
-    with pytest.raises(UserError, match="NativeLlama cannot give hidden states of its layers"):
-        Engine(model, Head(model, 1))
-    with pytest.raises(UserError, match="NativeLlama cannot leave out sublayers, models of the runtime llama can"):
-        Skipping(model, [1], [1])
-    with pytest.raises(UserError, match="NativeLlama cannot score behind a part of a text"):
-        model.score([part._replace(length=0)])
-    with pytest.raises(UserError, match="NativeLlama cannot take vectors"):
-        model.score_held([part._replace(inputs=torch.zeros(2, 9))])

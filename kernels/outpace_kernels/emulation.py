@@ -1,201 +1,31 @@
 """The kernels' arithmetic in numpy: slow, to be read, and bit by bit what the kernels give.
 
-It has the kernels' names and signatures, so a model can be built from it in their place. Every number is float32 and
-every operation IEEE; `fma` rounds once, by way of long double (where that has 64 bits of mantissa or more). Integers
-are summed exactly, so how they are summed does not matter; float sums have the order that is written here.
+It has the kernels' names and signatures, so a model can be built from it in their place. emulated_numbers.py has the
+operations, emulated_matrices.py the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
-from outpace_kernels.emulated_formats import Parts, parts_of
+from outpace_kernels.emulated_matrices import Matrix as Matrix
+from outpace_kernels.emulated_matrices import StoredMatrix
+from outpace_kernels.emulated_numbers import GROUP as GROUP
+from outpace_kernels.emulated_numbers import LANES, F, exponential, fma, groups_of, inverse_rms, silu, sum_lanes
+from outpace_kernels.emulated_numbers import MAX_DEPTH as MAX_DEPTH
 
-GROUP, LANES, MAX_DEPTH = 64, 16, 256
-F = np.float32
-TINY = F(1e-30)
 FORMATS = {name: form.inputs for name, form in FILE_FORMATS.items()}
 
 
 def instruction_sets() -> list[str]:
     """What stands for those of the kernels."""
     return ["emulation"]
-
-
-def fma(a: Any, b: Any, c: Any) -> np.ndarray:
-    """a * b + c, rounded once."""
-    return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(F)
-
-
-def groups_of(x: np.ndarray, size: int = GROUP) -> np.ndarray:
-    """[..., n] to [..., groups, size], with zeros at the end."""
-    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
-    return np.pad(x, padding).reshape(*x.shape[:-1], -1, size)
-
-
-def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Activations [..., n] to int8 groups and their scales: largest / 127, q = round(x * (127 / largest))."""
-    grouped = groups_of(x)
-    top = np.abs(grouped).max(axis=-1)
-    is_zero = top <= TINY
-    safe = np.where(is_zero, F(1), top)
-    factor = np.where(is_zero, F(0), F(127) / safe)
-    q = np.rint(grouped * factor[..., None]).astype(np.int8)
-    return q, np.where(is_zero, F(0), safe / F(127)).astype(F)
-
-
-def bfloat16_up(x: np.ndarray) -> np.ndarray:
-    """The smallest bfloat16 numbers not below x >= 0, as float32."""
-    return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(F)
-
-
-def sum_lanes(x: np.ndarray, squared: bool = False) -> np.ndarray:
-    """Sum over the last axis: 16 partial sums by index mod 16, then halves of them added three times and once more."""
-    blocks = groups_of(x, LANES)
-    total = np.zeros((*x.shape[:-1], LANES), F)
-    for number in range(blocks.shape[-2]):
-        block = blocks[..., number, :]
-        total = fma(block, block, total) if squared else total + block
-    while total.shape[-1] > 1:
-        half = total.shape[-1] // 2
-        total = total[..., :half] + total[..., half:]
-    return total[..., 0]
-
-
-def inverse_rms(x: np.ndarray, epsilon: float) -> np.ndarray:
-    """1 / sqrt(mean of squares + epsilon) over the last axis, kept as an axis of one."""
-    mean = sum_lanes(x, squared=True) / F(x.shape[-1])
-    return (F(1) / np.sqrt(mean + F(epsilon)))[..., None]
-
-
-def exponential(x: np.ndarray) -> np.ndarray:
-    """e^x = 2^n e^r: n = round(x / ln 2), a polynomial for e^r, both in float32."""
-    x = np.minimum(np.maximum(x, F(-86.5)), F(88))
-    n = np.rint(x * F(1.44269504))
-    r = fma(n, F(-0.693359375), x)
-    r = fma(n, F(2.12194440e-4), r)
-    p = np.full_like(x, F(1) / F(720))
-    for coefficient in (F(1) / F(120), F(1) / F(24), F(1) / F(6), F(0.5), F(1), F(1)):
-        p = fma(p, r, coefficient)
-    return np.ldexp(p, n.astype(np.int32)).astype(F)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    """x / (1 + e^-x)"""
-    return x / (F(1) + exponential(-x))
-
-
-class Matrix:
-    """Weights [outputs, inputs] in int8; a scale is (largest of the group / 127) rounded up to bfloat16."""
-
-    def __init__(self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1) -> None:
-        self.outputs, self.inputs = weights.shape
-        grouped = groups_of(weights)
-        top = np.abs(grouped).max(axis=-1)
-        self.scales = np.where(top > TINY, bfloat16_up((top / F(127)).astype(F)), F(0))  # [outputs, groups]
-        divisor = np.where(self.scales > 0, self.scales, F(1))[..., None]
-        self.q = np.where(self.scales[..., None] > 0, np.rint(grouped / divisor), 0).astype(np.int8)
-        self.bias = np.array(bias, F) if len(bias) else None
-
-    def read(self, outputs: np.ndarray, out: np.ndarray) -> None:
-        """The weights of some outputs as they are used."""
-        rows = self.q[outputs].astype(F) * self.scales[outputs][..., None]
-        out[:] = rows.reshape(len(outputs), -1)[:, : self.inputs]
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """x [rows, inputs] float32, rounded to int8, to W x + bias [rows, outputs]: group after group."""
-        q, scales = quantize(x)
-        total = np.zeros((len(x), self.outputs), F)
-        for group in range(self.q.shape[1]):
-            sums = q[:, group].astype(np.int32) @ self.q[:, group].astype(np.int32).T
-            total = fma(sums.astype(F), self.scales[None, :, group] * scales[:, group, None], total)
-        return total if self.bias is None else total + self.bias
-
-    @staticmethod
-    def stored(
-        parts: Sequence[tuple[str, np.ndarray]],
-        rows: np.ndarray,
-        inputs: int,
-        chunk: int = 0,
-        bias: Sequence[float] = (),
-        rounded: bool = False,
-        threads: int = 1,
-    ) -> StoredMatrix | Matrix:
-        """What a file holds; see `StoredMatrix`. `rounded`: in int8."""
-        held = StoredMatrix(parts, rows, inputs, chunk, bias)
-        return Matrix(held.values(), bias) if rounded else held
-
-
-class StoredMatrix:
-    """Rows of a file's tensors as they are. Output i is row rows[i] of all parts one behind the other, zeros below 0;
-    where `chunk` is not 0, so many inputs each are padded to whole groups."""
-
-    def __init__(
-        self, parts: Sequence[tuple[str, np.ndarray]], rows: np.ndarray, inputs: int, chunk: int, bias: Sequence[float]
-    ) -> None:
-        self.outputs, self.inputs = len(rows), inputs
-        self.sections: list[tuple[np.ndarray, Parts]] = []  # outputs of one part, and their weights
-        first = 0
-        for name, data in parts:
-            chosen = np.flatnonzero((rows >= first) & (rows < first + len(data)))
-            self.sections.append((chosen, _padded(parts_of(name, data[rows[chosen] - first]), chunk)))
-            first += len(data)
-        self.bias = np.array(bias, F) if len(bias) else None
-
-    def read(self, outputs: np.ndarray, out: np.ndarray) -> None:
-        """The weights of some outputs as they are used."""
-        out[:] = self.values()[outputs]
-
-    def values(self) -> np.ndarray:
-        """All weights, float32 [outputs, inputs]."""
-        whole = np.zeros((self.outputs, self.inputs), F)
-        for chosen, (q, c, m) in self.sections:
-            values = q.astype(F) * c[..., None]
-            values = values if m is None else values + m[..., None]
-            whole[chosen] = values.reshape(len(chosen), -1)[:, : self.inputs]
-        return whole
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """x [rows, inputs] float32, rounded to int8, to W x + bias [rows, outputs]: part after part."""
-        total = np.zeros((len(x), self.outputs), F)
-        for chosen, parts in self.sections:
-            total[:, chosen] = _times(parts, *quantize(x))
-        return total if self.bias is None else total + self.bias
-
-
-def _padded(parts: Parts, chunk: int) -> Parts:
-    """Every `chunk` inputs are followed by zeros up to whole groups; without it the row is."""
-    inputs = parts.q.shape[2]
-    each = chunk // inputs or parts.q.shape[1]
-    more = -each % (GROUP // inputs)
-
-    def widened(values: np.ndarray) -> np.ndarray:
-        by_chunk = values.reshape(len(values), -1, each, *values.shape[2:])
-        padding = [(0, 0)] * by_chunk.ndim
-        padding[2] = (0, more)
-        return np.pad(by_chunk, padding).reshape(len(values), -1, *values.shape[2:])
-
-    return Parts(widened(parts.q), widened(parts.c), None if parts.m is None else widened(parts.m))
-
-
-def _times(parts: Parts, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Activations int8 [rows, groups, GROUP] with their scales times weights: [rows, outputs]."""
-    count = GROUP // parts.q.shape[2]  # parts of a group
-    total = np.zeros((len(values), len(parts.q)), F)
-    for part in range(parts.q.shape[1]):
-        group, at = divmod(part, count)
-        a = values[:, group].reshape(len(values), count, -1)[:, at].astype(np.int32)
-        sums = a @ parts.q[:, part].astype(np.int32).T
-        total = fma(sums.astype(F), parts.c[None, :, part] * scales[:, group, None], total)
-        if parts.m is not None:
-            mins = scales[:, group] * a.sum(-1).astype(F)
-            total = fma(parts.m[None, :, part], mins[:, None], total)
-    return total
 
 
 @dataclass
@@ -282,23 +112,62 @@ class Model:
         self.embedding, self.norm, self.head, self.outputs = embedding, norm, head, head.outputs
 
     def forward(
-        self, spans: Sequence[Any], tokens: np.ndarray, turns: np.ndarray, wanted: np.ndarray, scores: np.ndarray
+        self,
+        spans: Sequence[Any],
+        tokens: np.ndarray,
+        turns: np.ndarray,
+        wanted: np.ndarray,
+        scores: np.ndarray,
+        skipped: np.ndarray | None = None,
+        shown: Sequence[int] = (),
+        layers: Sequence[int] = (),
+        hidden: np.ndarray | None = None,
+        gaps: Mapping[int, int] = {},
+        inputs: Mapping[int, np.ndarray] = {},
+        steer: Mapping[int, np.ndarray] = {},
     ) -> None:
         """Scores of the wanted rows; see `outpace_kernels.Model.forward`."""
         x = np.empty((len(tokens), self.embedding.inputs), F)
         self.embedding.read(tokens, x)
-        for number, layer in enumerate(self.layers):
-            mixed = layer.qkv(self._normed(x, layer.attention_norm))
-            x = x + layer.output(self._attend(number, mixed, turns, spans))
-            both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
-            x = x + layer.down((silu(both[:, :, 0]) * both[:, :, 1]).reshape(len(x), -1))
+        rows = _rows_of(spans)
+        for number, vectors in inputs.items():
+            x[rows[number]] = vectors
+        for number in range(len(self.layers) + 1):
+            for place in np.flatnonzero(np.asarray(layers) == number):
+                hidden[place] = x[shown]  # type: ignore[index]
+            if number < len(self.layers):
+                passes = (False, False) if skipped is None else skipped[number]
+                x = x if passes[0] else self._mixed(number, x, turns, spans, gaps)
+                x = x if passes[1] else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
         if len(wanted):
-            scores[:] = self.head(self._normed(x[wanted], self.norm))
+            self.project(x[wanted], scores)
+
+    def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
+        """Scores of hidden states."""
+        scores[:] = self.head(self._normed(hidden, self.norm))
+
+    def _mixed(
+        self, number: int, x: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
+    ) -> np.ndarray:
+        """A layer's attention."""
+        layer = self.layers[number]
+        mixed = layer.qkv(self._normed(x, layer.attention_norm))
+        return x + layer.output(self._attend(number, mixed, turns, spans, gaps))
+
+    def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
+        """A layer's MLP."""
+        layer = self.layers[number]
+        both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
+        for rows, added in steer:
+            both[rows, :, 1] = both[rows, :, 1] + added.reshape(-1, LANES)
+        return x + layer.down((silu(both[:, :, 0]) * both[:, :, 1]).reshape(len(x), -1))
 
     def _normed(self, x: np.ndarray, norm: np.ndarray) -> np.ndarray:
         return x * inverse_rms(x, self.epsilon) * norm
 
-    def _attend(self, number: int, mixed: np.ndarray, turns: np.ndarray, spans: Sequence[Any]) -> np.ndarray:
+    def _attend(
+        self, number: int, mixed: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
+    ) -> np.ndarray:
         """Every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
         heads, layer = self.heads, self.layers[number]
         parts = mixed.reshape(len(mixed), -1, heads.depth)
@@ -308,11 +177,12 @@ class Model:
         queries = self._turned(queries, layer.query_norm, angles) * (F(1) / np.sqrt(F(heads.depth)))
         keys = self._turned(keys, layer.key_norm, angles)
         out, row = [], 0
-        for store, committed, pending, count, sees in spans:
+        for place, (store, committed, pending, count, sees) in enumerate(spans):
+            there = range(committed - gaps.get(place, 0))
             for node in range(count):
                 store.put(number, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
-                slots = [*range(committed), *(committed + np.flatnonzero(sees[node]))]
+                slots = [*there, *(committed + np.flatnonzero(sees[node]))]
                 out.append(self._mix(queries[row + node], *store.data[number][:, :, slots]))
             row += count
         return groups_of(np.stack(out)).reshape(len(mixed), -1)
@@ -337,3 +207,9 @@ class Model:
         for position in range(keys.shape[1]):
             total = fma(weights[:, position, None], values[:, position], total)
         return total * (F(1) / sum_lanes(weights))[:, None]
+
+
+def _rows_of(spans: Sequence[Any]) -> list[slice]:
+    """Each span's rows."""
+    ends = np.cumsum([0, *(count for _, _, _, count, _ in spans)]).tolist()
+    return [slice(first, end) for first, end in pairwise(ends)]

@@ -1,6 +1,4 @@
 // The Python module: buffers in, buffers out. It knows numpy's arrays by their layout alone.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,22 +6,16 @@
 
 #include <stdexcept>
 
-#include "model.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
+#include "binding.h"
 
 namespace outpace {
 namespace {
 
-template <class T, int N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 using Vector = Array<const float, 1>;
 using Grid = Array<const float, 2>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // of any stride
 using Tokens = Array<const int64_t, 1>;
 using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
-using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
 
 std::vector<float> to_vector(const Vector& values) { return {values.data(), values.data() + values.size()}; }
 
@@ -127,28 +119,6 @@ void init_model(Model* place, const Heads& heads, int hidden, int middle, float 
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
     new (place) Model({hidden, middle, epsilon, heads}, {layers.begin(), layers.end()}, std::move(embedding),
                       to_vector(norm), std::move(head), kernels, threads);
-}
-
-void forward(Model& model, const std::vector<SpanTuple>& spans, const Array<const int32_t, 1>& tokens,
-             const Array<const float, 3>& turns, const Array<const int32_t, 1>& wanted,
-             const Array<float, 2>& scores) {
-    Forest forest;
-    for (const auto& [store, committed, pending, count, sees] : spans) {
-        if (static_cast<int>(sees.shape(0)) != count || static_cast<int>(sees.shape(1)) != pending + count)
-            throw std::invalid_argument("sees has the wrong shape");
-        forest.spans.push_back({store, committed, pending, count, sees.data()});
-    }
-    if (turns.shape(0) != tokens.shape(0) || turns.size() != tokens.shape(0) * model.shape().heads.depth)
-        throw std::invalid_argument("turns has the wrong shape");
-    if (scores.shape(0) != wanted.shape(0) || static_cast<int>(scores.shape(1)) != model.outputs())
-        throw std::invalid_argument("scores has the wrong shape");
-    forest.tokens = tokens.data();
-    forest.turns = turns.data();
-    forest.rows = static_cast<int>(tokens.shape(0));
-    forest.wanted = wanted.data();
-    forest.num_wanted = static_cast<int>(wanted.shape(0));
-    const nb::gil_scoped_release release;
-    model.forward(forest, scores.data());
 }
 
 void check_slots(const Store& store, const std::vector<int>& source, int start) {
@@ -278,13 +248,14 @@ NB_MODULE(_native, m) {
         .def("copy", &copy, "other"_a, "count"_a)
         .def("read", &read, "layer"_a, "count"_a, "out"_a);
 
-    nb::class_<Model>(m, "Model")
+    nb::class_<Model> model(m, "Model");
+    model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
              "norm"_a, "head"_a, "instruction_set"_a, "threads"_a)
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
-        .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); })
-        .def("forward", &forward, "spans"_a, "tokens"_a, "turns"_a, "wanted"_a, "scores"_a);
+        .def_prop_ro("instruction_set", [](const Model& one) { return std::string(one.kernels().name); });
+    bind_forward(model);
 }
 
 }  // namespace outpace

@@ -35,6 +35,8 @@ struct GatedProduct {
     Activations in;
     int rows;
     Activations out;
+    const float* const* steer;  // of each row, or null: what is added to its ups begins `steer_first` further on
+    int64_t steer_first;
 };
 
 /// Where one session's keys and values of one layer lie.

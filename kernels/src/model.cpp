@@ -76,6 +76,7 @@ void Model::check(const Forest& forest) const {
         require(span.committed >= 0 && span.pending >= 0 && span.tokens >= 0 &&
                     span.committed + span.pending + span.tokens <= span.store->slots(),
                 "a span does not fit its store");
+        require(span.gap >= 0 && span.gap <= span.committed, "a gap is longer than what is committed");
         for (int node = 0; node < span.tokens; ++node)
             require(span.sees[static_cast<int64_t>(node) * (span.pending + span.tokens) + span.pending + node],
                     "a node does not see itself");
@@ -89,6 +90,15 @@ void Model::check(const Forest& forest) const {
     for (int i = 0; i < forest.num_wanted; ++i)
         require(forest.wanted[i] >= 0 && forest.wanted[i] < rows, "a wanted row is out of range");
     require(forest.num_wanted <= rows, "more rows are wanted than there are");
+    check(forest.taps, rows);
+}
+
+void Model::check(const Taps& taps, int rows) const {
+    for (int i = 0; i < taps.num_rows; ++i)
+        require(taps.rows[i] >= 0 && taps.rows[i] < rows, "a shown row is out of range");
+    for (int i = 0; i < taps.num_layers; ++i)
+        require(taps.layers[i] >= 0 && taps.layers[i] <= num_layers(),
+                "layer " + std::to_string(taps.layers[i]) + " is out of range");
 }
 
 void Model::forward(const Forest& forest, float* scores) {
@@ -97,6 +107,15 @@ void Model::forward(const Forest& forest, float* scores) {
     std::lock_guard<std::mutex> alone(running_);
     Pass pass(*this, forest, scores);
     team_.run(pass.phases(), [&](Team::Member& member) { pass.run(member); });
+}
+
+void Model::project(const float* hidden, int rows, float* scores) {
+    if (rows == 0) return;
+    Forest forest{};
+    forest.rows = rows;
+    std::lock_guard<std::mutex> alone(running_);
+    Pass pass(*this, forest, scores);
+    team_.run(pass.phases(), [&](Team::Member& member) { pass.project(hidden, member); });
 }
 
 }  // namespace outpace

@@ -41,6 +41,18 @@ struct Span {
     int pending;
     int tokens;
     const bool* sees;
+    int gap = 0;                    // so many of the committed slots, the last ones, are not there for these nodes
+    const float* inputs = nullptr;  // [tokens, hidden] in place of the tokens' embeddings
+    const float* steer = nullptr;   // [layers, middle], added to what each MLP's gate multiplies
+};
+
+/// Hidden states that are asked for: of these rows, after so many layers each, before the final norm.
+struct Taps {
+    const int* rows;
+    int num_rows;
+    const int* layers;  // 0: what goes into the first layer
+    int num_layers;
+    float* out;  // [num_layers, num_rows, hidden]
 };
 
 struct Forest {
@@ -50,6 +62,8 @@ struct Forest {
     int rows;
     const int* wanted;  // rows whose scores are asked for
     int num_wanted;
+    Taps taps{};
+    const bool* skipped = nullptr;  // [layers, 2]: the residual passes by a layer's attention, by its MLP
 };
 
 class Model {
@@ -66,12 +80,16 @@ class Model {
     /// scores [num_wanted, outputs]. Throws std::invalid_argument for what does not fit. One call at a time runs.
     void forward(const Forest& forest, float* scores);
 
+    /// Scores [rows, outputs] of hidden states [rows, hidden] as they are before the final norm.
+    void project(const float* hidden, int rows, float* scores);
+
   private:
     struct Scratch;
     class Pass;
 
     void check() const;
     void check(const Forest& forest) const;
+    void check(const Taps& taps, int rows) const;
 
     Shape shape_;
     std::vector<std::shared_ptr<const Layer>> layers_;

@@ -30,6 +30,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
     find_reaches();
+    find_steers();
     cut_tiles();
     for (const Span& span : forest.spans) most_slots_ = std::max(most_slots_, span.store->slots());
     scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * most_slots_);
@@ -38,7 +39,8 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
         for (const Span& span : forest.spans) scratch_.stores.push_back(span.store->layer(number));
 }
 
-/// What each row sees: the committed slots and its ancestors. Ancestors that follow without a gap lengthen the run.
+/// What each row sees: the committed slots that are there, and its ancestors. Those that follow without a gap lengthen
+/// the run.
 void Model::Pass::find_reaches() {
     scratch_.slots.clear();
     scratch_.row_spans.clear();
@@ -50,12 +52,12 @@ void Model::Pass::find_reaches() {
         for (int node = 0; node < span.tokens; ++node) {
             const bool* sees = span.sees + static_cast<int64_t>(node) * columns;
             int gapless = 0;
-            while (gapless < columns && sees[gapless]) ++gapless;
+            while (!span.gap && gapless < columns && sees[gapless]) ++gapless;
             const std::size_t before = scratch_.more.size();
             for (int other = gapless; other < columns; ++other)
                 if (sees[other]) scratch_.more.push_back(span.committed + other);
             const int num_more = static_cast<int>(scratch_.more.size() - before);
-            scratch_.reaches.push_back({span.committed + gapless, num_more, nullptr});
+            scratch_.reaches.push_back({span.committed - span.gap + gapless, num_more, nullptr});
             scratch_.slots.push_back(span.committed + span.pending + node);
             scratch_.row_spans.push_back(static_cast<int>(number));
         }
@@ -65,6 +67,17 @@ void Model::Pass::find_reaches() {
         reach.more = more;
         more += reach.num_more;
     }
+}
+
+/// Where each row's steering begins; nothing where nobody steers.
+void Model::Pass::find_steers() {
+    scratch_.steers.clear();
+    bool is_steered = false;
+    for (const Span& span : forest_.spans) {
+        scratch_.steers.insert(scratch_.steers.end(), span.tokens, span.steer);
+        is_steered |= span.steer != nullptr;
+    }
+    if (!is_steered) scratch_.steers.clear();
 }
 
 /// Queries that share keys stand together in a tile; the last tiles are small, so that all members end together.
@@ -87,36 +100,81 @@ void Model::Pass::cut_tiles() {
 
 void Model::Pass::run(Team::Member& member) {
     team_.share(member, forest_.rows, [&](int row) { embed(row); });
-    for (int number = 0; number < model_.num_layers(); ++number) layer(number, member);
-    if (forest_.num_wanted == 0) return;
-    normalize(model_.norm_.data(), forest_.wanted, forest_.num_wanted, member);
-    multiply(*model_.head_, normed_, forest_.num_wanted, scores_, model_.outputs(), false, member);
+    for (int number = 0; number < model_.num_layers(); ++number) {
+        show(number, member);
+        if (!skips(number, 0)) mix(number, member);
+        if (!skips(number, 1)) feed(number, member);
+    }
+    show(model_.num_layers(), member);
+    score(forest_.wanted, forest_.num_wanted, member);
+}
+
+void Model::Pass::project(const float* hidden, Team::Member& member) {
+    const int size = model_.shape_.hidden;
+    team_.share(member, forest_.rows, [&](int row) { take(hidden + static_cast<int64_t>(row) * size, row); });
+    score(nullptr, forest_.rows, member);
+}
+
+/// Scores of these rows of x; null: of the first ones in order.
+void Model::Pass::score(const int* rows, int count, Team::Member& member) {
+    if (count == 0) return;
+    normalize(model_.norm_.data(), rows, count, member);
+    multiply(*model_.head_, normed_, count, scores_, model_.outputs(), false, member);
 }
 
 void Model::Pass::embed(int row) {
-    model_.embedding_->row(forest_.tokens[row], scratch_.x.data() + static_cast<int64_t>(row) * stride_);
+    const Span& span = forest_.spans[scratch_.row_spans[row]];
+    const int64_t node = scratch_.slots[row] - span.committed - span.pending;
+    if (span.inputs)
+        take(span.inputs + node * model_.shape_.hidden, row);
+    else
+        model_.embedding_->row(forest_.tokens[row], scratch_.x.data() + static_cast<int64_t>(row) * stride_);
 }
 
-void Model::Pass::layer(int number, Team::Member& member) {
-    const Shape& shape = model_.shape_;
+/// A row of x from outside; what pads it is zero.
+void Model::Pass::take(const float* hidden, int row) {
+    const int size = model_.shape_.hidden;
+    float* x = scratch_.x.data() + static_cast<int64_t>(row) * stride_;
+    std::copy_n(hidden, size, x);
+    std::fill(x + size, x + stride_, 0.0f);
+}
+
+/// Hands out the rows that are asked for after so many layers.
+void Model::Pass::show(int number, Team::Member& member) {
+    const Taps& taps = forest_.taps;
+    const int size = model_.shape_.hidden;
+    for (int tap = 0; tap < taps.num_layers; ++tap) {
+        if (taps.layers[tap] != number) continue;
+        float* out = taps.out + static_cast<int64_t>(tap) * taps.num_rows * size;
+        const float* x = scratch_.x.data();
+        team_.share(member, taps.num_rows, [&](int i) {
+            std::copy_n(x + static_cast<int64_t>(taps.rows[i]) * stride_, size, out + static_cast<int64_t>(i) * size);
+        });
+    }
+}
+
+/// A layer's attention.
+void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
-    float* x = scratch_.x.data();
-    float* mixed = scratch_.mixed.data();
-    const int rows = forest_.rows;
-
-    normalize(layer.attention_norm.data(), nullptr, rows, member);
-    multiply(*layer.qkv, normed_, rows, mixed, shape.heads.outputs(), false, member);
+    normalize(layer.attention_norm.data(), nullptr, forest_.rows, member);
+    multiply(*layer.qkv, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(), false, member);
     rotate(layer, spans, member);
     attend(spans, member);
-    multiply(*layer.output, attended_, rows, x, stride_, true, member);
+    multiply(*layer.output, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
+}
 
-    normalize(layer.mlp_norm.data(), nullptr, rows, member);
-    const GatedProduct gated{layer.gate_up->panels(), normed_, rows, gated_};
-    const int groups = shape.middle / kGroup;
+/// A layer's MLP.
+void Model::Pass::feed(int number, Team::Member& member) {
+    const Layer& layer = *model_.layers_[number];
+    const int middle = model_.shape_.middle;
+    normalize(layer.mlp_norm.data(), nullptr, forest_.rows, member);
+    const GatedProduct gated{layer.gate_up->panels(), normed_, forest_.rows, gated_,
+                             scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
+                             static_cast<int64_t>(number) * middle};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
-    team_.share(member, groups, gate);
-    multiply(*layer.down, gated_, rows, x, stride_, true, member);
+    team_.share(member, middle / kGroup, gate);
+    multiply(*layer.down, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {

@@ -23,6 +23,7 @@ struct Model::Scratch {
     std::vector<Reach> reaches;
     std::vector<QueryTile> tiles;
     std::vector<KeyValues> stores;  // layer after layer, in each one a span
+    std::vector<const float*> steers;  // of each row, or null; empty where none is steered
 };
 
 class Model::Pass {
@@ -30,16 +31,25 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// How many phases `run` has at most.
-    int phases() const { return 8 * model_.num_layers() + 3; }
+    int phases() const { return 8 * model_.num_layers() + 3 + forest_.taps.num_layers; }
 
     /// What every member of the team runs.
     void run(Team::Member& member);
 
+    /// The same for scores of hidden states alone.
+    void project(const float* hidden, Team::Member& member);
+
   private:
     void find_reaches();
+    void find_steers();
     void cut_tiles();
     void embed(int row);
-    void layer(int number, Team::Member& member);
+    void take(const float* hidden, int row);
+    void show(int number, Team::Member& member);
+    bool skips(int number, int sublayer) const { return forest_.skipped && forest_.skipped[2 * number + sublayer]; }
+    void mix(int number, Team::Member& member);
+    void feed(int number, Team::Member& member);
+    void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const KeyValues* spans, Team::Member& member);
     void normalize(const float* norm, const int* rows, int count, Team::Member& member);

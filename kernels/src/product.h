@@ -125,6 +125,12 @@ void product(const Product& task, int panel) {
     });
 }
 
+/// The ups of one vector of outputs, and what steers them where anything does.
+inline Floats steered(const GatedProduct& task, int row, int output, Floats up) {
+    if (!task.steer || !task.steer[row]) return up;
+    return up + Floats::load(task.steer[row] + task.steer_first + output);
+}
+
 void gated_product(const GatedProduct& task, int group) {
     constexpr int kPanels = kGroup / kLanes;  // each panel gives 16 outputs
     const int64_t ahead = kPanels * task.weights.section(group * kPanels).panel_bytes;
@@ -135,7 +141,9 @@ void gated_product(const GatedProduct& task, int group) {
             multiply(task.weights, group * kPanels + part, task.in, tile, products);
             for (int r = 0; r < tile.rows; ++r) {
                 const float* gate = products + r * kPanel;
-                const Floats out = silu(Floats::load(gate)) * Floats::load(gate + kLanes);
+                const int output = group * kGroup + part * kLanes;
+                const Floats up = steered(task, tile.first + r, output, Floats::load(gate + kLanes));
+                const Floats out = silu(Floats::load(gate)) * up;
                 out.store(gated + r * kGroup + part * kLanes);
             }
         }

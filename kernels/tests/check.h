@@ -18,5 +18,7 @@ inline void check(bool holds, const char* what) {
 
 void test_ranking();
 uint64_t test_stored();  // the bits of its products
+struct Sizes;
+uint64_t test_extras(const Sizes& sizes);  // the bits of what few passes ask for
 
 }  // namespace outpace

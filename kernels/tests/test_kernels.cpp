@@ -3,153 +3,15 @@
 // every machine. Exits 1 at the first failure.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
-#include <random>
-#include <stdexcept>
 #include <thread>
 
-#include "check.h"
-#include "model.h"
+#include "forests.h"
 
 namespace outpace {
 namespace {
 
-struct Sizes {
-    int vocabulary, hidden, middle, layers, queries, keys, depth;
-    bool is_half, is_biased;
-};
-
-using Random = std::mt19937;
-
-/// Numbers that are the same on every machine, as those of the library's distributions are not.
-std::vector<float> numbers(Random& random, std::size_t count, float center, float width) {
-    std::vector<float> values(count);
-    for (float& value : values) {
-        const float part = static_cast<float>(random() >> 8) * 0x1p-24f;  // 0 to 1
-        value = center + width * (part * 3.5f - 1.75f);
-    }
-    return values;
-}
-
-std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs) {
-    const std::vector<float> weights = numbers(random, static_cast<std::size_t>(outputs) * inputs, 0, 0.1f);
-    const std::vector<float> bias = numbers(random, outputs, 0, 0.1f);
-    return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs);
-}
-
-Heads heads_of(const Sizes& sizes) {
-    return {sizes.queries, sizes.keys, sizes.depth, sizes.is_half, 1.0f / std::sqrt(static_cast<float>(sizes.depth)), 1e-5f};
-}
-
-std::vector<float> padded(std::vector<float> values) {
-    values.resize(round_up(static_cast<int>(values.size()), kGroup), 0.0f);
-    return values;
-}
-
-std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kernels, int threads) {
-    Random random(7);
-    const Heads heads = heads_of(sizes);
-    const int middle = round_up(sizes.middle, kGroup);
-    std::vector<std::shared_ptr<const Layer>> layers;
-    for (int number = 0; number < sizes.layers; ++number) {
-        auto layer = std::make_shared<Layer>();
-        layer->attention_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
-        layer->mlp_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
-        if (sizes.is_biased) {
-            layer->query_norm = numbers(random, sizes.depth, 1, 0.1f);
-            layer->key_norm = numbers(random, sizes.depth, 1, 0.1f);
-        }
-        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden);
-        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup);
-        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden);
-        layer->down = matrix(random, sizes, sizes.hidden, middle);
-        gather({&layer->qkv, &layer->output, &layer->gate_up, &layer->down});
-        layers.push_back(layer);
-    }
-    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden);
-    return std::make_unique<Model>(Shape{sizes.hidden, middle, 1e-5f, heads}, layers, embedding,
-                                   numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels, threads);
-}
-
-/// A text or a tree behind `pending` nodes; parents count from the first pending node, -1 is the committed text.
-struct Part {
-    Store* store;
-    int committed;
-    std::vector<int> parents;  // of the pending nodes too
-    int pending;
-    std::vector<int> tokens;
-};
-
-/// Scores of all nodes of all parts.
-std::vector<float> score(Model& model, const std::vector<Part>& parts) {
-    Forest forest{};
-    std::vector<std::unique_ptr<bool[]>> sees;
-    std::vector<int> tokens, wanted;
-    std::vector<float> turns;
-    const int depth = model.shape().heads.depth;
-    for (const Part& part : parts) {
-        const int count = static_cast<int>(part.tokens.size()), columns = part.pending + count;
-        sees.emplace_back(new bool[static_cast<std::size_t>(count) * columns]());
-        for (int node = 0; node < count; ++node) {
-            int position = part.committed - 1;
-            for (int other = part.pending + node; other >= 0; other = part.parents[other], ++position)
-                sees.back()[static_cast<std::size_t>(node) * columns + other] = true;
-            wanted.push_back(static_cast<int>(tokens.size()));
-            tokens.push_back(part.tokens[node]);
-            for (int i = 0; i < depth / 2; ++i) {
-                const float half = static_cast<float>(position) / static_cast<float>(i + 1);  // its angle's tangent
-                turns.push_back((1 - half * half) / (1 + half * half));
-                turns.push_back(2 * half / (1 + half * half));
-            }
-        }
-        forest.spans.push_back({part.store, part.committed, part.pending, count, sees.back().get()});
-    }
-    forest.tokens = tokens.data();
-    forest.turns = turns.data();
-    forest.rows = static_cast<int>(tokens.size());
-    forest.wanted = wanted.data();
-    forest.num_wanted = forest.rows;
-    std::vector<float> scores(static_cast<std::size_t>(forest.rows) * model.outputs());
-    model.forward(forest, scores.data());
-    return scores;
-}
-
-std::vector<int> chain(int count) {
-    std::vector<int> parents(count);
-    for (int node = 0; node < count; ++node) parents[node] = node - 1;
-    return parents;
-}
-
-std::vector<int> text(int count, int vocabulary, int seed) {
-    Random random(seed);
-    std::vector<int> tokens(count);
-    for (int& token : tokens) token = static_cast<int>(random() % vocabulary);
-    return tokens;
-}
-
-bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
-
-Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
-
-/// The last row's scores of a text that is fed at once.
-std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {
-    Store store = store_of(sizes);
-    const auto scores = score(model, {{&store, 0, chain(static_cast<int>(tokens.size())), 0, tokens}});
-    return {scores.end() - sizes.vocabulary, scores.end()};
-}
-
-const std::vector<int> kTree = {-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 0, 10, 11};
-
 // Of all that is scored below, and of products with a file's weights; changed by a change of the arithmetic alone.
-constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d;
-
-/// FNV-1a over the bytes of numbers: one short name for the bits that machines are to have in common.
-uint64_t fingerprint(const std::vector<float>& values) {
-    uint64_t hash = 0xcbf29ce484222325u;
-    const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
-    for (std::size_t i = 0; i < values.size() * sizeof(float); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3u;
-    return hash;
-}
+constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d, kExtraBits = 0x191817c21613ccc4;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;
@@ -205,13 +67,6 @@ void test_trees_and_keeping(const Sizes& sizes) {
     check(same(next.data(), fresh(*model, sizes, whole).data(), next.size()), "kept slots equal a fresh text");
 }
 
-std::vector<float> held(const Store& store, const Sizes& sizes, int count) {
-    const std::size_t size = static_cast<std::size_t>(2) * sizes.keys * count * sizes.depth;
-    std::vector<float> out(size * sizes.layers);
-    for (int layer = 0; layer < sizes.layers; ++layer) store.read(layer, count, out.data() + layer * size);
-    return out;
-}
-
 /// A store that grows and shrinks, by small pages and by large ones, holds what one of fixed size does.
 void test_growing(const Sizes& sizes) {
     const auto model = make_model(sizes, find_kernels(""), 2);
@@ -237,16 +92,6 @@ void test_growing(const Sizes& sizes) {
         const int count = std::min(slots, 64);
         check(held(store, sizes, count) == held(fixed, sizes, count), "a store of another size holds the same");
     }
-}
-
-template <class F>
-void check_throws(F f, const char* what) {
-    try {
-        f();
-    } catch (const std::invalid_argument&) {
-        return;
-    }
-    check(false, what);
 }
 
 void test_what_does_not_fit(const Sizes& sizes) {
@@ -281,18 +126,21 @@ void test_all() {
                          {33, 192, 128, 2, 9, 3, 80, false, true}};
     test_ranking();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");
-    uint64_t bits = 0;
+    uint64_t bits = 0, more = 0;
     for (const Sizes& sizes : all) {
         bits ^= test_sets_and_threads(sizes);
         test_trees_and_keeping(sizes);
         test_growing(sizes);
         test_what_does_not_fit(sizes);
         test_models_beside_each_other(sizes);
+        more ^= test_extras(sizes);
     }
+    std::printf("extras %016llx, ", static_cast<unsigned long long>(more));
     std::printf("bits %016llx:", static_cast<unsigned long long>(bits));
     for (const Kernels* kernels : available_kernels()) std::printf(" %s", kernels->name);
     std::printf("\n");
     check(bits == kBits, "the bits that machines are to have in common");
+    check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and steering");
 }
 
 }  // namespace

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class Extra(Enum):
     """What a model may do beside scoring trees, and the runtimes whose models do."""
 
-    HIDDEN = "give hidden states of its layers", ("llama", "transformers")
-    LENGTH = "score behind a part of a text alone", ("llama",)
-    STEER = "be steered in its MLPs", ("llama",)
-    INPUTS = "take vectors in place of tokens", ("llama",)
-    WITHOUT = "leave out sublayers", ("llama",)
-    PROJECT = "score a hidden state", ("llama",)
+    HIDDEN = "give hidden states of its layers", ("llama", "native", "transformers")
+    LENGTH = "score behind a part of a text alone", ("llama", "native")
+    STEER = "be steered in its MLPs", ("llama", "native")
+    INPUTS = "take vectors in place of tokens", ("llama", "native")
+    WITHOUT = "leave out sublayers", ("llama", "native")
+    PROJECT = "score a hidden state", ("llama", "native")
 
 
 class UnsupportedModel(UserError):
@@ -195,6 +195,8 @@ class Model:
     num_layers: int = 0  # of which `shallow` may leave some out; 0: it cannot
     draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
     extras: frozenset[Extra] = frozenset()
+    inflate: int = 1  # times as much as its own weights would that a pass costs
+    lacks: str = ""  # why it cannot what other models of its runtime can
     row_counts: Sequence[int] = ()  # that rows are padded to, in exact mode
 
     @property
@@ -266,8 +268,10 @@ class Model:
 
 def lacking(model: Model, extra: Extra) -> UserError:
     """The error for what a model cannot do."""
-    what, runtimes = extra.value
-    return UserError(f"{type(model).__name__} cannot {what}, models of the runtime {' or '.join(runtimes)} can")
+    what, (*others, last) = extra.value
+    runtimes = f"{', '.join(others)} or {last}"
+    why = f"; {model.lacks}" if model.lacks else ""
+    return UserError(f"{type(model).__name__} cannot {what}, models of the runtime {runtimes} can{why}")
 
 
 def check_needs(model: Model, needs: Needs) -> None:

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.scores import Held
-from outpace.models.base import Model, Part, Session, check_forest
+from outpace.core.lazy import torch
+from outpace.core.scores import Held, Scored
+from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config import LlamaConfig
-from outpace.models.llama.draft_vocab import checked_ids
-from outpace.models.llama.native_weights import Fetch, load_layer, middle_size, of_rows
+from outpace.models.llama.native_forest import Forest, array_of
+from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
 from outpace.models.options import FILE, INT8
@@ -116,6 +118,7 @@ class NativeLlama(Model):
     exact = True
     device = "cpu"
     precision = INT8
+    extras = frozenset(Extra)
 
     def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
         """`layers`: as `native_weights.load_layer` gives them."""
@@ -137,6 +140,9 @@ class NativeLlama(Model):
         self._model = self._with(self._threads)
         self._teams = {self._threads: self._model}
         self._share = threading.local()  # .threads: of the passes of a thread that leaves cores to others
+        self._skipped: np.ndarray | None = None  # bool [layers, attention then MLP]
+        if not hasattr(self.kernels.Model, "project"):
+            self.extras, self.lacks = frozenset(), f"these kernels were built before they could: {INSTALL}"
 
     def _with(self, threads: int) -> Any:
         """The kernels' model with so many threads; it shares the weights with all others."""
@@ -241,57 +247,56 @@ class NativeLlama(Model):
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the output layer has rows for."""
-        check_forest(self, forest)
-        spans: list[tuple[Any, ...]] = []
-        tokens: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        for part in forest:
-            if part.keep is not None:
-                part.session.keep(part.keep)
-            wanted += [len(tokens) + node for node in part.wanted]
-            tokens += part.tokens
-            spans.append(self._span(part, positions))
+        return self._forward(self._forest(forest))
+
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+        """As `score`, with hidden states in float32. [layers, shown rows, hidden]"""
+        self._need(Extra.HIDDEN)
+        rows = self._forest(forest)
+        hidden = rows.show(shown_numbers(forest), layers, self.config.hidden_size)
+        held = self._forward(rows)
+        return Scored(held.values if held.ids is None else held.wide(), torch.from_numpy(hidden))
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
+        self._need(Extra.WITHOUT)
+        other = copy(self)
+        skipped = np.zeros((self.num_layers, 2), bool) if self._skipped is None else self._skipped.copy()
+        skipped[list(attention), 0] = skipped[list(mlp), 1] = True
+        other._skipped = skipped
+        return other
+
+    def project(self, hidden: Tensor | np.ndarray) -> Held:
+        self._need(Extra.PROJECT)
         model = self._team()
-        outputs: int = model.outputs
-        out = np.empty((len(wanted), outputs), np.float32)
-        turns = self._turns.table.take(positions, 0)  # [rows, pairs, 2]
-        model.forward(spans, np.array(tokens, np.int32), turns, np.array(wanted, np.int32), out)
+        out = np.empty((len(hidden), model.outputs), np.float32)
+        model.project(array_of(hidden), out)
+        return self._held(out)
+
+    def _need(self, extra: Extra) -> None:
+        if extra not in self.extras:
+            raise lacking(self, extra)
+
+    def _forest(self, parts: Sequence[Part]) -> Forest:
+        check_forest(self, parts)
+        forest = Forest(parts, self.max_positions - 1, middle_size(self.kernels, self.config))
+        if self._skipped is not None:
+            forest.more["skipped"] = self._skipped
+        return forest
+
+    def _forward(self, forest: Forest) -> Held:
+        model = self._team()
+        out = np.empty((len(forest.wanted), model.outputs), np.float32)
+        turns = self._turns.table.take(forest.positions, 0)  # [rows, pairs, 2]
+        tokens, wanted = np.array(forest.tokens, np.int32), np.array(forest.wanted, np.int32)
+        model.forward(forest.spans, tokens, turns, wanted, out, **forest.more)
+        return self._held(out)
+
+    def _held(self, out: np.ndarray) -> Held:
+        """The output layer's scores, of those tokens that are known."""
         ids = self._ends.held
         if ids is None:
-            return Held(out if self.vocab_size == outputs else out[:, : self.vocab_size], None, self.vocab_size)
+            return Held(out if self.vocab_size == out.shape[1] else out[:, : self.vocab_size], None, self.vocab_size)
         if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
             ids = ids[: np.searchsorted(ids, self.vocab_size)]
             out = out[:, : len(ids)]
         return Held(out, ids, self.vocab_size)
-
-    def _span(self, part: Part, positions: list[int]) -> tuple[Any, ...]:
-        """Reserves a part's slots: where its rows lie and what they see. Adds their positions."""
-        session = part.session
-        before, length = session.pending, session.length
-        sees = session.extend(part.parents)  # [nodes, pending]
-        last = self.max_positions - 1  # a tree may reach past the context; what lies there is never committed
-        positions += [min(length + depth, last) for depth in session.pending_depths[before:]]
-        return session.store, length, before, len(part.tokens), sees
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What stands before and behind the layers. `held` [rows]: the output layer's tokens, rising; None: all."""
-
-    embedding: Any
-    norm: np.ndarray
-    head: Any
-    held: np.ndarray | None
-
-    @classmethod
-    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
-        """From Hugging Face weight names; an output layer that is the embedding is held once."""
-        name, held = "model.embed_tokens.weight", None
-        embedding = of_rows(kernels, fetch, name)
-        if config.tie_embeddings and head_ids is None:
-            return cls(embedding, fetch("model.norm.weight"), embedding, None)
-        if head_ids is not None:
-            held = np.sort(checked_ids(head_ids, config.vocab_size))
-        head = of_rows(kernels, fetch, name if config.tie_embeddings else "lm_head.weight", held)
-        return cls(embedding, fetch("model.norm.weight"), head, held)

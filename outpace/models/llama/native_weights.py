@@ -4,7 +4,7 @@ they are taken as the file has them (stored.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from outpace.core.lazy import torch
 from outpace.models.llama import stored
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.stored import Stored
 from outpace.models.options import FILE, INT8
 
@@ -148,3 +149,25 @@ def of_rows(kernels: Any, fetch: Fetch, name: str, rows: np.ndarray | None = Non
         return stored.below_one_another(kernels, [part], [], fetch.rounded)
     weight = fetch(name)
     return kernels.Matrix(weight if rows is None else np.ascontiguousarray(weight[rows]))
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stands before and behind the layers. `held` [rows]: the output layer's tokens, rising; None: all."""
+
+    embedding: Any
+    norm: np.ndarray
+    head: Any
+    held: np.ndarray | None
+
+    @classmethod
+    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
+        """From Hugging Face weight names; an output layer that is the embedding is held once."""
+        name, held = "model.embed_tokens.weight", None
+        embedding = of_rows(kernels, fetch, name)
+        if config.tie_embeddings and head_ids is None:
+            return cls(embedding, fetch("model.norm.weight"), embedding, None)
+        if head_ids is not None:
+            held = np.sort(checked_ids(head_ids, config.vocab_size))
+        head = of_rows(kernels, fetch, name if config.tie_embeddings else "lm_head.weight", held)
+        return cls(embedding, fetch("model.norm.weight"), head, held)

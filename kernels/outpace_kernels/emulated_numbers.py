@@ -1,0 +1,79 @@
+"""The kernels' operations on numbers, in numpy: rounding to int8, sums in their order, exponentials.
+
+Every number is float32 and every operation IEEE; `fma` rounds once, by way of long double (where that has 64 bits of
+mantissa or more). Integers are summed exactly, so how they are summed does not matter; float sums have the order that
+is written here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+GROUP, LANES, MAX_DEPTH = 64, 16, 256
+F = np.float32
+TINY = F(1e-30)
+
+
+def fma(a: Any, b: Any, c: Any) -> np.ndarray:
+    """a * b + c, rounded once."""
+    return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(F)
+
+
+def groups_of(x: np.ndarray, size: int = GROUP) -> np.ndarray:
+    """[..., n] to [..., groups, size], with zeros at the end."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)]
+    return np.pad(x, padding).reshape(*x.shape[:-1], -1, size)
+
+
+def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Activations [..., n] to int8 groups and their scales: largest / 127, q = round(x * (127 / largest))."""
+    grouped = groups_of(x)
+    top = np.abs(grouped).max(axis=-1)
+    is_zero = top <= TINY
+    safe = np.where(is_zero, F(1), top)
+    factor = np.where(is_zero, F(0), F(127) / safe)
+    q = np.rint(grouped * factor[..., None]).astype(np.int8)
+    return q, np.where(is_zero, F(0), safe / F(127)).astype(F)
+
+
+def bfloat16_up(x: np.ndarray) -> np.ndarray:
+    """The smallest bfloat16 numbers not below x >= 0, as float32."""
+    return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(F)
+
+
+def sum_lanes(x: np.ndarray, squared: bool = False) -> np.ndarray:
+    """Sum over the last axis: 16 partial sums by index mod 16, then halves of them added three times and once more."""
+    blocks = groups_of(x, LANES)
+    total = np.zeros((*x.shape[:-1], LANES), F)
+    for number in range(blocks.shape[-2]):
+        block = blocks[..., number, :]
+        total = fma(block, block, total) if squared else total + block
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]
+
+
+def inverse_rms(x: np.ndarray, epsilon: float) -> np.ndarray:
+    """1 / sqrt(mean of squares + epsilon) over the last axis, kept as an axis of one."""
+    mean = sum_lanes(x, squared=True) / F(x.shape[-1])
+    return (F(1) / np.sqrt(mean + F(epsilon)))[..., None]
+
+
+def exponential(x: np.ndarray) -> np.ndarray:
+    """e^x = 2^n e^r: n = round(x / ln 2), a polynomial for e^r, both in float32."""
+    x = np.minimum(np.maximum(x, F(-86.5)), F(88))
+    n = np.rint(x * F(1.44269504))
+    r = fma(n, F(-0.693359375), x)
+    r = fma(n, F(2.12194440e-4), r)
+    p = np.full_like(x, F(1) / F(720))
+    for coefficient in (F(1) / F(120), F(1) / F(24), F(1) / F(6), F(0.5), F(1), F(1)):
+        p = fma(p, r, coefficient)
+    return np.ldexp(p, n.astype(np.int32)).astype(F)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x / (1 + e^-x)"""
+    return x / (F(1) + exponential(-x))

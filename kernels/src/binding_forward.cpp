@@ -1,0 +1,106 @@
+// The Python side of a pass: arrays to a forest, each with its shape checked.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "binding.h"
+
+namespace outpace {
+namespace {
+
+using Numbers = Array<const int32_t, 1>;
+using Grid = Array<const float, 2>;
+using Grids = std::map<int, Grid>;  // by number of the span
+using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
+
+void require_shape(bool holds, const char* name) {
+    if (!holds) throw std::invalid_argument(std::string(name) + " has the wrong shape");
+}
+
+Span& span_at(Forest& forest, int number) {
+    if (number < 0 || number >= static_cast<int>(forest.spans.size()))
+        throw std::invalid_argument("a span is out of range");
+    return forest.spans[number];
+}
+
+bool is_grid(const Grid& grid, int64_t rows, int64_t columns) {
+    return static_cast<int64_t>(grid.shape(0)) == rows && static_cast<int64_t>(grid.shape(1)) == columns;
+}
+
+void add_spans(Forest& forest, const std::vector<SpanTuple>& spans) {
+    for (const auto& [store, committed, pending, count, sees] : spans) {
+        require_shape(static_cast<int>(sees.shape(0)) == count && static_cast<int>(sees.shape(1)) == pending + count,
+                      "sees");
+        forest.spans.push_back({store, committed, pending, count, sees.data()});
+    }
+}
+
+/// What single spans have beside their tokens.
+void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& gaps, const Grids& inputs,
+                  const Grids& steer) {
+    for (const auto& [number, gap] : gaps) span_at(forest, number).gap = gap;
+    for (const auto& [number, grid] : inputs) {
+        Span& span = span_at(forest, number);
+        require_shape(is_grid(grid, span.tokens, model.shape().hidden), "inputs");
+        span.inputs = grid.data();
+    }
+    for (const auto& [number, grid] : steer) {
+        require_shape(is_grid(grid, model.num_layers(), model.shape().middle), "steer");
+        span_at(forest, number).steer = grid.data();
+    }
+}
+
+/// Scores of the wanted rows. All that follows them may be left out: which sublayers are passed by, the rows whose
+/// hidden states are written to `hidden` after so many `layers` each, and by number of the span how many of its
+/// committed slots are not there, vectors in place of its tokens, and what steers its MLPs.
+void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& tokens,
+             const Array<const float, 3>& turns, const Numbers& wanted, const Array<float, 2>& scores,
+             const Array<const bool, 2>& skipped, const Numbers& shown, const Numbers& layers,
+             const Array<float, 3>& hidden, const std::map<int, int>& gaps, const Grids& inputs, const Grids& steer) {
+    Forest forest{};
+    add_spans(forest, spans);
+    add_to_spans(model, forest, gaps, inputs, steer);
+    require_shape(turns.shape(0) == tokens.shape(0) && turns.size() == tokens.shape(0) * model.shape().heads.depth,
+                  "turns");
+    require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
+    forest.tokens = tokens.data();
+    forest.turns = turns.data();
+    forest.rows = static_cast<int>(tokens.shape(0));
+    forest.wanted = wanted.data();
+    forest.num_wanted = static_cast<int>(wanted.shape(0));
+    if (skipped.is_valid()) {
+        require_shape(static_cast<int>(skipped.shape(0)) == model.num_layers() && skipped.shape(1) == 2, "skipped");
+        forest.skipped = skipped.data();
+    }
+    if (shown.is_valid() && layers.is_valid() && hidden.is_valid()) {
+        require_shape(hidden.shape(0) == layers.shape(0) && hidden.shape(1) == shown.shape(0) &&
+                          static_cast<int>(hidden.shape(2)) == model.shape().hidden,
+                      "hidden");
+        forest.taps = {shown.data(), static_cast<int>(shown.shape(0)), layers.data(),
+                       static_cast<int>(layers.shape(0)), hidden.data()};
+    }
+    const nb::gil_scoped_release release;
+    model.forward(forest, scores.data());
+}
+
+void project(Model& model, const Grid& hidden, const Array<float, 2>& scores) {
+    require_shape(is_grid(hidden, static_cast<int64_t>(hidden.shape(0)), model.shape().hidden), "hidden");
+    require_shape(scores.shape(0) == hidden.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
+    const nb::gil_scoped_release release;
+    model.project(hidden.data(), static_cast<int>(hidden.shape(0)), scores.data());
+}
+
+}  // namespace
+
+void bind_forward(nb::class_<Model>& model) {
+    const auto none = nb::none();
+    model
+        .def("forward", &forward, "spans"_a, "tokens"_a, "turns"_a, "wanted"_a, "scores"_a, "skipped"_a.none() = none,
+             "shown"_a.none() = none, "layers"_a.none() = none, "hidden"_a.none() = none,
+             "gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "steer"_a = Grids{})
+        .def("project", &project, "hidden"_a, "scores"_a);
+}
+
+}  // namespace outpace

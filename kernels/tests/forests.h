@@ -1,0 +1,172 @@
+// Small models whose numbers are the same on every machine, and forests for them.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+
+#include "check.h"
+#include "model.h"
+
+namespace outpace {
+
+struct Sizes {
+    int vocabulary, hidden, middle, layers, queries, keys, depth;
+    bool is_half, is_biased;
+};
+
+using Random = std::mt19937;
+
+/// Numbers that are the same on every machine, as those of the library's distributions are not.
+inline std::vector<float> numbers(Random& random, std::size_t count, float center, float width) {
+    std::vector<float> values(count);
+    for (float& value : values) {
+        const float part = static_cast<float>(random() >> 8) * 0x1p-24f;  // 0 to 1
+        value = center + width * (part * 3.5f - 1.75f);
+    }
+    return values;
+}
+
+inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs) {
+    const std::vector<float> weights = numbers(random, static_cast<std::size_t>(outputs) * inputs, 0, 0.1f);
+    const std::vector<float> bias = numbers(random, outputs, 0, 0.1f);
+    return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs);
+}
+
+inline Heads heads_of(const Sizes& sizes) {
+    return {sizes.queries, sizes.keys, sizes.depth, sizes.is_half, 1.0f / std::sqrt(static_cast<float>(sizes.depth)), 1e-5f};
+}
+
+inline std::vector<float> padded(std::vector<float> values) {
+    values.resize(round_up(static_cast<int>(values.size()), kGroup), 0.0f);
+    return values;
+}
+
+inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kernels, int threads) {
+    Random random(7);
+    const Heads heads = heads_of(sizes);
+    const int middle = round_up(sizes.middle, kGroup);
+    std::vector<std::shared_ptr<const Layer>> layers;
+    for (int number = 0; number < sizes.layers; ++number) {
+        auto layer = std::make_shared<Layer>();
+        layer->attention_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+        layer->mlp_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+        if (sizes.is_biased) {
+            layer->query_norm = numbers(random, sizes.depth, 1, 0.1f);
+            layer->key_norm = numbers(random, sizes.depth, 1, 0.1f);
+        }
+        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden);
+        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup);
+        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden);
+        layer->down = matrix(random, sizes, sizes.hidden, middle);
+        gather({&layer->qkv, &layer->output, &layer->gate_up, &layer->down});
+        layers.push_back(layer);
+    }
+    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden);
+    return std::make_unique<Model>(Shape{sizes.hidden, middle, 1e-5f, heads}, layers, embedding,
+                                   numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels, threads);
+}
+
+/// A text or a tree behind `pending` nodes; parents count from the first pending node, -1 is the committed text.
+struct Part {
+    Store* store;
+    int committed;
+    std::vector<int> parents;  // of the pending nodes too
+    int pending;
+    std::vector<int> tokens;
+    int gap = 0;
+};
+
+/// Scores of all nodes of all parts. `change` may ask for more before the forest is scored.
+template <class Change>
+inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Change change) {
+    Forest forest{};
+    std::vector<std::unique_ptr<bool[]>> sees;
+    std::vector<int> tokens, wanted;
+    std::vector<float> turns;
+    const int depth = model.shape().heads.depth;
+    for (const Part& part : parts) {
+        const int count = static_cast<int>(part.tokens.size()), columns = part.pending + count;
+        sees.emplace_back(new bool[static_cast<std::size_t>(count) * columns]());
+        for (int node = 0; node < count; ++node) {
+            int position = part.committed - part.gap - 1;
+            for (int other = part.pending + node; other >= 0; other = part.parents[other], ++position)
+                sees.back()[static_cast<std::size_t>(node) * columns + other] = true;
+            wanted.push_back(static_cast<int>(tokens.size()));
+            tokens.push_back(part.tokens[node]);
+            for (int i = 0; i < depth / 2; ++i) {
+                const float half = static_cast<float>(position) / static_cast<float>(i + 1);  // its angle's tangent
+                turns.push_back((1 - half * half) / (1 + half * half));
+                turns.push_back(2 * half / (1 + half * half));
+            }
+        }
+        forest.spans.push_back({part.store, part.committed, part.pending, count, sees.back().get(), part.gap});
+    }
+    forest.tokens = tokens.data();
+    forest.turns = turns.data();
+    forest.rows = static_cast<int>(tokens.size());
+    forest.wanted = wanted.data();
+    forest.num_wanted = forest.rows;
+    std::vector<float> scores(static_cast<std::size_t>(forest.rows) * model.outputs());
+    change(forest);
+    model.forward(forest, scores.data());
+    return scores;
+}
+
+inline std::vector<float> score(Model& model, const std::vector<Part>& parts) {
+    return score(model, parts, [](Forest&) {});
+}
+
+inline std::vector<int> chain(int count) {
+    std::vector<int> parents(count);
+    for (int node = 0; node < count; ++node) parents[node] = node - 1;
+    return parents;
+}
+
+inline std::vector<int> text(int count, int vocabulary, int seed) {
+    Random random(seed);
+    std::vector<int> tokens(count);
+    for (int& token : tokens) token = static_cast<int>(random() % vocabulary);
+    return tokens;
+}
+
+inline bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
+
+inline Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
+
+/// The last row's scores of a text that is fed at once.
+inline std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {
+    Store store = store_of(sizes);
+    const auto scores = score(model, {{&store, 0, chain(static_cast<int>(tokens.size())), 0, tokens}});
+    return {scores.end() - sizes.vocabulary, scores.end()};
+}
+
+inline const std::vector<int> kTree = {-1, 0, 0, 1, 1, 2, 3, 3, 5, 6, 0, 10, 11};
+
+/// FNV-1a over the bytes of numbers: one short name for the bits that machines are to have in common.
+inline uint64_t fingerprint(const std::vector<float>& values) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+    for (std::size_t i = 0; i < values.size() * sizeof(float); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3u;
+    return hash;
+}
+
+inline std::vector<float> held(const Store& store, const Sizes& sizes, int count) {
+    const std::size_t size = static_cast<std::size_t>(2) * sizes.keys * count * sizes.depth;
+    std::vector<float> out(size * sizes.layers);
+    for (int layer = 0; layer < sizes.layers; ++layer) store.read(layer, count, out.data() + layer * size);
+    return out;
+}
+
+template <class F>
+void check_throws(F f, const char* what) {
+    try {
+        f();
+    } catch (const std::invalid_argument&) {
+        return;
+    }
+    check(false, what);
+}
+
+}  // namespace outpace
