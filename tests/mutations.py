@@ -22,6 +22,7 @@ from planner_mutations import PLANNER_MUTATIONS, find_in_planner
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
+from skip_mutations import SKIP_MUTATIONS, find_in_skipping
 
 from outpace.candidates import cache
 from outpace.core.sampling import Sampling
@@ -247,6 +248,7 @@ MUTATIONS = [
     *PLANNER_MUTATIONS,
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
+    *SKIP_MUTATIONS,
 ]
 
 
@@ -254,6 +256,7 @@ def main() -> int:
     """Prints the table; 1 if any mistake survives, or if the library fails without one."""
     console = Console(width=150)
     finders = (find_difference, find_in_options, find_in_rejection, find_in_memory, find_in_planner, find_in_parts)
+    finders = (*finders, find_in_skipping)
     unmutated = next((found for find in finders if (found := find()) is not None), None)
     if unmutated is not None:
         console.print(f"the unmutated library fails: {unmutated}")

@@ -32,7 +32,7 @@ def make(drafter: str | None, corpus: Sequence[Path], target: str | None, to: Pa
     """Reads a corpus, cuts it into tokens, and replaces the drafter's file by what it makes of them. UserError for a
     drafter without a file, and for a corpus that cannot be read or is empty."""
     module = _maker(drafter)
-    texts = [text for file in corpus for text in _texts(file)]
+    texts = texts_of(corpus)
     tokenizer = Tokenizer.from_folder(resolve(target, progress=progress))
     tokens = []
     for place, text in enumerate(texts):
@@ -54,6 +54,11 @@ def _maker(drafter: str | None) -> ModuleType:
     if drafter not in makers():
         raise UserError(f"--corpus makes a file for --drafter {' or '.join(makers())}, not for {drafter}")
     return registry.find("drafters", str(drafter))
+
+
+def texts_of(corpus: Sequence[Path]) -> list[str]:
+    """The texts of all files of a corpus; UserError for one that cannot be read or is empty."""
+    return [text for file in corpus for text in _texts(file)]
 
 
 def _texts(file: Path) -> Iterator[str]:

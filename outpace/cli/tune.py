@@ -26,19 +26,24 @@ def tune(
     corpus: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Make the file of --drafter cacheback or retrieval from this text file, or .jsonl file with text or"
-            " turns in each line; may be repeated. Nothing is timed."
+            help="Make the file of --drafter cacheback or retrieval, or find what --drafter layer_skip leaves out, from"
+            " this text file, or .jsonl file with text or turns in each line; may be repeated."
         ),
     ] = None,
     to: Annotated[
         Path | None, typer.Option(help="With --corpus: the file to write; the default is in the cache folder.")
     ] = None,
+    trials: Annotated[int, typer.Option(help="Sets of sublayers that are tried for --drafter layer_skip.")] = 200,
     as_json: Json = False,
 ) -> None:
     """Time a pair of models on this machine and keep the times for method auto; with several drafts, rank them.
 
-    With --corpus: make the file of drafter cacheback or retrieval from your own texts.
+    With --corpus: make the file of drafter cacheback or retrieval from your own texts. With --drafter
+    layer_skip: find the sublayers that a draft of the target itself is to leave out.
     """
+    if loading.drafter == "layer_skip":
+        _search(loading, corpus or [], to, trials, max_tokens, as_json)
+        return
     if corpus or to is not None:
         _make(loading, corpus or [], to, as_json)
         return
@@ -72,6 +77,30 @@ def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) 
         return
     size = f"{made.tokens} tokens of {made.texts} texts, {made.bytes / 1e6:.1f} MB"
     display.say(f"{made.path}: {size}, for --drafter {made.drafter}")
+
+
+def _search(loading: Loading, corpus: list[Path], to: Path | None, trials: int, max_tokens: int, as_json: bool) -> None:
+    """The sublayers that a draft of the target is to leave out, and a line on what they would bring."""
+    if to is not None:
+        raise UserError(f"--to is {to}, but --drafter layer_skip has no file: what is found are two options")
+    if not corpus:
+        raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
+    from outpace.bench.skip_search import SearchOptions, search
+    from outpace.models.load import load_model
+
+    options = SearchOptions(max_tokens=max_tokens, trials=trials)
+    with display.LoadingBar(as_json, 0.0) as progress:
+        found = search(load_model(loading.target, loading.options, progress=progress), corpus, options, progress)
+    length = f"--draft-length {found.draft_length}"
+    if as_json:
+        sets = {f"skip_{kind}": list(layers) for kind, layers in found.sublayers._asdict().items()}
+        figures = {"speed": found.speed, "draft_length": found.draft_length, "agreement": found.agreement}
+        display.print_json(sets | figures | {"trials": found.trials, "tokens": found.tokens})
+        return
+    display.stdout().print(f"--method speculative --drafter layer_skip {found.sublayers} {length}", highlight=False)
+    what = f"the best of {found.trials} sets agrees with {found.agreement:.0%} of {found.tokens} tokens"
+    loss = "" if found.speed > 1 else ": plain decoding is faster here"
+    display.say(f"{what} and is predicted to write {found.speed:.2f} times as fast as plain decoding{loss}")
 
 
 def _record(found: Tuned) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 
 DRAFT_MODEL = "a draft model"  # what a drafter needs that runs one
+ON_TARGET = "no other model"  # one that runs the target's own layers
 KINDS = ("decoders", "drafters", "rules")
 _DRAFTING = {None: "no drafter", "drafter": "a drafter", "worker": "a drafter beside the target"}
 _DRAFTS = {  # by how a rule wants children made, and whether a node may have several drawn ones
@@ -111,7 +112,9 @@ def _needs(kind: str, module: ModuleType) -> str:
         return "q after every token, from a draft model" if rule.leaf_q else _DRAFTS[rule.siblings, rule.fan]
     found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Drafter))
     own = next((value for value in found if value.__module__ == module.__name__), None)
-    return "" if own is None else DRAFT_MODEL if own.runs_model else "no model"
+    if own is None:
+        return ""
+    return ON_TARGET if own.needs.session else DRAFT_MODEL if own.runs_model else "no model"
 
 
 def option_names(module: ModuleType) -> tuple[str, ...]:

@@ -173,6 +173,7 @@ def _read(
         config, fetch = inflated(config, weights, options.inflate)
         check_memory(tensor_shapes(config), options)
         model = build(config, fetch, head_ids=head_ids, progress=progress)
+    model.inflate = options.inflate
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
     return Loaded(model, reading.result(), name, source.config, options.inflate, notices or None)

@@ -1,0 +1,223 @@
+"""Which sublayers a draft of the target itself is to leave out: a Bayesian search over a calibration set.
+
+Draft & Verify, arXiv:2309.08168, section 3: one switch for each attention and MLP sublayer between the first layer and
+the last, and what is made largest is the speed. The target answers the calibration prompts once; for each set the draft
+is then replayed over the answers, and its rounds are priced with passes that were timed beforehand. So a trial takes a
+few forwards and no timing of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from outpace.api.llm import LLM
+from outpace.bench.tables import texts_of
+from outpace.core.errors import UserError, check_whole
+from outpace.core.types import Request
+from outpace.drafters._sublayers import Sublayers, agreements, evenly, inner
+from outpace.models.base import Extra, Model, chain, lacking
+from outpace.models.load import Loaded, Progress
+from outpace.rules import greedy
+
+INSTALL = "`pip install 'outpace[search]'`"
+WINDOW = 50  # tokens of an answer that a set drafts in one forward
+LONGEST = 8  # tokens of a draft
+PROMPT_TOKENS = 256  # of each calibration prompt, its last ones
+PASSES = 9  # that are timed of each kind
+STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of the layers that are left out in the first trials
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The first `prompts` texts are answered with `max_tokens`; so many sets are tried."""
+
+    prompts: int = 8
+    max_tokens: int = 96
+    trials: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("prompts", self.prompts, 1)
+        check_whole("max_tokens", self.max_tokens, 8)
+        check_whole("trials", self.trials, 1)
+        check_whole("seed", self.seed, 0, 2**32 - 1)
+
+
+class Prices(NamedTuple):
+    """Seconds of a pass by its rows, and what each attention and each MLP that is left out takes off one row's."""
+
+    rows: Sequence[float]  # of 1, 2, ... LONGEST + 1 rows
+    attention: float
+    mlp: float
+
+    def draft(self, sublayers: Sublayers) -> float:
+        """Of a draft's step."""
+        saved = self.attention * len(sublayers.attention) + self.mlp * len(sublayers.mlp)
+        return max(self.rows[0] - saved, 1e-9)
+
+
+@dataclass(frozen=True)
+class Found:
+    """`speed`: over plain decoding, as predicted for drafts of `draft_length`. `agreement`: of single tokens."""
+
+    sublayers: Sublayers
+    speed: float
+    draft_length: int
+    agreement: float
+    trials: int
+    tokens: int
+    prices: Prices
+    options: SearchOptions = field(repr=False)
+
+
+class _Answer(NamedTuple):
+    """A prompt with the target's answer, and the session that holds both."""
+
+    session: Any
+    request: Request
+    text: list[int]
+
+
+def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progress: Progress) -> Found:
+    """The set with the highest predicted speed. UserError without calibration texts, for a target that can leave out
+    nothing, for an inflated one, and where optuna is not installed."""
+    check(target.model, corpus)
+    texts = texts_of(corpus)[: options.prompts]
+    if find_spec("optuna") is None:
+        raise UserError(f"the search for sublayers needs optuna: {INSTALL}")
+    model: Model = target.model
+    prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts]
+    answers = _answers(target, prompts, options, progress)
+    prices = _prices(model, answers[0].session)
+
+    def judge(sublayers: Sublayers) -> tuple[float, int, float]:
+        if not sublayers.size:
+            return 0.0, 1, 1.0
+        less = model.without(*sublayers)
+        runs = [_agreed(less, answer) for answer in answers]
+        return *predicted(runs, sublayers, prices), sum(map(sum, runs)) / sum(map(len, runs))
+
+    best, trials = _optimize(judge, model.num_layers, options, progress)
+    speed, length, agreement = judge(best)
+    tokens = sum(len(answer.text) - len(answer.request.prompt) for answer in answers)
+    return Found(best, speed, length, agreement, trials, tokens, prices, options)
+
+
+def check(model: Model, corpus: Sequence[Path]) -> None:
+    """What can be told wrong before anything is computed."""
+    if not corpus:
+        raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
+    for extra in (Extra.WITHOUT, Extra.LENGTH):
+        if extra not in model.extras:
+            raise lacking(model, extra)
+    if model.inflate != 1:
+        raise UserError("an inflated target has layers that change nothing: what is left out of it says nothing")
+    inner(model.num_layers)
+
+
+def predicted(runs: Sequence[Sequence[bool]], sublayers: Sublayers, prices: Prices) -> tuple[float, int]:
+    """Speed over plain decoding with the best length of drafts, and that length. `runs`: of each answer's tokens,
+    whether the draft agreed."""
+    tokens, best = sum(map(len, runs)), (0.0, 1)
+    for length in range(1, LONGEST + 1):
+        rounds = sum(_rounds(run, length) for run in runs)
+        seconds = rounds * (prices.rows[length] + length * prices.draft(sublayers))
+        best = max(best, (tokens * prices.rows[0] / seconds, length))
+    return best
+
+
+def _rounds(agreed: Sequence[bool], length: int) -> int:
+    """Rounds in which drafts of a length write a text: each writes what agrees in it, and one token of the target's."""
+    rounds = place = 0
+    while place < len(agreed):
+        drafted = agreed[place : place + length]
+        place += 1 + (drafted.index(False) if False in drafted else len(drafted))
+        rounds += 1
+    return rounds
+
+
+def _answers(
+    target: Loaded, prompts: Sequence[Sequence[int]], options: SearchOptions, progress: Progress
+) -> list[_Answer]:
+    """The target's greedy answers, each with its keys and values."""
+    rule, found = greedy.build(greedy.Options()), []
+    with closing(LLM(target, method="autoregressive", profile=False)) as llm:
+        for place, prompt in enumerate(prompts):
+            result = llm.generate([list(prompt)], max_tokens=options.max_tokens)[0]
+            text = [*prompt, *result.tokens]
+            if len(result.tokens) > 1:
+                session = target.model.open(len(text), WINDOW)
+                target.model.score([chain(session, text[:-1])])
+                session.keep(range(len(text) - 1))
+                found.append(_Answer(session, Request(tuple(prompt), rule), text))
+            progress("answers", (place + 1) / len(prompts))
+    if not found:
+        raise UserError("the target answers none of the calibration texts with two tokens or more: give others")
+    return found
+
+
+def _agreed(model: Model, answer: _Answer) -> list[bool]:
+    """Of the answer's tokens but the first, whether the draft proposes them: a forward for each window."""
+    session, request, text = answer
+    first, found = len(request.prompt) + 1, list[bool]()
+    for start in range(first, len(text), WINDOW):
+        end = min(start + WINDOW, len(text))
+        found += agreements(model, session, request, text[:end], end - start)
+    return found
+
+
+def _prices(model: Model, session: Any) -> Prices:
+    """Times passes behind an answer's text, kinds in turn, and takes the medians."""
+    layers = inner(model.num_layers)
+    kinds = [(model, rows) for rows in range(1, LONGEST + 2)]
+    kinds += [(model.without(layers, ()), 1), (model.without((), layers), 1)]
+    seconds: list[list[float]] = [[] for _ in kinds]
+    for _ in range(PASSES):
+        for (one, rows), taken in zip(kinds, seconds, strict=True):
+            began = time.perf_counter()
+            one.score_held([chain(session, [0] * rows, range(rows))])
+            taken.append(time.perf_counter() - began)
+            session.keep(())
+    *by_rows, attention, mlp = (median(taken) for taken in seconds)
+    saved = ((by_rows[0] - less) / len(layers) for less in (attention, mlp))
+    return Prices(by_rows, *(max(one, 0.0) for one in saved))
+
+
+def _optimize(
+    judge: Callable[[Sublayers], tuple[float, int, float]], num_layers: int, options: SearchOptions, progress: Progress
+) -> tuple[Sublayers, int]:
+    """The set of the best trial, by the tree-structured Parzen estimator, and the number of trials."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=options.seed))
+    layers = inner(num_layers)
+    names = [f"{kind} {layer}" for kind in Sublayers._fields for layer in layers]
+    for ratio in STARTS:
+        start = evenly(num_layers, ratio)
+        study.enqueue_trial({name: _has(start, name) for name in names}, skip_if_exists=True)
+
+    def run(trial: Any) -> float:
+        switches = {name: trial.suggest_categorical(name, [False, True]) for name in names}
+        speed = judge(_set_of(switches, layers))[0]
+        progress("trials", (trial.number + 1) / options.trials)
+        return speed
+
+    study.optimize(run, n_trials=options.trials)
+    return _set_of(study.best_params, layers), len(study.trials)
+
+
+def _has(sublayers: Sublayers, name: str) -> bool:
+    kind, _, layer = name.partition(" ")
+    return int(layer) in getattr(sublayers, kind)
+
+
+def _set_of(switches: dict[str, bool], layers: Sequence[int]) -> Sublayers:
+    return Sublayers(*(tuple(one for one in layers if switches[f"{kind} {one}"]) for kind in Sublayers._fields))

@@ -1,0 +1,92 @@
+"""Mistakes of a draft on the target's own session; the text, or what of the draft is accepted, must show each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from doubles import collect_warnings, decode, make_request, write
+from mutation_checks import Mutation, Original
+
+from outpace.core.types import Request
+from outpace.drafters import layer_skip
+from outpace.drafters._sublayers import Sublayers
+from outpace.drafters._swift import Search
+from outpace.drafters.layer_skip import LayerSkip, Options
+from outpace.engine import request as running
+from outpace.models.base import chain
+from outpace.models.toy import Toy
+
+TARGET = Toy(16, 4, 0, mlp=0.5)
+IDLE = 2  # this layer adds nothing
+TARGET._tables[IDLE] = 0.0
+TARGET._mlp[IDLE] = 0.0
+LENGTH = 40
+
+
+def find_in_skipping() -> str | None:
+    """The first text that is not plain decoding's, a drafter that fails, and drafts without what does nothing of which
+    not all is accepted."""
+    requests = [
+        make_request((3, 1, 4, 1, 5, seed), rule, LENGTH, seed=seed) for rule, seed in (("greedy", 1), ("gumbel", 2))
+    ]
+    expected = [write(TARGET, request) for request in requests]
+    for sublayers, search in ((Sublayers((IDLE,), (IDLE,)), None), (Sublayers((1,), (1,)), Search(4, 0.25, 1.0, 99))):
+        drafter = LayerSkip(TARGET, sublayers, Options(confidence=0.0, skip_window=8, skip_every=1), search)
+        run, messages = collect_warnings(
+            lambda of=drafter: decode(requests, "speculative", of, target=TARGET, check_storage=False, draft_length=3)
+        )
+        if run.texts != expected or messages:
+            return messages[0] if messages else "another text than plain decoding's"
+        whole = run.figures.drafted - 2 * 3  # the last rounds are cut
+        if search is None and run.figures.accepted < whole:
+            return "drafts without what does nothing are rejected"
+        if search is not None and search.best.attention != (IDLE,):
+            return "the search misses the layer that does nothing"
+    return None
+
+
+def commit_what_was_tried(agreements: Original) -> Original:
+    def mutated(model: Any, session: Any, request: Request, text: Sequence[int], count: int) -> list[bool]:
+        found = agreements(model, session, request, text, count)
+        model.score([chain(session, text[-count:])])
+        session.keep(range(count))
+        return list(found)
+
+    return mutated
+
+
+def keep_the_worse(learn: Original) -> Original:
+    def mutated(self: Any, sublayers: Sublayers, agreement: float) -> bool:
+        return bool(learn(self, sublayers, 1.0 - agreement))
+
+    return mutated
+
+
+def lend_before_it_is_committed(lend: Original) -> Original:
+    def mutated(self: Any) -> None:
+        if self.draft.state is not None:
+            self.draft.state.base = self.storage.session
+
+    return mutated
+
+
+def skip_the_neighbours(check: Original) -> Original:
+    """The layer above each of those that are named."""
+
+    def mutated(self: Any, sublayers: Sublayers) -> None:
+        check(self, Sublayers(*(tuple(min(layer + 1, 3) for layer in kind) for kind in sublayers)))
+
+    return mutated
+
+
+def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
+    return Mutation(f"layer_skip: {name}", [owner], attribute, make, find_in_skipping)
+
+
+SKIP_MUTATIONS = [
+    _mutation("a trial is committed", layer_skip, "agreements", commit_what_was_tried),
+    _mutation("the set that agrees less stays", Search, "learn", keep_the_worse),
+    _mutation("lent before the last round is committed", running.Running, "lend", lend_before_it_is_committed),
+    _mutation("the neighbours are left out", LayerSkip, "_choose", skip_the_neighbours),
+]

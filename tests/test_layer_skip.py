@@ -1,0 +1,320 @@
+"""A draft of the target's own layers: it changes no committed key or value, its rows are those of a forward without the
+sublayers, its search finds what can be left out, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import reference
+import tiny as transformers_tiny
+import torch
+from doubles import make_request, write
+from passes import branch, prefilled, random_parents, text
+from test_llama import TINIES
+from test_llama import tiny as llama
+
+from outpace.core import registry
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.tree import TokenTree
+from outpace.decoders import autoregressive, speculative
+from outpace.drafters import layer_skip
+from outpace.drafters._sublayers import Sublayers, agreements, evenly, read, written
+from outpace.drafters._swift import Search
+from outpace.drafters.layer_skip import LayerSkip, Options, SkipState
+from outpace.engine.build import may_draft
+from outpace.engine.engine import Engine
+from outpace.engine.request import Running
+from outpace.models.base import Model, Part, chain
+from outpace.models.hf.load import adapt
+from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.toy import Toy
+
+DEEP = replace(reference.TINY, num_layers=6)
+
+
+def native(config: Any) -> NativeLlama:
+    kernels = pytest.importorskip("outpace_kernels")
+    if not hasattr(kernels.Model, "project"):
+        pytest.skip("the kernels that are installed are older: `pip install ./kernels`")
+    return NativeLlama.from_tensors(config, reference.random_tensors(config).__getitem__)
+
+
+@pytest.fixture(params=["llama", "llama, not exact", "native"])
+def model(request: pytest.FixtureRequest) -> Model:
+    if request.param == "native":
+        return native(DEEP)
+    return llama(DEEP, None if request.param == "llama" else False)
+
+
+def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+    while not all(run.finish_reason for run in runs):
+        engine.step()
+    for run in runs:
+        if run.error:
+            raise run.error
+    return [run.tokens for run in runs]
+
+
+def held_by(session: Any) -> bytes:
+    """The bits of what is committed."""
+    held = session.read(session.length)
+    return bytes((held.numpy() if isinstance(held, torch.Tensor) else held).tobytes())
+
+
+class Guarded(LayerSkip):
+    """Compares what the target's sessions have committed before and after each draft."""
+
+    drafts = 0
+
+    def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> list[int]:
+        before = [held_by(state.base) for state in states]
+        lengths = [state.base.length for state in states]
+        added = super().grow(states, trees)
+        for state, held, length in zip(states, before, lengths, strict=True):
+            assert state.base.length == length
+            assert held_by(state.base) == held
+        self.drafts += sum(added)
+        return added
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9)], ids=["greedy", "sampled"])
+def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
+    model: Model, sampling: Sampling, width: int
+) -> None:
+    options = Options(width=width, confidence=0.0, skip_window=6, skip_every=1)
+    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, Search(6, 0.4, 1.0, 50))
+    rule = "greedy" if sampling.is_greedy else "gumbel"
+    requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
+    with Engine(model, drafter) as engine:
+        plain = [engine.submit(one, autoregressive, autoregressive.Options()) for one in requests]
+        drafted = [engine.submit(one, speculative, speculative.Options(3)) for one in requests]
+        texts = finish(engine, [*plain, *drafted])
+    assert texts[:3] == texts[3:]
+    assert drafter.drafts > 60
+    assert drafter.search is not None
+    assert drafter.search.count > 5, "the search tried sets meanwhile"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9)], ids=["greedy", "sampled"])
+def test_where_nothing_is_skipped_everything_is_accepted(model: Model, sampling: Sampling) -> None:
+    drafter = LayerSkip(model, Sublayers(), Options(confidence=0.0))
+    rule = "greedy" if sampling.is_greedy else "gumbel"
+    with Engine(model, drafter) as engine:
+        request = make_request(text(model, 12), rule, 33, sampling=sampling)
+        run = engine.submit(request, speculative, speculative.Options(3))
+        finish(engine, [run])
+    steps = run.history.steps[:-1]  # the last one is cut by max_tokens
+    assert len(steps) == 8
+    assert all(step.accepted == step.drafted == 3 for step in steps)
+
+
+def test_rows_are_those_of_a_fresh_forward_without_the_sublayers(model: Model) -> None:
+    """Node after node, as a draft grows, and each path at once behind a prompt that was read anew."""
+    less = model.without((1, 4), (2,))
+    prompt, nodes, parents = text(model, 25), text(model, 10, 1), random_parents(10, 4)
+    session = prefilled(model, prompt)
+    grown = [
+        less.score([Part(session, [token], [parent], [0])])[0] for token, parent in zip(nodes, parents, strict=True)
+    ]
+    for node, row in enumerate(grown):
+        path = [nodes[other] for other in branch(parents, node)]
+        fresh = less.score([chain(prefilled(model, prompt), path, [len(path) - 1])])[0]
+        if model.exact:
+            assert torch.equal(row, fresh)
+        else:
+            torch.testing.assert_close(row, fresh, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(grown[0], model.score([chain(prefilled(model, prompt), nodes[:1], [0])])[0])
+
+
+def test_agreement_is_that_of_single_steps_and_leaves_the_session_alone(model: Model) -> None:
+    less, tokens = model.without((2,), (3,)), text(model, 30)
+    session = prefilled(model, tokens[:-1])
+    before = held_by(session)
+    request = make_request(tokens[:10])
+    found = agreements(less, session, request, tokens, 12)
+    assert (session.length, session.pending) == (29, 0)
+    assert held_by(session) == before
+    for place in range(12):
+        own = prefilled(model, tokens[:17])
+        row = less.score([chain(own, tokens[17 : 18 + place], [place])])[0]
+        assert found[place] == (int(row.argmax()) == tokens[18 + place])
+    said = [int(row.argmax()) for row in less.score([chain(prefilled(model, tokens[:17]), tokens[17:29], range(12))])]
+    assert agreements(less, session, request, [*tokens[:29], said[-1]], 12)[-1]
+
+
+def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
+    model = llama(DEEP)
+    lengths = {}
+    for confidence in (0.0, 0.5, 1.0):
+        with Engine(model, LayerSkip(model, Sublayers((2,), ()), Options(confidence=confidence))) as engine:
+            run = engine.submit(make_request(text(model, 9), max_tokens=40), speculative, speculative.Options(6))
+            finish(engine, [run])
+        lengths[confidence] = [step.drafted for step in run.history.steps if step.emitted < 8][:-1]
+    assert set(lengths[0.0]) == {6}
+    assert set(lengths[1.0]) == {1}
+    assert 1 < sum(lengths[0.5]) / len(lengths[0.5]) < 6
+
+
+def test_the_search_finds_layers_that_do_nothing() -> None:
+    """A toy of ten layers of which four add nothing: once a set holds these alone, it agrees everywhere, and stays."""
+    toy = Toy(16, 10, 0)
+    idle = (2, 4, 5, 7)
+    for layer in idle:
+        toy._tables[layer] = 0.0
+    drafter = LayerSkip(toy, evenly(10, 0.4), Options(confidence=0.0), Search(10, 0.4, 1.0, 2000))
+    drafter._options = Options(confidence=0.0, skip_window=24, skip_every=1)
+    assert drafter.sublayers != Sublayers(idle, drafter.sublayers.mlp)
+    with Engine(toy, drafter) as engine:
+        for number in range(40):
+            request = make_request((3, 1, number % 16), max_tokens=120)
+            run = engine.submit(request, speculative, speculative.Options(3))
+            assert finish(engine, [run]) == [write(toy, request)]
+            if drafter.search is not None and drafter.search.is_over:
+                break
+    assert drafter.search is not None
+    assert drafter.search.agreement == 1.0
+    assert drafter.sublayers.attention == idle
+    assert all(step.accepted == step.drafted for step in run.history.steps[-3:-1])
+
+
+def value(sublayers: Sublayers) -> float:
+    """Best where the attention of the last inner layers and the MLPs of the first ones are left out. 0 to 1"""
+    late, early = sum(layer > 7 for layer in sublayers.attention), sum(layer < 6 for layer in sublayers.mlp)
+    return (late + early) / sublayers.size
+
+
+def test_a_search_keeps_its_size_and_the_best_set() -> None:
+    search, seen = Search(14, 0.3, 1.1, 120), []
+    while not search.is_over:
+        tried = search.propose()
+        assert len(tried.attention) == len(tried.mlp) == 4
+        assert all(1 <= layer <= 12 for kind in tried for layer in kind)
+        assert all(list(kind) == sorted(set(kind)) for kind in tried)
+        seen.append((value(tried), tried))
+        assert search.learn(tried, value(tried)) == (len(seen) == 1 or value(tried) > max(v for v, _ in seen[:-1]))
+    assert len(seen) == search.count == 120
+    assert seen[0][1] == evenly(14, 0.3)
+    assert (search.agreement, search.best) == max(seen, key=lambda pair: pair[0])
+    again = Search(14, 0.3, 1.1, 120)
+    for _, tried in seen[:60]:
+        assert again.propose() == tried, "the same sets in the same order"
+        again.learn(tried, value(tried))
+
+
+def test_the_process_prefers_sets_like_those_that_agreed() -> None:
+    search = Search(14, 0.3, 1.1, 1000)
+    guided, others = [], []
+    for number in range(400):
+        tried = search.propose()
+        (guided if number and number % 25 == 0 else others).append(value(tried))
+        search.learn(tried, value(tried))
+        search._idle = 0
+    assert sum(guided) / len(guided) > sum(others) / len(others) + 0.2
+
+
+@pytest.mark.parametrize(("enough", "trials", "count"), [(0.0, 9, 1), (1.1, 9, 9), (1.1, 1000, 301)])
+def test_a_search_ends(enough: float, trials: int, count: int) -> None:
+    search = Search(14, 0.3, enough, trials)
+    while not search.is_over:
+        search.learn(search.propose(), 0.5)
+    assert search.count == count
+
+
+def test_a_search_without_another_set_is_over_at_once() -> None:
+    search = Search(3, 0.45, 1.0, 100)
+    search.learn(search.propose(), 0.1)
+    assert search.is_over
+    assert search.best == Sublayers((1,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"), [((), '""'), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((1, 3, 4, 9, 10, 11), "1,3-4,9-11")]
+)
+def test_layers_are_written_as_they_are_read(layers: tuple[int, ...], said: str) -> None:
+    assert written(layers) == said
+    assert read("skip_mlp", said.strip('"')) == layers
+    assert read("skip_mlp", f" {said} ".replace(",", " , ").strip(' "')) == layers
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x", "skip_mlp is 'x', it must be layers such as 3,5-8"),
+        ("3,", "skip_mlp is '3,'"),
+        ("-3", "skip_mlp is '-3'"),
+        ("3-", "skip_mlp is '3-'"),
+        ("1.5", "skip_mlp is '1.5'"),
+        ("8-5", "skip_mlp has '8-5', a range rises"),
+        ("1-99999999", "a range rises and ends below 10000"),
+    ],
+)
+def test_what_names_no_layers_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Options(skip_mlp=text)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"skip_attention": "2,6"}, "skip_attention names layer 6, the target has layers 0 to 5"),
+        ({"skip_mlp": "0-9"}, "skip_mlp names layer 6, the target has layers 0 to 5"),
+        ({"skip_attention": "0-5", "skip_mlp": "0-5"}, "name all 6 layers: at least one attention or MLP must stay"),
+        ({"skip_attention": "", "skip_mlp": ""}, "name no layer: a draft that leaves out nothing costs as much"),
+        ({"skip_attention": " "}, "name no layer"),
+    ],
+)
+def test_sets_that_do_not_fit_are_refused(values: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        layer_skip.build(Options(**values), given=Given(target=llama(DEEP)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"skip_ratio": 0.0},
+        {"skip_window": 3},
+        {"skip_every": 0},
+        {"skip_enough": 1.5},
+        {"skip_trials": 0},
+        {"confidence": -0.1},
+        {"width": 0},
+        {"tree_nodes": 1},
+    ],
+)
+def test_a_wrong_option_is_named(values: dict) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(values))} is "):
+        Options(**values)
+
+
+def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
+    gpt = adapt(transformers_tiny.build("gpt2"))
+    says = "TransformersModel cannot leave out sublayers, models of the runtime llama or native can"
+    with pytest.raises(UserError, match=says):
+        layer_skip.build(Options(), given=Given(target=gpt))
+    with pytest.raises(UserError, match="drafts on the target's own session, a worker has none"):
+        layer_skip.build(Options(), given=Given())
+    with pytest.raises(UserError, match="the target has 2 layers, of which a search keeps the first and the last"):
+        layer_skip.build(Options(), given=Given(target=llama(replace(DEEP, num_layers=2))))
+    assert layer_skip.build(Options(skip_mlp="1"), given=Given(target=llama(replace(DEEP, num_layers=2))))
+    inflated = llama(TINIES["tiny"])
+    inflated.inflate = 8
+    for options in (Options(), Options(skip_mlp="1")):
+        with pytest.raises(UserError, match="does not draft for an inflated target: its added layers change nothing"):
+            layer_skip.build(options, given=Given(target=inflated))
+
+
+def test_it_needs_no_draft_model_and_no_worker_runs_it() -> None:
+    from outpace.candidates.inline import InlineWorker
+
+    assert registry.describe("drafters", "layer_skip").needs == "no other model"
+    assert not may_draft("auto", "layer_skip")
+    drafter = LayerSkip(llama(DEEP), Sublayers((1,), ()), Options())
+    with pytest.raises(UserError, match="drafter layer_skip needs to see the target's passes"):
+        InlineWorker(drafter)
+    assert drafter.weight_bytes(drafter.sources[0]) == round(llama(DEEP).weight_bytes * 11 / 12)
