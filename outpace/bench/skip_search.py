@@ -31,7 +31,7 @@ WINDOW = 50  # tokens of an answer that a set drafts in one forward
 LONGEST = 8  # tokens of a draft
 PROMPT_TOKENS = 256  # of each calibration prompt, its last ones
 PASSES = 9  # that are timed of each kind
-STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of the layers that are left out in the first trials
+STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of the layers that are left out in trials, after each sublayer alone
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,10 @@ def _optimize(
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=options.seed))
     layers = inner(num_layers)
     names = [f"{kind} {layer}" for kind in Sublayers._fields for layer in layers]
-    for ratio in STARTS:
-        start = evenly(num_layers, ratio)
-        study.enqueue_trial({name: _has(start, name) for name in names}, skip_if_exists=True)
+    alone = [{other: other == name for other in names} for name in names]
+    spread = [{name: _has(evenly(num_layers, ratio), name) for name in names} for ratio in STARTS]
+    for switches in [*alone, *spread]:
+        study.enqueue_trial(switches, skip_if_exists=True)
 
     def run(trial: Any) -> float:
         switches = {name: trial.suggest_categorical(name, [False, True]) for name in names}

@@ -65,8 +65,8 @@ class Session:
     def extend(self, parents: Sequence[int]) -> np.ndarray:
         """Reserves slots for new nodes; which pending nodes each sees, bool [new, pending with the new ones]."""
         if len(parents) > self.free:
-            most = self.capacity + self.room
-            raise UserError(f"{len(parents)} more tokens do not fit: {self.free} of {most} slots are free")
+            most, free = self.capacity + self.room, self.free
+            raise UserError(f"{len(parents)} more tokens do not fit: {free} of {most} slots are free")
         before = self.pending
         self.reserve(self.length + before + len(parents))
         self._hang(parents)
@@ -76,9 +76,8 @@ class Session:
 
     def slots_after(self, slots: int, least: bool = False) -> int:
         """The slots that there are once `slots` are reserved."""
-        if slots <= self.slots:
-            return self.slots
-        return self._whole(slots if least else max(slots, int(self.slots * self.growth)))
+        more = slots if least else max(slots, int(self.slots * self.growth))
+        return self._whole(more) if slots > self.slots else self.slots
 
     def reserve(self, slots: int, least: bool = False) -> None:
         """Makes slots until there are so many, and no more than that where `least`; what is held stays."""
@@ -88,8 +87,7 @@ class Session:
 
     def trim(self) -> None:
         """Gives back the slots behind what is held, where they are more than growing leaves."""
-        held = self._whole(self.length + self.pending)
-        if held * self.growth < self.slots:
+        if (held := self._whole(self.length + self.pending)) * self.growth < self.slots:
             self._resize(held)
             self.slots = held
 
@@ -268,10 +266,9 @@ class Model:
 
 def lacking(model: Model, extra: Extra) -> UserError:
     """The error for what a model cannot do."""
-    what, (*others, last) = extra.value
-    runtimes = f"{', '.join(others)} or {last}"
+    what, runtimes = extra.value
     why = f"; {model.lacks}" if model.lacks else ""
-    return UserError(f"{type(model).__name__} cannot {what}, models of the runtime {runtimes} can{why}")
+    return UserError(f"{type(model).__name__} cannot {what}, models of the runtime {' or '.join(runtimes)} can{why}")
 
 
 def check_needs(model: Model, needs: Needs) -> None:
@@ -286,8 +283,7 @@ def check_needs(model: Model, needs: Needs) -> None:
 def check_forest(model: Model, forest: Sequence[Part]) -> None:
     """UserError for a part that asks for more than the model can."""
     for part in forest:
-        asked = ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS))
-        for value, extra in asked:
+        for value, extra in ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS)):
             if value is not None and extra not in model.extras:
                 raise lacking(model, extra)
 

@@ -236,14 +236,12 @@ class NativeLlama(Model):
     def open(self, capacity: int, room: int) -> NativeSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
-        positions = min(capacity + room, self.max_positions)
-        self._turns.reach(positions)
+        self._turns.reach(min(capacity + room, self.max_positions))
         return NativeSession(capacity, room, self)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
-        held = self.score_held(forest)
-        return held.wide()
+        return self.score_held(forest).wide()
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the output layer has rows for."""
