@@ -50,6 +50,12 @@ def test_a_conversation_with_a_server(site: Served, monkeypatch: pytest.MonkeyPa
     assert "the conversation is forgotten" in err
 
 
+@pytest.mark.parametrize("flag", ["--method=card", "--draft-length=3", "--dtype=float32"])
+def test_a_flag_of_models_loaded_here_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert chat("hello\n", monkeypatch, "--url", "http://127.0.0.1:1", flag) == 2
+    assert f"leave out {flag.partition('=')[0]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [

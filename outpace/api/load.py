@@ -1,4 +1,4 @@
-"""`outpace.load`: the library's shortest way in."""
+"""`outpace.load`: loads an LLM in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer that is asked for and not begun."""
+"""An answer that was requested and has not begun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked: text, chat messages or token ids; one prompt, or several."""
+"""The forms of a prompt: text, chat messages or token ids; one prompt, or several."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,10 +60,25 @@ def chat(
     if url is not None:
         from outpace.cli.remote import Remote
 
+        _check_afar(loading, ctx.obj)
         _chat_afar(Remote(url, api_key, loading.target), writing, system)
         return
     with signals.at_safe_points(), loading.open(ctx.obj) as llm:
         _talk(Conversation(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
+
+
+def _check_afar(loading: Loading, extra: Collection[str]) -> None:
+    """UserError for a flag that says how to load models or how to draft: the server has its own."""
+    usual = Loading(target=loading.target)
+    pairs = ((loading, usual), (loading.options, usual.options))
+    given = [
+        field.name
+        for one, other in pairs
+        for field in fields(one)
+        if field.name != "options" and getattr(one, field.name) != getattr(other, field.name)
+    ]
+    for name in (*given, *extra):
+        raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
 
 
 def _chat_afar(remote: Remote, writing: Writing, system: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Files that a command is to write: what is wrong with one is told before the work begins, or after it is shown."""
+"""Files that a command will write: errors are reported before the work begins, or after it is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a drafter beside the target is told to do below its present root, until it is told otherwise."""
+"""Orders to a drafter beside the target: how to grow the tree below its present root, until the next order."""
 
 from __future__ import annotations
 

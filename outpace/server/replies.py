@@ -1,4 +1,4 @@
-"""How an answer goes out: as a stream of events, or whole. Either way a client that leaves ends its answer."""
+"""How an answer is sent: as a stream of events, or whole. Either way a client that leaves ends its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the cache folder: made once, listed, and removed. Nothing is touched but what outpace has made there.
+"""The files in the cache folder: made once, listed, and removed. Nothing is touched but what outpace has made there.
 
     NAME-<hash>-v2/          a model converted from a .gguf file, for other runtimes than the native one
     drafts/<hash>-v2/        a packed draft made whole with its target's embeddings
