@@ -18,93 +18,95 @@ Refuse = Callable[[str, str, Sequence[tuple[bytes, bytes]]], Response | None]  #
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def bounded(limits: Limits, refuse: Refuse) -> type[HttpToolsProtocol]:
+class Bounded(HttpToolsProtocol):
+    """One connection. A head is being read from the first byte of a request, or from the connection's beginning, to
+    its empty line. The body of a refused request is read and dropped."""
+
+    limits: Limits
+    refuse: Refuse  # static
+    _timer: asyncio.TimerHandle | None = None
+    _is_refused = False
+    _keeps_alive = True  # after a refusal
+    _head: int | None = 0  # bytes of the head that is being read; None: none is
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._end(FULL)
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head is not None:
+            self._head += len(data)
+        super().data_received(data)
+        if self._head is not None and self._head > HEAD_BYTES:
+            self._end(LONG)
+
+    def on_message_begin(self) -> None:
+        if self._head is None:
+            self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._head = None
+        if not self._refuse():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
+        elif not self._keeps_alive:
+            self.transport.close()
+
+    def _refuse(self) -> bool:
+        """Whether the request was refused. One that stands behind another of its connection is not asked about."""
+        self._is_refused = False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False
+        path = self.url.partition(b"?")[0].decode("ascii", "replace")
+        reply = self.refuse(self.parser.get_method().decode("ascii"), path, self.headers)
+        if reply is None:
+            return False
+        self._is_refused = True
+        skips_body = self.expect_100_continue  # who waits to be asked for it
+        self._keeps_alive = self.parser.should_keep_alive() and not skips_body
+        self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
+        if skips_body:
+            self.transport.close()
+        self._timer = self.loop.call_later(self.limits.body_seconds, self.transport.close)  # body and all, or no more
+        return True
+
+    def _expect_head(self) -> None:
+        self._head = 0
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.limits.body_seconds, self._end, LATE)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self, reply: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(reply)
+            self.transport.close()
+
+
+def bounded(limits: Limits, refuse: Refuse) -> type[Bounded]:
     """uvicorn's protocol with these limits. What `refuse` answers is sent as soon as a request's head is there."""
-
-    class Bounded(HttpToolsProtocol):
-        """One connection. A head is being read from the first byte of a request, or from the connection's beginning, to
-        its empty line. The body of a refused request is read and dropped."""
-
-        _timer: asyncio.TimerHandle | None = None
-        _is_refused = False
-        _keeps_alive = True  # after a refusal
-        _head: int | None = 0  # bytes of the head that is being read; None: none is
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                self._end(FULL)
-            else:
-                self._expect_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(exc)
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            if self._head is not None:
-                self._head += len(data)
-            super().data_received(data)
-            if self._head is not None and self._head > HEAD_BYTES:
-                self._end(LONG)
-
-        def on_message_begin(self) -> None:
-            if self._head is None:
-                self._expect_head()
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            self._stop_timer()
-            self._head = None
-            if not self._refuse():
-                super().on_headers_complete()
-
-        def on_body(self, body: bytes) -> None:
-            if not self._is_refused:
-                super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            if not self._is_refused:
-                super().on_message_complete()
-            elif not self._keeps_alive:
-                self.transport.close()
-
-        def _refuse(self) -> bool:
-            """Whether the request was refused. One that stands behind another of its connection is not asked about."""
-            self._is_refused = False
-            if self.cycle is not None and not self.cycle.response_complete:
-                return False
-            path = self.url.partition(b"?")[0].decode("ascii", "replace")
-            reply = refuse(self.parser.get_method().decode("ascii"), path, self.headers)
-            if reply is None:
-                return False
-            self._is_refused = True
-            skips_body = self.expect_100_continue  # who waits to be asked for it
-            self._keeps_alive = self.parser.should_keep_alive() and not skips_body
-            self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
-            if skips_body:
-                self.transport.close()
-            self._timer = self.loop.call_later(limits.body_seconds, self.transport.close)  # body and all, or no more
-            return True
-
-        def _expect_head(self) -> None:
-            self._head = 0
-            self._stop_timer()
-            self._timer = self.loop.call_later(limits.body_seconds, self._end, LATE)
-
-        def _stop_timer(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _end(self, reply: bytes) -> None:
-            if not self.transport.is_closing():
-                self.transport.write(reply)
-                self.transport.close()
-
-    return Bounded
+    return type("Bounded", (Bounded,), {"limits": limits, "refuse": staticmethod(refuse)})
 
 
 def _written(reply: Response, beside: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
