@@ -65,7 +65,7 @@ def chains() -> Iterator[Any]:
             yield pytest.param(name, case, marks=[pytest.mark.long] if is_long else [])
 
 
-@pytest.mark.parametrize(("name", "case"), chains())
+@pytest.mark.parametrize(("name", "case"), list(chains()))
 def test_chains(name: str, case: str) -> None:
     check(name, *CHAINS[case])
 
