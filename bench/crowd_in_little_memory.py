@@ -1,9 +1,11 @@
 """Many requests that may all write long answers, within few GiB of keys and values, each held against its single run.
 
 Run: python bench/crowd_in_little_memory.py [--requests 200] [--max-tokens 4096] [--kv-memory 1] [--method auto]
-[--batch 16] [--alone 200]. Counts the answers that differ from plain decoding alone, and how often one paused for want
-of memory; shows the most that keys and values took. Prints a table and one JSON line last; exit 1 where an answer
-differs or is not whole.
+[--batch 16] [--alone 200] [--alone-method autoregressive] [--state FOLDER] [--part crowd|alone|all] [--seconds 100].
+Counts the answers that differ from those of single runs, and how often one paused for want of memory; shows the most
+that keys and values took, the draft's beside the target's. With a folder for what is known so far its two parts can be
+run apart, and the single runs in pieces: after so many seconds no other one begins, and the same command goes on (exit
+3 until all is known). Prints a table and one JSON line last; exit 1 where an answer differs or is not whole.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +28,6 @@ from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
 from outpace.engine.request import Running
-from outpace.models.load import Loaded
 
 THINGS = ("a lamp", "bread", "the moon", "a bridge", "salt", "a clock", "rain", "a wheel", "glass", "a seed")
 ASKS = (
@@ -47,17 +49,26 @@ def make_prompts(count: int) -> list[list[dict[str, str]]]:
     ]
 
 
+def draft_bytes(llm: LLM) -> int:
+    """What the draft model's sessions of the requests that run take."""
+    states = [run.draft.state for run in llm.engine.running]
+    sessions = [getattr(part, "session", None) for state in states for part in getattr(state, "parts", [state])]
+    return sum(llm.draft.model.session_bytes(session.slots) for session in sessions if llm.draft and session)
+
+
 def answer(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[list[Running], dict[str, Any]]:
     """All at once: the requests when they are over, and what it took."""
-    start, peak, running = time.perf_counter(), 0, 0
+    start, peak, drafts, running = time.perf_counter(), 0, 0, 0
     asked = [llm.prepare(prompt, params) for prompt in prompts]
     runs = [llm.engine.submit(one.request, one.decoder, one.options, one.text.watch) for one in asked]
     while any(run.finish_reason is None for run in runs):
         llm.engine.step()
         peak, running = max(peak, llm.engine.memory.used), max(running, len(llm.engine.running))
+        drafts = max(drafts, draft_bytes(llm))
     return runs, {
         "seconds": round(time.perf_counter() - start, 1),
         "peak_gib": round(peak / GIB, 3),
+        "peak_draft_gib": round(drafts / GIB, 3),  # not within the budget
         "most_running": running,
         "tokens": sum(len(run.tokens) for run in runs),
         "longest": max(len(run.tokens) for run in runs),
@@ -66,11 +77,60 @@ def answer(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[li
     }
 
 
-def count_different(target: Loaded, prompts: Sequence[Any], params: SamplingParams, runs: Sequence[Running]) -> int:
-    """Answers that are not those of plain decoding, one request after the other and nothing reused."""
-    with closing(LLM(target, method="autoregressive", reuse=False, batch=1)) as llm:
-        alone = [answer(llm, [prompt], params)[0][0] for prompt in prompts]
-    return sum(run.tokens != other.tokens for run, other in zip(runs, alone, strict=False))
+class Known:
+    """What is known so far of one part, in a file where there is a folder for it."""
+
+    def __init__(self, folder: Path | None, part: str, asked: dict[str, Any]) -> None:
+        """UserError where the file was made by a command that asked for something else."""
+        self._file, self._asked = folder / f"{part}.json" if folder else None, asked
+        self.row: dict[str, Any] = {}
+        self.texts: list[list[int]] = []
+        if self._file is not None and self._file.is_file():
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            if kept["asked"] != asked:
+                raise UserError(f"{self._file} is of {kept['asked']}, not of {asked}: name another --state folder")
+            self.row, self.texts = kept["row"], kept["texts"]
+
+    def save(self) -> None:
+        """Writes the file, whole or not at all."""
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_text(json.dumps({"asked": self._asked, "row": self.row, "texts": self.texts}), encoding="utf-8")
+            new.replace(self._file)
+
+
+def answer_crowd(known: Known, prompts: Sequence[Any], params: SamplingParams, args: argparse.Namespace) -> None:
+    """All requests at once, in one run."""
+    with closing(LLM(method=args.method, batch=args.batch, kv_memory=args.kv_memory, profile=False)) as llm:
+        runs, known.row = answer(llm, prompts, params)
+    known.texts = [run.tokens for run in runs]
+    known.row["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 3)
+    known.save()
+
+
+def answer_alone(known: Known, prompts: Sequence[Any], params: SamplingParams, method: str, until: float) -> None:
+    """One request after the other and nothing reused, for prompts that have no single run yet."""
+    with closing(LLM(method=method, reuse=False, batch=1, profile=False)) as llm:
+        for prompt in prompts[len(known.texts) :]:
+            if time.perf_counter() > until:
+                return
+            known.texts.append(answer(llm, [prompt], params)[0][0].tokens)
+            known.save()
+
+
+def report(crowd: Known, alone: Known, asked: dict[str, Any]) -> int:
+    """The table for people, the line for machines; the exit code."""
+    pairs = list(zip(alone.texts, crowd.texts, strict=False))
+    differ = sum(single != text for single, text in pairs)
+    row = crowd.row | {"compared": len(pairs), "compared_tokens": sum(len(text) for _, text in pairs), "differ": differ}
+    table = Table("what", "figure", title="{requests} requests of {max_tokens} tokens, {method}".format(**asked))
+    for name, value in row.items():
+        table.add_row(name.replace("_", " "), str(value))
+    Console(width=100).print(table)
+    print(json.dumps({**asked, **row}))
+    is_whole = set(row["ends"]) <= {"stop", "length"}
+    return 0 if is_whole and not differ else 1
 
 
 def main() -> int:
@@ -82,21 +142,28 @@ def main() -> int:
     parser.add_argument("--method", default="auto")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--alone", type=int, help="how many are held against their single runs; all by default")
+    parser.add_argument("--alone-method", default="autoregressive", help="of the single runs")
+    parser.add_argument("--state", type=Path, help="a folder for what is known so far")
+    parser.add_argument("--part", choices=("crowd", "alone", "all"), default="all")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no single run begins")
     args = parser.parse_args()
+    until = time.perf_counter() + args.seconds
+    asked = {name: getattr(args, name) for name in ("requests", "max_tokens")}
     prompts, params = make_prompts(args.requests), SamplingParams(max_tokens=args.max_tokens)
     some = prompts[: args.requests if args.alone is None else args.alone]
-    with closing(LLM(method=args.method, batch=args.batch, kv_memory=args.kv_memory, profile=False)) as llm:
-        runs, row = answer(llm, prompts, params)
-        row |= {"compared": len(some), "differ": count_different(llm.target, some, params, runs)}
-    row["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 3)
-    title = f"{args.requests} requests of {args.max_tokens} tokens, {args.kv_memory:g} GiB, {args.method}"
-    table = Table("what", "figure", title=title)
-    for name, value in row.items():
-        table.add_row(name.replace("_", " "), str(value))
-    Console(width=100).print(table)
-    print(json.dumps({**vars(args), **row}))
-    is_whole = set(row["ends"]) <= {"stop", "length"}
-    return 0 if is_whole and not row["differ"] else 1
+    alone = Known(args.state, "alone", asked)
+    asked = asked | {name: getattr(args, name) for name in ("kv_memory", "method", "batch")}
+    crowd = Known(args.state, "crowd", asked)
+    if not crowd.row and args.part != "alone":
+        answer_crowd(crowd, prompts, params, args)
+    if len(alone.texts) < len(some) and args.part != "crowd":
+        answer_alone(alone, some, params, args.alone_method, until)
+    if not crowd.row or len(alone.texts) < len(some):
+        print(
+            f"the crowd is {'over' if crowd.row else 'to come'}, {len(alone.texts)} of {len(some)} single runs are made"
+        )
+        return 3
+    return report(crowd, alone, asked)
 
 
 if __name__ == "__main__":
