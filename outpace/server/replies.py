@@ -59,7 +59,9 @@ class Reply(Response):
         watch = asyncio.create_task(self._watch(receive))
         try:
             await self._reply(scope, send)
-        except Gone:
+        except (Gone, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._is_late:
+                raise
             self._group.is_gone = True
         finally:
             self._timer.cancel()
@@ -100,10 +102,6 @@ class Reply(Response):
         self._sends_since = self._loop.time()
         try:
             await send(message)
-        except asyncio.CancelledError:
-            if not self._is_late:
-                raise
-            raise Gone from None
         finally:
             self._sends_since = None
 
