@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request, write
 from drawing import rule_of
@@ -14,6 +15,7 @@ from test_lossy_rules import cascade_chances
 from test_rejection import draft_of
 from ways import ASKED, PROMPT, TARGETS
 
+from outpace.core.chances import Chances
 from outpace.core.errors import UserError
 from outpace.core.tree import Drawn, TokenTree
 from outpace.decoders import bild, speculative
@@ -33,10 +35,8 @@ def chain(*chances: float) -> TokenTree:
     return tree
 
 
-def _q(chance: float):  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.tensor([chance, 1 - chance], dtype=torch.float64)
+def _q(chance: float) -> Chances:
+    return Chances(np.array([chance, 1 - chance]))
 
 
 def test_heuristic_adds_two_or_takes_one() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import (
     SMALL,
     Empty,
+    QuickToy,
     decode,
     make_request,
     within,
@@ -40,6 +42,7 @@ from outpace.decoders import card
 from outpace.engine.build import Parts, build_engine
 from outpace.engine.engine import Engine
 from outpace.engine.request import Running
+from outpace.models.base import Part
 from outpace.models.load import Loaded
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are told apart by POSIX means")
@@ -50,6 +53,14 @@ class Deaf(CandidateCache):
 
     def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
         raise AssertionError("the target waited for a drafter that does not stand yet")
+
+
+class Unhurried(QuickToy):
+    """A target whose passes leave a drafter in another process the time for a forward."""
+
+    def score(self, forest: Sequence[Part]) -> Any:
+        time.sleep(0.001)
+        return super().score(forest)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +74,7 @@ def _nothing_left() -> Iterator[None]:
 def test_texts_are_plain_decodings(name: str, method: str) -> None:
     worker = ProcessWorker(partial(build, name), threads=2)
     until(lambda: worker.is_ready, "a drafter")
-    outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=TARGET))
+    outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=Unhurried(16, 3, 0)))
     assert outcome.texts == TEXTS
     assert outcome.failure is None
     assert outcome.figures.accepted > 0 or method == "planned", "beside so quick a target waiting may not pay"
