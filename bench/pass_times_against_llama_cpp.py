@@ -3,7 +3,7 @@
 Run: python bench/pass_times_against_llama_cpp.py [--threads 2] [--rows 1 2 4 8 16] [--rounds 40] [--context 200] ...
 A pass: so many new tokens behind the context, scores asked for all of them, keys and values dropped again. Row counts
 and engines are interleaved, round after round; medians and minima are shown, ratios are of medians. The floor is the
-weights, keys and values that a pass reads, over --gigabytes a second. One JSON line last.
+weights, keys and values that a pass reads, over what the memory gives a second. One JSON line last.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from outpace.bench.peer import PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._llama import open_llama
 from outpace.core.errors import UserError
+from outpace.core.machine import bandwidth
 from outpace.models.base import chain
-from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import resolve
+from outpace.models.files.find import locate
+from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict
 from outpace.models.llama.native_runtime import NativeLlama, Options, usable_cores
 
@@ -41,9 +42,9 @@ class Ours:
     """The native runtime with a context that stands."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
-        options = Options(threads=args.threads, kv_dtype=args.kv_dtype)
-        with Checkpoint.open(resolve(args.model)) as checkpoint:
-            self.model = NativeLlama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor, options=options)
+        options = Options(threads=args.threads, kv_dtype=args.kv_dtype, weights=args.dtype)
+        with open_source(locate(args.model)) as source:
+            self.model = NativeLlama.from_tensors(from_dict(source.config), source.weight, options=options)
         self._session = self.model.open(len(context), max(args.rows))
         self.model.score([chain(self._session, context)])
         self._session.keep(range(len(context)))
@@ -99,14 +100,20 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or .gguf file, the shipped model by default")
-    parser.add_argument("--kind", default="Q8_0", choices=("Q8_0", "Q4_1"), help="llama.cpp's weights")
+    parser.add_argument(
+        "--kind",
+        default="Q8_0",
+        choices=("Q8_0", "Q4_1", "Q4_K"),
+        help="llama.cpp's weights; Q4_K: of a file that has them",
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--kv-dtype", default="float32", choices=("float32", "float16"), help="ours; theirs is float16")
+    parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="our weights; file: the .gguf file's")
     parser.add_argument("--flash", action="store_true", help="llama.cpp's flash attention")
-    parser.add_argument("--gigabytes", type=float, default=35.0, help="what the memory gives a second")
+    parser.add_argument("--gigabytes", type=float, help="what the memory gives a second; measured by default")
     args = parser.parse_args()
     if min(args.rounds, args.context, *args.rows) < 1:
         raise UserError("rows, rounds and context must be at least 1")
@@ -117,6 +124,7 @@ def main() -> None:
     """The command."""
     args = arguments()
     context = [index * 37 % 1000 + 5 for index in range(args.context)]
+    args.gigabytes = args.gigabytes or bandwidth() / 1e9
     ours = Ours(args, context)
     engines = {OURS: ours, THEIRS: Theirs(args, context)}
     tokens = [index * 31 % 1000 + 5 for index in range(max(args.rows))]
@@ -164,7 +172,15 @@ def report(
     console.print(table)
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     console.print(f"scores correlate by {alike:.4f}; load {load}; floor at {args.gigabytes:g} GB/s")
-    line = {"threads": args.threads, "context": args.context, "kind": args.kind, "floor_ms": round(floor, 2)}
+    line = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "gigabytes": round(args.gigabytes, 1),
+        "threads": args.threads,
+        "context": args.context,
+        "kind": args.kind,
+        "floor_ms": round(floor, 2),
+    }
     print(json.dumps(line | {"correlation": round(alike, 5), "load": os.getloadavg()[0], "passes": found}))
 
 

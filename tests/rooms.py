@@ -31,6 +31,7 @@ MODELS = {
     "toy": 1,
     "llama": 1,
     "files": 2,
+    "host": 2,
     "text": 3,
     "hf": 4,
     "runtimes": 5,

@@ -10,13 +10,12 @@ copy is what reading would give, bit for bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.types import Request
@@ -227,18 +226,4 @@ def free_bytes(device: torch.device | str) -> int:
     """Memory that is free for use where the model is."""
     if str(device).startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 4 * _GIB
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = 1024 * int(line.split()[1])
-    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].isdigit():  # a container's own limit
-        free = min(free, max(int(limit[0]) - int(used[0]), 0))
-    return free
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
+    return available_bytes()

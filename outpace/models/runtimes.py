@@ -19,6 +19,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_memory
+from outpace.models.host import check_host
 from outpace.models.llama.inflate import inflated, label, notice
 from outpace.models.options import AUTO, EAGER, FILE, INT8, LoadOptions
 
@@ -143,7 +144,8 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         "float16" if options.dtype == "float16" else "float32",
         weights=FILE if options.dtype == FILE else INT8,
     )
-    return _read(spec, options, progress, partial(NativeLlama.from_tensors, options=native), None, True, is_old)
+    build = partial(NativeLlama.from_tensors, options=native)
+    return _read(spec, options, progress, build, None, True, is_old, tuple(getattr(load_kernels(), "FORMATS", ())))
 
 
 def _read(
@@ -154,9 +156,11 @@ def _read(
     reason: str | None = None,
     in_place: bool = False,
     converted: bool = False,
+    formats: tuple[str, ...] = (),
 ) -> Loaded:
     """A model of the Llama family from its files. `build` is handed tensors, a .gguf file's by way of its conversion;
-    `in_place`: arrays, and such a file's matrices as they are. `converted`: all of them are arrays."""
+    `in_place`: arrays, and such a file's matrices as they are. `converted`: all of them are arrays. `formats`: those of
+    a file's that are taken."""
     from outpace.models.files.find import locate, resolve
     from outpace.models.files.source import open_source
     from outpace.models.llama.config import from_dict, tensor_shapes
@@ -172,6 +176,7 @@ def _read(
         weights = source.weight if in_place else source.tensor
         config, fetch = inflated(config, weights, options.inflate)
         check_memory(tensor_shapes(config), options)
+        check_host(source, config, options, formats if in_place else None)
         model = build(config, fetch, head_ids=head_ids, progress=progress)
     model.inflate = options.inflate
     name = _name(spec) + label(options.inflate)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
 from outpace.models.files.reading import check_file, is_there, read_json
+from outpace.models.llama.footprint import Held
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64", "F32", "F16", "BF16"}
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by type
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_RUNTIME = "`--runtime transformers`"
 EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding where a draft has none of its own
@@ -45,7 +47,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
         config = read_json(path / "config.json")
-        _refuse_quantised(path, config)
+        cls._check_config(path, config)
         checkpoint = cls(path, config)
         try:
             checkpoint._open_files()
@@ -76,6 +78,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, from the header alone."""
         return tuple(self._slice(name).get_shape())
+
+    def held(self, name: str) -> Held:
+        """A tensor's type, and bytes in the file."""
+        part = self._slice(name)
+        return Held(part.get_dtype(), prod(part.get_shape()) * WIDTHS.get(part.get_dtype(), 1))
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in the type that is stored, mapped from the file.
@@ -112,8 +119,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             where = self.path / self._shards[name]
             if tuple(part.get_shape()) != tuple(expected):
                 raise UserError(f"{where}: tensor {name!r} has shape {part.get_shape()}, expected {list(expected)}")
-            if part.get_dtype() not in DTYPES:
-                allowed = f"allowed are {', '.join(sorted(DTYPES))}"
+            if part.get_dtype() not in WIDTHS:
+                allowed = f"allowed are {', '.join(sorted(WIDTHS))}"
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
                 raise UnsupportedModel(f"{where}: tensor {name!r} has type {part.get_dtype()}, {allowed}{scaled}")
 
@@ -133,6 +140,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if name not in self._files:
             raise RuntimeError(f"{self.path} is closed")
         return self._files[name]
+
+    @staticmethod
+    def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+        """UnsupportedModel for one that is quantised."""
+        for name in ("quantization_config", "compression_config"):
+            found = config.get(name)
+            if found:
+                method = found.get("quant_method") if isinstance(found, Mapping) else found
+                said = f"is quantised ({name} {method!r:.50})"
+                raise UnsupportedModel(f"{path} {said}: {OTHER_RUNTIME} runs it, this runtime cannot")
 
     def _open_files(self) -> None:
         if is_there(self.path / SINGLE):
@@ -249,16 +266,6 @@ def _flush_to_disk(folder: Path) -> None:
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
-
-
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    for name in ("quantization_config", "compression_config"):
-        found = config.get(name)
-        if found:
-            method = found.get("quant_method") if isinstance(found, Mapping) else found
-            raise UnsupportedModel(
-                f"{path} is quantised ({name} {method!r:.50}): {OTHER_RUNTIME} runs it, this runtime cannot"
-            )
 
 
 def _without_weights(path: Path) -> UserError:

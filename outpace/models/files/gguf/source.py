@@ -22,6 +22,7 @@ from outpace.models.files.gguf.header import GgufHeader, open_gguf
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.types import COMMON, type_of
 from outpace.models.files.gguf.weights import check_types, half_rotary, read_values, rotary_unit
+from outpace.models.llama.footprint import Held
 from outpace.models.llama.stored import Stored
 
 
@@ -61,6 +62,11 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         """The file that holds a tensor; UserError if there is none of that name."""
         self._source(name)
         return self.path
+
+    def held(self, name: str) -> Held:
+        """What a tensor takes in the file, and in which format."""
+        entry = self._header.tensors[self._source(name)]
+        return Held(type_of(entry.kind).name, entry.num_bytes)
 
     def write_tokenizer(self, folder: Path) -> None:
         """The tokenizer's files of a model folder."""

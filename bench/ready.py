@@ -1,0 +1,70 @@
+"""Seconds until a .gguf file is ready, the memory that it takes over the file's size, and what is written to the cache.
+
+Run: python bench/ready.py FILE.gguf ... [--dtype file] [--rounds 3]
+Each in a process of its own, with an empty cache folder, after one start that brings the file into the page cache.
+`ready`: from the process's first line to the first token of a short text. One JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CHILD = """
+import json, sys, time
+start = time.perf_counter()
+import outpace
+loading = time.perf_counter()
+llm = outpace.load(sys.argv[1], dtype=sys.argv[2], method="autoregressive")
+loaded = time.perf_counter()
+tokens = llm.generate(["ab"], max_tokens=1)[0].tokens
+ready = time.perf_counter()
+peak = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
+found = {"load": loaded - loading, "ready": ready - start, "peak": 1024 * peak}
+print(json.dumps({**found, "torch": "torch" in sys.modules}))
+"""
+
+
+def started(file: Path, dtype: str) -> dict[str, Any]:
+    """One process; what it says, and the bytes that it left in the cache folder."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "OUTPACE_CACHE": cache}
+        command = [sys.executable, "-c", CHILD, str(file), dtype]
+        begin = time.perf_counter()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        whole = time.perf_counter() - begin
+        cached = sum(part.stat().st_size for part in Path(cache).rglob("*") if part.is_file())
+    return {**json.loads(done.stdout), "process": whole, "cached": cached}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--dtype", default="file", choices=("file", "int8"))
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    table = []
+    for file in asked.files:
+        started(file, asked.dtype)
+        runs = [started(file, asked.dtype) for _ in range(asked.rounds)]
+        row = {name: round(statistics.median(run[name] for run in runs), 2) for name in ("load", "ready", "process")}
+        size = file.stat().st_size
+        row |= {"peak_over_file": round(max(run["peak"] for run in runs) / size, 3), "cached": runs[-1]["cached"]}
+        table.append({"file": file.name, "mb": round(size / 1e6), **row, "torch": runs[-1]["torch"]})
+        print("  ".join(f"{name} {value}" for name, value in table[-1].items()), flush=True)
+    print(json.dumps({"dtype": asked.dtype, "rounds": asked.rounds, "starts": table}))
+
+
+if __name__ == "__main__":
+    main()

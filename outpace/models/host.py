@@ -1,0 +1,63 @@
+"""Whether a model fits into this machine's memory, told before it is loaded: what it needs, what is free, what fits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from outpace.core.available import available_bytes
+from outpace.core.errors import UserError
+from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.footprint import Held, float_bytes, native_bytes, token_bytes
+from outpace.models.options import AUTO, FILE, INT8, LoadOptions
+
+GIB = 1 << 30
+FEWEST = 0.1  # billions of weights that are worth naming
+LEAST = 256  # tokens of keys and values that there must be room for
+
+
+def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> None:
+    """UserError where the weights, with a short text, need more than is free; for a model on a CPU alone.
+
+    `source`: where they are read from. `formats`: those of a file that the native kernels take; None: by torch.
+    """
+    if not options.is_on_cpu:
+        return
+    free, text = available_bytes(), LEAST * token_bytes(config)
+    chosen, ways = _ways(source, config, options, formats)
+    needed = ways[chosen] + text
+    if needed <= free:
+        return
+    fitting = [f"dtype {name} needs {(size + text) / GIB:.1f}" for name, size in ways.items() if size + text <= free]
+    weights = sum(map(math.prod, tensor_shapes(config).values()))
+    most = weights * (free - text) / min(ways.values()) / 1e9
+    smaller = f"a model of at most {most:.1f} billion weights fits so" if most >= FEWEST else "make some of it free"
+    what = f"{needed / GIB:.1f} GiB of memory in {chosen}, with keys and values for {LEAST} tokens"
+    raise UserError(f"{source.path} needs {what}, and {free / GIB:.1f} are free: {' and '.join(fitting) or smaller}")
+
+
+def _ways(
+    source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None
+) -> tuple[str, dict[str, int]]:
+    """How it is to be held, and bytes by each way that is none larger."""
+    shapes = tensor_shapes(config)
+
+    def held(name: str) -> Held:
+        found: Held = source.held(_own(name, source.config))
+        return found
+
+    ways = {INT8: native_bytes(shapes, held, formats or (), False)}
+    if formats is None:
+        name = "float32" if options.dtype == AUTO else options.dtype
+        ways[name] = float_bytes(shapes, 4 if name == "float32" else 2)
+        return name, ways
+    kept = native_bytes(shapes, held, formats, True)
+    if options.dtype == FILE:
+        return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
+    return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})
+
+
+def _own(name: str, config: Any) -> str:
+    """The layer that an added one is a copy of, see llama/inflate.py."""
+    prefix, number, rest = "model.layers.", *name.removeprefix("model.layers.").partition(".")[::2]
+    return f"{prefix}{int(number) % config['num_hidden_layers']}.{rest}" if name.startswith(prefix) else name

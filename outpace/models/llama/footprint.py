@@ -1,0 +1,52 @@
+"""What a model will take in memory once it is loaded, told from the names, shapes and formats of its weights alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from outpace.models.llama.config import LlamaConfig
+
+FLOAT_BYTES = 4
+INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
+PACKED = 1.03  # times a file's blocks: scales of six bits become bytes in a panel
+
+
+class Held(NamedTuple):
+    """A tensor as its file has it: the name of its format, and bytes."""
+
+    kind: str
+    bytes: int
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def native_bytes(shapes: Shapes, held: Callable[[str], Held], formats: Collection[str], kept: bool) -> int:
+    """By the native runtime: as the file has it where that is `kept` and the format one of `formats`, else int8, with
+    what is rounded at a time: blocks of these formats, and floats of all else."""
+    total, rounded = 0.0, 0.0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        if len(shape) < 2:
+            total += count * FLOAT_BYTES
+            continue
+        kind, size = held(name)
+        if kept and kind in formats:
+            total += PACKED * size
+        else:
+            total += count * INT8_BYTES
+            rounded = max(rounded, PACKED * size if kind in formats else 2 * FLOAT_BYTES * count)
+    return int(total + rounded)
+
+
+def token_bytes(config: LlamaConfig) -> int:
+    """Bytes of a token's keys and values in float32, all layers together."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * FLOAT_BYTES
+
+
+def float_bytes(shapes: Shapes, itemsize: int) -> int:
+    """By the torch runtime, which holds all weights in one type and lays out one tensor at a time."""
+    counts = [math.prod(shape) for shape in shapes.values()]
+    return itemsize * (sum(counts) + max(counts))

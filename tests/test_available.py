@@ -1,0 +1,170 @@
+"""What memory is free, by readers that lie, and models that do not fit there: refused before they are loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from files import model_folder, smollm2_file, weights, write_gguf
+from test_runtimes import needs_kernels
+
+from outpace.core.available import available_bytes
+from outpace.core.errors import UserError
+from outpace.models import host
+from outpace.models.files.gguf.source import GgufSource
+from outpace.models.llama.config import from_dict, tensor_shapes
+from outpace.models.llama.footprint import float_bytes, native_bytes
+from outpace.models.llama.native_runtime import NativeLlama, Options
+from outpace.models.load import load_model
+
+MIB = 1 << 20
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
+
+
+def machine(root: Path, **files: str) -> Path:
+    """A file system that tells this; `__` in a name is a slash."""
+    for name, text in {"proc__meminfo": MEMINFO, **files}.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    return root
+
+
+def group(root: Path, folder: str, **files: int | str) -> None:
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (root / folder / name.replace("__", ".")).write_text(f"{value}\n", encoding="ascii")
+
+
+def test_the_machine_tells(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path)) == 8_000_000 * 1024
+
+
+def test_a_container_and_what_is_above_it_limit(tmp_path: Path) -> None:
+    root = machine(tmp_path, proc__self__cgroup="0::/a/b\n")
+    group(root, "sys/fs/cgroup/a", memory__max=900 * MIB, memory__current=500 * MIB)
+    group(root, "sys/fs/cgroup/a/b", memory__max="max", memory__current=200 * MIB)
+    assert available_bytes(root) == 400 * MIB
+    stat = f"anon 5\nfile 7\ninactive_file {90 * MIB}\nactive_file {10 * MIB}"
+    group(root, "sys/fs/cgroup/a", memory__stat=stat)  # pages of files are given back when they are needed
+    assert available_bytes(root) == 500 * MIB
+    group(root, "sys/fs/cgroup/a/b", memory__max=250 * MIB)
+    assert available_bytes(root) == 50 * MIB
+    group(root, "sys/fs/cgroup/a/b", memory__current=260 * MIB)
+    assert available_bytes(root) == 0
+
+
+def test_groups_of_the_first_version_limit(tmp_path: Path) -> None:
+    root = machine(tmp_path, proc__self__cgroup="5:cpu,memory:/c\n3:pids:/\n")
+    stat = f"inactive_file 1\ntotal_inactive_file {30 * MIB}\ntotal_active_file 0"
+    group(root, "sys/fs/cgroup/memory/c", memory__limit_in_bytes=100 * MIB, memory__usage_in_bytes=80 * MIB)
+    group(root, "sys/fs/cgroup/memory/c", memory__stat=stat)
+    assert available_bytes(root) == 50 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux tells its size")
+def test_a_process_has_limits_of_its_own() -> None:
+    """Told in a process that has them."""
+    code = (
+        "import resource; from outpace.core.available import available_bytes;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29)); print(available_bytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < 1 << 29
+
+
+SIZES = {
+    "llama.embedding_length": 256,
+    "llama.feed_forward_length": 256,
+    "llama.attention.head_count": 4,
+    "llama.rope.dimension_count": 64,
+}  # whole groups and panels: nothing is padded
+
+
+def quantised(folder: Path) -> Path:
+    tensors = weights(hidden_size=256, intermediate_size=256, num_attention_heads=4)
+    return write_gguf(folder / "model.gguf", SIZES, "Q4_1", tensors=tensors)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Says that so many bytes are free."""
+    return lambda count: monkeypatch.setattr(host, "available_bytes", lambda: count)
+
+
+def needs(path: Path, kept: bool) -> int:
+    with GgufSource(path) as source:
+        config = from_dict(source.config)
+        return native_bytes(tensor_shapes(config), source.held, ("Q4_1",), kept)
+
+
+@needs_kernels
+def test_what_is_said_to_be_needed_is_near_what_is_held(tmp_path: Path) -> None:
+    path = quantised(tmp_path)
+    for held in ("file", "int8"):
+        with GgufSource(path) as source:
+            config = from_dict(source.config)
+            model = NativeLlama.from_tensors(config, source.weight, options=Options(weights=held))
+        said = needs(path, held == "file")
+        assert said >= model.weight_bytes
+        assert said < 1.5 * model.weight_bytes  # what is rounded at a time is much of a tiny model
+
+
+@needs_kernels
+def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable[[int], None]) -> None:
+    path = quantised(tmp_path)
+    text = host.LEAST * load_model(path).model.token_bytes
+    file, whole = needs(path, True) + text, needs(path, False) + text
+    assert file < whole
+    free(whole)
+    assert load_model(path).precision == "int8"
+    free(whole - 1)
+    with pytest.raises(UserError, match=r"model.gguf needs \d.\d GiB of memory in int8, .* are free: dtype file needs"):
+        load_model(path)
+    assert load_model(path, dtype="file").precision == "file"
+    free(file - 1)
+    with pytest.raises(UserError, match=r"in file, .* are free: make some of it free"):
+        load_model(path, dtype="file")
+
+
+def test_torch_is_told_of_the_native_way(tmp_path: Path, free: Callable[[int], None]) -> None:
+    folder = model_folder(tmp_path)
+    config = load_model(folder, dtype="float32").model.config
+    needed = float_bytes(tensor_shapes(config), 4)
+    free(needed)
+    with pytest.raises(UserError, match=r"in float32, .* are free: dtype int8 needs"):
+        load_model(folder, dtype="float32")
+    free(1 << 40)
+    assert load_model(folder, dtype="float32").precision == "float32"
+
+
+@needs_kernels
+def test_an_inflated_model_needs_more(tmp_path: Path, free: Callable[[int], None]) -> None:
+    path = quantised(tmp_path)
+    free(needs(path, True) + host.LEAST * load_model(path).model.token_bytes)
+    assert load_model(path, dtype="file").precision == "file"
+    with pytest.raises(UserError, match="GiB of memory in file"):
+        load_model(path, dtype="file", inflate=8)
+
+
+@needs_kernels
+@pytest.mark.smollm2
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are read where Linux tells its size")
+def test_a_bounded_process_is_told_before_it_runs_out() -> None:
+    smollm2_file()
+    code = (
+        "import resource; from outpace.models.load import load_model; from outpace.core.errors import UserError\n"
+        "import outpace.models.llama.native_runtime, outpace.models.text.tokenizer\n"
+        "held = [line for line in open('/proc/self/status') if line.startswith('VmData')][0].split()[1]\n"
+        "most = 1024 * int(held) + (60 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
+        "try: load_model(None)\n"
+        "except UserError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs 0.2 GiB of memory in int8" in done.stdout
+    assert "and 0.1 are free" in done.stdout or "and 0.0 are free" in done.stdout
+    assert "dtype file" in done.stdout or "make some of it free" in done.stdout
