@@ -1,0 +1,159 @@
+"""Folders by GPTQ and AWQ in 4 bits: the values that they mean, the same text by every method, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files import CONFIG, model_folder, weights
+from passes import fresh, text
+from safetensors.numpy import load_file, save_file
+from test_runtimes import PROMPT, needs_kernels
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.models.base import UnsupportedModel
+from outpace.models.files.checkpoint import SINGLE
+from outpace.models.files.source import open_source
+from outpace.models.llama.config import from_dict, tensor_shapes
+from outpace.models.llama.torch_runtime import Llama
+from outpace.models.load import load_model
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "attention_bias": True}
+WAYS = {
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": False},
+    "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True},
+}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """Eight numbers of a row in each word [rows, columns / 8], number order[i] in nibble i."""
+    found = np.zeros((len(numbers), numbers.shape[1] // 8), np.uint32)
+    for nibble, place in enumerate(order):
+        found |= numbers[:, place::8].astype(np.uint32) << np.uint32(4 * nibble)
+    return found.view(np.int32)
+
+
+def packed(way: str, q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: int) -> dict[str, np.ndarray]:
+    """The tensors of a matrix from q [outputs, inputs], zeros and scales [outputs, groups]."""
+    parts = {"scales": np.ascontiguousarray(scales.T)}
+    if way == "awq":
+        return parts | {"qweight": words(q.T, AWQ_ORDER), "qzeros": words(zeros.T, AWQ_ORDER)}
+    parts["qweight"] = np.ascontiguousarray(words(q).T)
+    parts["qzeros"] = words((zeros - (way == "gptq")).T)
+    return parts | {"g_idx": (np.arange(q.shape[1]) // group).astype(np.int32)}
+
+
+def folders(place: Path, way: str, group: int, **changes: Any) -> tuple[Path, Path]:
+    """A tiny model in 4 bits, and the same values in float32."""
+    sizes = SIZES | changes
+    random = np.random.default_rng(5)
+    plain, tensors = {}, {}
+    for name, values in weights(**sizes).items():
+        plain[name] = tensors[name] = (0.2 * values).astype(np.float32)
+        if values.ndim < 2 or "embed" in name:
+            continue
+        outputs, inputs = values.shape
+        q = random.integers(0, 16, values.shape)
+        zeros = random.integers(1, 16, (outputs, inputs // group))
+        scales = (random.random(zeros.shape) / 100 + 0.001).astype(np.float16)
+        each = [np.repeat(part, group, axis=1) for part in (zeros, scales.astype(np.float64))]
+        plain[name] = ((q - each[0]) * each[1]).astype(np.float32)
+        del tensors[name]
+        stem = name.removesuffix("weight")
+        tensors |= {stem + part: held for part, held in packed(way, q, zeros, scales, group).items()}
+    made = []
+    for number, (held, said) in enumerate(((tensors, WAYS[way] | {"bits": 4, "group_size": group}), (plain, None))):
+        folder = model_folder(place / str(number))
+        save_file(held, folder / SINGLE)
+        (folder / "config.json").write_text(
+            json.dumps(CONFIG | sizes | ({"quantization_config": said} if said else {}))
+        )
+        made.append(folder)
+    return made[0], made[1]
+
+
+@pytest.fixture(params=[(way, group) for way in WAYS for group in (32, 64, 128)], ids=str)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    return folders(tmp_path, *request.param)
+
+
+def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None:
+    with open_source(pair[0]) as four, open_source(pair[1]) as plain:
+        assert four.names() == plain.names()
+        config = from_dict(four.config)
+        four.check_shapes(tensor_shapes(config))
+        for name in plain.names():
+            assert np.array_equal(four.array(name), plain.array(name))
+            assert torch.equal(four.tensor(name), plain.tensor(name))
+            assert four.shape(name) == plain.shape(name)
+            assert four.file_of(name).name == SINGLE
+    one, other = (load_model(folder, dtype="float32", runtime="llama").model for folder in pair)
+    assert isinstance(one, Llama)
+    assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
+
+
+@needs_kernels
+def test_the_native_runtime_has_the_bits_of_the_same_values(pair: tuple[Path, Path]) -> None:
+    one, other = (load_model(folder, dtype="int8").model for folder in pair)
+    assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
+
+
+@needs_kernels
+def test_every_method_writes_one_text(tmp_path: Path) -> None:
+    folder, _ = folders(tmp_path, "gptq", 64)
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 3}
+    with outpace.load(folder, method="autoregressive", profile=False) as llm:
+        plain = llm.generate([PROMPT], **asked)[0].tokens
+    with outpace.load(folder, folder, method="auto", profile=False) as llm:
+        assert llm.generate([PROMPT], **asked)[0].tokens == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bits": 8}, "bits 8, taken is 4"),
+        ({"group_size": -1}, "group_size -1, taken is 32, 64, 128"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', taken is gemm"),
+    ],
+)
+def test_other_schemes_are_refused_and_the_other_runtime_is_named(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    folder, _ = folders(tmp_path, "gptq", 32)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=f"{says}.*; `--runtime transformers` may run it"):
+        load_model(folder, runtime="llama", dtype="float32")
+
+
+NAME = "model.layers.0.mlp.up_proj."
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "error", "says"),
+    [
+        ("g_idx", lambda held: held[::-1].copy(), UnsupportedModel, "act-order"),
+        ("qzeros", lambda held: held | 15, UnsupportedModel, "qzeros holds 15"),
+        ("scales", lambda held: held * np.float16(np.nan), UserError, "scales is damaged"),
+        ("scales", lambda held: held.astype(np.float32), UnsupportedModel, "has type F32, taken is F16"),
+        ("scales", lambda held: held[1:].copy(), UserError, r"scales has shape \[1, 384\], expected \[2, 384\]"),
+        ("qweight", lambda held: held[8:].copy(), UserError, "up_proj.weight' has shape"),
+        ("qzeros", None, UserError, "holds no tensor 'model.layers.0.mlp.up_proj.qzeros'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(tmp_path: Path, part: str, change: Any, error: Any, says: str) -> None:
+    folder, _ = folders(tmp_path, "gptq", 128)
+    tensors = load_file(folder / SINGLE)
+    held = tensors.pop(NAME + part)
+    save_file(tensors if change is None else tensors | {NAME + part: change(held)}, folder / SINGLE)
+    with pytest.raises(error, match=says):
+        load_model(folder, runtime="llama", dtype="float32")
