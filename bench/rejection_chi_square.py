@@ -51,6 +51,11 @@ class Remembering(Toy):
         self._model = model
         self._rows: dict[Pair, Tensor] = {}
 
+    @property
+    def reach(self) -> int:
+        """The whole text."""
+        return 1 << 30
+
     def score(self, forest: Sequence[Part]) -> Tensor:
         return super().score(forest).view(-1, self.vocab_size)
 

@@ -89,6 +89,11 @@ class Toy(Model):
     def project(self, hidden: Tensor) -> Held:
         return Held(hidden, None, self.vocab_size)
 
+    @property
+    def reach(self) -> int:
+        """Tokens at the end of a text that its scores depend on; no more of it are handed to `_row`."""
+        return self.num_layers
+
     def _contexts(self, part: Part) -> dict[int, list[int]]:
         """Stores a part's tokens; the ends of the texts that the nodes see which are asked for, as far as scores depend
         on them, their own tokens last."""
@@ -100,7 +105,7 @@ class Toy(Model):
         start = session.length
         session.tokens[start + before : start + before + len(part.tokens)] = part.tokens
         end = start if part.length is None else part.length
-        committed = session.tokens[max(0, end - self.num_layers) : end].tolist()
+        committed = session.tokens[max(0, end - self.reach) : end].tolist()
         asked = {*part.wanted, *part.shown}
         return {node: committed + session.tokens[np.flatnonzero(sees[node]) + start].tolist() for node in asked}
 
