@@ -144,6 +144,7 @@ def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]
 
 
 def body(text: str, most: int, **more: Any) -> dict[str, Any]:
+    """A greedy request of one message."""
     return {"messages": [{"role": "user", "content": text}], "max_tokens": most, "temperature": 0, **more}
 
 

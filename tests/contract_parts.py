@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
 from outpace.drafters._grower import Grower, GrowState
+from outpace.engine.engine import Engine
+from outpace.engine.request import Running
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 from outpace.rules.greedy import Greedy
@@ -158,6 +161,15 @@ class Skipping(Drafter):
 
     def observe(self, state: GrowState, seen: Observation) -> None:
         self._grower.follow(state, seen)
+
+
+def answered(model: Model, drafter: Drafter, request: Request, decoders: Sequence[ModuleType]) -> list[Running]:
+    """The same request by each of these methods, at once in one engine."""
+    with Engine(model, drafter) as engine:
+        runs = [engine.submit(request, decoder, decoder.Options()) for decoder in decoders]
+        while not all(run.finish_reason for run in runs):
+            engine.step()
+    return runs
 
 
 @dataclass

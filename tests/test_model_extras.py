@@ -7,7 +7,7 @@ import reference
 import tiny
 import torch
 import torch.nn.functional as F
-from contract_parts import Head, Skipping, Witness
+from contract_parts import Head, Skipping, Witness, answered
 from doubles import make_request
 from passes import assert_same, branch, prefilled, random_parents, text
 from test_llama import TINIES
@@ -152,12 +152,7 @@ def test_the_toy_has_slow_twins_for_all_of_them() -> None:
 def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ...]) -> None:
     model = llama(TINIES["tiny"])
     request = make_request(text(model, PROMPT), max_tokens=24)
-    with Engine(model, Skipping(model, skipped, skipped)) as engine:
-        runs = [
-            engine.submit(request, decoder, decoder.Options()) for decoder in (autoregressive, speculative, speculative)
-        ]
-        while not all(run.finish_reason for run in runs):
-            engine.step()
+    runs = answered(model, Skipping(model, skipped, skipped), request, (autoregressive, speculative, speculative))
     texts = [run.tokens for run in runs]
     assert texts[0] == texts[1] == texts[2]
     accepted = sum(step.accepted for step in runs[1].history.steps)
@@ -167,10 +162,7 @@ def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ..
 def test_a_head_on_the_torch_runtime_changes_nothing() -> None:
     model = llama(TINIES["tiny"])
     request = make_request(text(model, 60), max_tokens=20)
-    with Engine(model, Head(model, 2)) as engine:
-        runs = [engine.submit(request, decoder, decoder.Options()) for decoder in (autoregressive, speculative)]
-        while not all(run.finish_reason for run in runs):
-            engine.step()
+    runs = answered(model, Head(model, 2), request, (autoregressive, speculative))
     assert runs[0].tokens == runs[1].tokens
     assert sum(step.drafted for step in runs[1].history.steps) > 0
 

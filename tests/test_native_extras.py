@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from contract_parts import Head, Skipping, Witness
+from contract_parts import Head, Skipping, Witness, answered
 from doubles import make_request
 from passes import branch, prefilled, random_parents, text
 from test_native import SETS, TINIES, open_smollm2, tiny
@@ -228,12 +228,7 @@ def test_steering_is_a_bias_of_the_up_projection() -> None:
 def test_a_draft_of_skipped_layers_on_the_targets_session(skipped: tuple[int, ...]) -> None:
     model = tiny(TINIES["tiny"])
     request = make_request(text(model, 12), max_tokens=24)
-    with Engine(model, Skipping(model, skipped, skipped)) as engine:
-        runs = [
-            engine.submit(request, decoder, decoder.Options()) for decoder in (autoregressive, speculative, speculative)
-        ]
-        while not all(run.finish_reason for run in runs):
-            engine.step()
+    runs = answered(model, Skipping(model, skipped, skipped), request, (autoregressive, speculative, speculative))
     texts = [run.tokens for run in runs]
     assert texts[0] == texts[1] == texts[2]
     accepted = sum(step.accepted for step in runs[1].history.steps)
@@ -244,10 +239,7 @@ def test_a_head_proves_the_way() -> None:
     """It learns from the prompt's hidden states and drafts from those of the judged nodes; the text stays."""
     model = tiny(TINIES["tiny"])
     request = make_request(text(model, 60), max_tokens=20)
-    with Engine(model, Head(model, 2)) as engine:
-        runs = [engine.submit(request, decoder, decoder.Options()) for decoder in (autoregressive, speculative)]
-        while not all(run.finish_reason for run in runs):
-            engine.step()
+    runs = answered(model, Head(model, 2), request, (autoregressive, speculative))
     assert runs[0].tokens == runs[1].tokens
     assert sum(step.drafted for step in runs[1].history.steps) > 0
 

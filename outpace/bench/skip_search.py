@@ -21,8 +21,8 @@ from outpace.api.llm import LLM
 from outpace.bench.tables import texts_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request
-from outpace.drafters._sublayers import Sublayers, agreements, evenly, inner
-from outpace.models.base import Extra, Model, chain, lacking
+from outpace.drafters._sublayers import Sublayers, agreements, check_target, evenly, inner
+from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules import greedy
 
@@ -110,13 +110,16 @@ def search(target: Loaded, corpus: Sequence[Path], options: SearchOptions, progr
     return Found(best, speed, length, agreement, trials, tokens, prices, options)
 
 
-def check(model: Model, corpus: Sequence[Path]) -> None:
-    """What can be told wrong before anything is computed."""
+def check_corpus(corpus: Sequence[Path]) -> None:
+    """UserError without calibration texts."""
     if not corpus:
         raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
-    for extra in (Extra.WITHOUT, Extra.LENGTH):
-        if extra not in model.extras:
-            raise lacking(model, extra)
+
+
+def check(model: Model, corpus: Sequence[Path]) -> None:
+    """What can be told wrong before anything is computed."""
+    check_corpus(corpus)
+    check_target(model)
     if model.inflate != 1:
         raise UserError("an inflated target has layers that change nothing: what is left out of it says nothing")
     inner(model.num_layers)

@@ -83,11 +83,10 @@ def _search(loading: Loading, corpus: list[Path], to: Path | None, trials: int, 
     """The sublayers that a draft of the target is to leave out, and a line on what they would bring."""
     if to is not None:
         raise UserError(f"--to is {to}, but --drafter layer_skip has no file: what is found are two options")
-    if not corpus:
-        raise UserError("the search for sublayers needs calibration texts, name one with --corpus")
-    from outpace.bench.skip_search import SearchOptions, search
+    from outpace.bench.skip_search import SearchOptions, check_corpus, search
     from outpace.models.load import load_model
 
+    check_corpus(corpus)
     options = SearchOptions(max_tokens=max_tokens, trials=trials)
     with display.LoadingBar(as_json, 0.0) as progress:
         found = search(load_model(loading.target, loading.options, progress=progress), corpus, options, progress)

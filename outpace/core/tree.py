@@ -39,9 +39,7 @@ class Drawn(NamedTuple):
 
     q: Chances
     tokens: tuple[int, ...] = ()  # in the order drawn, repeats included; none below a leaf
-    raw: Callable[[], Chances] | None = (
-        None  # the same row at temperature 1 and without filters, for rules that compare
-    )
+    raw: Callable[[], Chances] | None = None  # the same row at temperature 1, without filters, for rules that compare
 
 
 class TokenTree:
@@ -92,9 +90,8 @@ class TokenTree:
         if self._children[parent] and siblings is Siblings.PICKED and self.child(parent, token) is not None:
             return None
         above = self.scores[parent]
-        self._append(
-            parent, token, score if score < above else above, role, self.next_id if node_id is None else node_id
-        )
+        node_id = self.next_id if node_id is None else node_id
+        self._append(parent, token, score if score < above else above, role, node_id)
         return node
 
     def _append(self, parent: int, token: int, score: float, role: Role, node_id: int) -> None:

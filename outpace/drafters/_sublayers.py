@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.core.types import Request, Row
-from outpace.models.base import Model, Part
+from outpace.models.base import Extra, Model, Part, lacking
 from outpace.rules.base import best_rows
 
 
@@ -43,6 +43,13 @@ class Sublayers(NamedTuple):
 
     def __str__(self) -> str:
         return f"--skip-attention {written(self.attention)} --skip-mlp {written(self.mlp)}"
+
+
+def check_target(model: Model) -> None:
+    """UserError for a model that cannot draft without some of its sublayers."""
+    for extra in (Extra.WITHOUT, Extra.LENGTH):
+        if extra not in model.extras:
+            raise lacking(model, extra)
 
 
 def read(name: str, text: str | None) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Source
 from outpace.drafters._chance import Choices
 from outpace.drafters._grower import Grower, GrowState, Job
-from outpace.drafters._sublayers import Sublayers, agreements, read
+from outpace.drafters._sublayers import Sublayers, agreements, check_target, read
 from outpace.drafters._swift import Search
-from outpace.models.base import Extra, Model, lacking
+from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
 COST = "a forward of a part of the target for each token"
@@ -173,9 +173,7 @@ def build(options: Options, *, given: Given) -> LayerSkip:
     target = given.target
     if target is None:
         raise UserError("drafter layer_skip drafts on the target's own session, a worker has none: use it in turn")
-    for extra in (Extra.WITHOUT, Extra.LENGTH):
-        if extra not in target.extras:
-            raise lacking(target, extra)
+    check_target(target)
     if target.inflate != 1:
         raise UserError(
             "drafter layer_skip does not draft for an inflated target: its added layers change nothing, so a draft"

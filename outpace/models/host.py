@@ -8,7 +8,8 @@ from typing import Any
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
-from outpace.models.llama.footprint import Held, float_bytes, native_bytes, token_bytes
+from outpace.models.llama.footprint import FLOAT_BYTES, Held, float_bytes, native_bytes
+from outpace.models.llama.inflate import source_of
 from outpace.models.options import AUTO, FILE, INT8, LoadOptions
 
 GIB = 1 << 30
@@ -23,7 +24,7 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     """
     if not options.is_on_cpu:
         return
-    free, text = available_bytes(), LEAST * token_bytes(config)
+    free, text = available_bytes(), LEAST * config.kv_entries * FLOAT_BYTES
     chosen, ways = _ways(source, config, options, formats)
     needed = ways[chosen] + text
     if needed <= free:
@@ -43,7 +44,7 @@ def _ways(
     shapes = tensor_shapes(config)
 
     def held(name: str) -> Held:
-        found: Held = source.held(_own(name, source.config))
+        found: Held = source.held(source_of(name, source.config["num_hidden_layers"]))
         return found
 
     ways = {INT8: native_bytes(shapes, held, formats or (), False)}
@@ -55,9 +56,3 @@ def _ways(
     if options.dtype == FILE:
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})
-
-
-def _own(name: str, config: Any) -> str:
-    """The layer that an added one is a copy of, see llama/inflate.py."""
-    prefix, number, rest = "model.layers.", *name.removeprefix("model.layers.").partition(".")[::2]
-    return f"{prefix}{int(number) % config['num_hidden_layers']}.{rest}" if name.startswith(prefix) else name

@@ -107,6 +107,11 @@ class LlamaConfig:
     rotary_layers: tuple[bool, ...] = ()  # whether a layer's queries and keys turn; (): all do
     draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
 
+    @property
+    def kv_entries(self) -> int:
+        """Numbers that a token's keys and values are, all layers together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
     def window(self, layer: int) -> int | None:
         """How many tokens layer `layer` sees, the node itself included; None: all."""
         return self.windows[layer] if self.windows else None

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
-from outpace.models.llama.config import LlamaConfig
-
 FLOAT_BYTES = 4
 INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
 PACKED = 1.03  # times a file's blocks: scales of six bits become bytes in a panel
@@ -39,11 +37,6 @@ def native_bytes(shapes: Shapes, held: Callable[[str], Held], formats: Collectio
             total += count * INT8_BYTES
             rounded = max(rounded, PACKED * size if kind in formats else 2 * FLOAT_BYTES * count)
     return int(total + rounded)
-
-
-def token_bytes(config: LlamaConfig) -> int:
-    """Bytes of a token's keys and values in float32, all layers together."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * FLOAT_BYTES
 
 
 def float_bytes(shapes: Shapes, itemsize: int) -> int:

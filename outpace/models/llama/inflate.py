@@ -34,10 +34,11 @@ def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConf
     sources = [*range(own), *(number % own for number in range(added_layers(config, factor)))]
 
     def fetch(name: str) -> Any:
-        number, _, part = name.removeprefix(PREFIX).partition(".")
-        if not name.startswith(PREFIX) or int(number) < own:
-            return tensor(name)
-        weight = tensor(f"{PREFIX}{sources[int(number)]}.{part}")
+        source = source_of(name, own)
+        weight = tensor(source)
+        if source == name:
+            return weight
+        part = name.removeprefix(PREFIX).partition(".")[2]
         is_array, is_silent = isinstance(weight, np.ndarray), part.startswith(SILENCED)
         if isinstance(weight, Stored):
             return weight.silenced() if is_silent else weight
@@ -46,6 +47,12 @@ def inflated(config: LlamaConfig, tensor: Fetch, factor: int) -> tuple[LlamaConf
         return weight.copy() if is_array else weight.clone()  # what two layers share would be read from memory once
 
     return config.of_layers(sources), fetch
+
+
+def source_of(name: str, own: int) -> str:
+    """The weight of a model of `own` layers that one of the inflated model is, or is made from."""
+    number, _, part = name.removeprefix(PREFIX).partition(".")
+    return f"{PREFIX}{int(number) % own}.{part}" if name.startswith(PREFIX) else name
 
 
 def added_layers(config: LlamaConfig, factor: int) -> int:

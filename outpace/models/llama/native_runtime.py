@@ -173,8 +173,7 @@ class NativeLlama(Model):
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values a token, all layers together."""
-        config = self.config
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_DTYPES[self.options.kv_dtype]
+        return self.config.kv_entries * KV_DTYPES[self.options.kv_dtype]
 
     def session_bytes(self, slots: int) -> int:
         """Bytes that a session of so many slots takes: whole pages."""

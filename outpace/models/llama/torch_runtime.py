@@ -108,7 +108,7 @@ class Llama(Model):
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values a token, all layers together."""
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * self._kv_dtype.itemsize
+        return self.config.kv_entries * self._kv_dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
