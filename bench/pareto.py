@@ -1,7 +1,9 @@
 """What lossy rules give up for what they save: a rule's rejections and its loss, position by position, on real texts.
 
-Run: python bench/pareto.py [--tokens 48] [--temperature 0.8] [--top-k 50] [--draft DRAFT] [--plot FILE]. The shipped
-pair, teacher-forced on texts that the target wrote itself. Of every position: TV(p, q), the ratio rule's chance to
+Run: python bench/pareto.py [--tasks builtin] [--prompts 10] [--tokens 48] [--temperature 0.8] [--top-k 50]
+     [--draft DRAFT] [--plot FILE]
+Tasks are those of `outpace bench`, with commas between them; --prompts: of each. The shipped pair, teacher-forced on
+texts that the target wrote itself. Of every position: TV(p, q), the ratio rule's chance to
 reject; and for each dial the chance that a drafted token is rejected and how far what is written lies from p. Nothing
 lies below Yin's line, P(reject) + TV(p, written) = TV(p, q). Prints a table, the rejections that the ratio rule expects
 and how many tokens a pass they allow, and one JSON line last.
@@ -19,12 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.builtin import PROMPTS
+from outpace.bench.tasks import Asked, collect
 from outpace.core import registry
 from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError
@@ -59,12 +62,12 @@ class Place(NamedTuple):
     q: Chances
 
 
-def places(llm: LLM, sampling: Sampling, tokens: int) -> Iterator[Place]:
-    """Every position of the texts that the target writes after the built-in prompts."""
+def places(llm: LLM, prompts: Sequence[Asked], sampling: Sampling, tokens: int) -> Iterator[Place]:
+    """Every position of the texts that the target writes after the prompts."""
     draft, rule = llm.draft, registry.find("rules", "gumbel").build(registry.find("rules", "gumbel").Options())
     assert draft is not None
-    for prompt in (text for some in PROMPTS.values() for text in some):
-        asked: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    for prompt in track(prompts, "texts", console=Console(stderr=True)):
+        asked: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
         params = SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, max_tokens=tokens)
         request = Request(llm.prepare(asked, params).request.prompt, rule, sampling=sampling)
         text = (*request.prompt, *llm.stream(asked, params).finish().tokens)
@@ -86,6 +89,7 @@ def _rows(model: Model, text: Sequence[int], first: int) -> Tensor:
 def point(rule: Any, place: Place) -> tuple[float, float, float]:
     """TV(p, q), the chance that a drafted token is rejected, and TV(p, written)."""
     p, q, vocab = place.judged.p, place.q, place.judged.logits.shape[-1]
+    assert q.tokens is not None
     if isinstance(rule, Relaxed):
         is_good, rest = rule.acceptable(place.judged), p
         accepted = {token: float(is_good(token)) for token in q.tokens.tolist()}
@@ -152,14 +156,19 @@ def _label(row: dict[str, Any]) -> str:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default="builtin")
+    parser.add_argument("--prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--draft", default=None)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    if args.top_k < 1:
+        parser.error(f"--top-k is {args.top_k}, it must be at least 1, for each token that the draft keeps is judged")
+    prompts = collect(args.tasks.split(","), args.prompts)
     with LLM(None, args.draft, method="speculative") as llm:
-        found = list(places(llm, Sampling(args.temperature, args.top_k), args.tokens))
+        found = list(places(llm, prompts, Sampling(args.temperature, args.top_k), args.tokens))
     rows = measure(found)
     distances = [place.judged.p.above(place.q).total for place in found]
     rejections = expected_rejections(distances)
