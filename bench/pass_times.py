@@ -18,7 +18,8 @@ from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
 from outpace.models.llama.config import from_dict
-from outpace.models.llama.native_runtime import NativeLlama, NativeSession, Options, usable_cores
+from outpace.models.llama.native_kernels import Options, usable_cores
+from outpace.models.llama.native_runtime import NativeLlama, NativeSession
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 

@@ -17,7 +17,8 @@ from outpace.models import host
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config import from_dict, tensor_shapes
 from outpace.models.llama.footprint import float_bytes, native_bytes
-from outpace.models.llama.native_runtime import NativeLlama, Options
+from outpace.models.llama.native_kernels import Options
+from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.load import load_model
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from outpace.distill.text import load_target
 from outpace.distill.writer import Job, Writer, WriterOptions, Written
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama.native_runtime import UnsupportedShape
+from outpace.models.llama.native_kernels import UnsupportedShape
 from outpace.models.llama.torch_runtime import Llama
 
 TENSORS = reference.random_tensors(reference.TINY)

@@ -23,6 +23,7 @@ from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import GraphSession
 from outpace.models.llama.torch_runtime import Llama
+from outpace.models.options import KV_DTYPES
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -31,8 +32,8 @@ def graphs(config: LlamaConfig = reference.TINY, **options: object) -> GraphLlam
     return GraphLlama.from_tensors(config, reference.random_tensors(config).__getitem__, **options)
 
 
-def slow(config: LlamaConfig = reference.TINY, dtype: torch.dtype = torch.float32) -> Llama:
-    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=False, dtype=dtype)
+def slow(config: LlamaConfig = reference.TINY, **options: object) -> Llama:
+    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=False, **options)
 
 
 def fed(model: Llama, prompt: list[int]) -> GraphSession:
@@ -128,6 +129,21 @@ def test_kept_nodes_are_moved_by_the_next_pass_and_equal_a_fresh_prefill() -> No
     assert session.moves is not None, "it waits for the next pass"
     full = prompt + written + kept
     near(session.read(len(full)), fed(model, full).read(len(full)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_fewer_bits_are_held_as_the_slow_runtime_holds_them(kv_dtype: str) -> None:
+    model, twin = graphs(kv_dtype=kv_dtype), slow(kv_dtype=kv_dtype)
+    prompt, parents, tokens = text(model, 37), random_parents(24, 1), text(model, 24, 2)
+    mine, its = fed(model, prompt), fed(twin, prompt)
+    got, expected = (one.score([Part(s, tokens, parents, range(24))]) for one, s in ((model, mine), (twin, its)))
+    assert (got - expected).norm() < 1e-3 * expected.norm(), "numbers on a border fall to either side, few do"
+    before = mine.read(mine.length + mine.pending)
+    path = branch(parents, 23)
+    mine.keep(path)
+    kept = before[:, :, [*range(37), *(37 + node for node in path)]]
+    assert torch.equal(mine.read(mine.length), kept)
+    assert model.pool.kv.dtype == getattr(torch, kv_dtype)
 
 
 def test_few_captures_serve_many_passes() -> None:
@@ -252,17 +268,19 @@ def test_rows_of_other_sessions_stay_as_they_are() -> None:
         assert torch.equal(session.read(20), kept)
 
 
-def test_numbers_that_overflow_spoil_nobody_else() -> None:
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_numbers_that_overflow_spoil_nobody_else(kv_dtype: str) -> None:
     tensors = reference.random_tensors(reference.TINY)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.embed_tokens.weight"][7] = torch.inf
     config = replace(reference.TINY, tie_embeddings=False)
     tensors["lm_head.weight"] = reference.random_tensors(reference.TINY)["model.embed_tokens.weight"]
-    model = GraphLlama.from_tensors(config, tensors.__getitem__)
+    model = GraphLlama.from_tensors(config, tensors.__getitem__, kv_dtype=kv_dtype)
     expected = after(model, [1, 2, 3])
     bad, good = fed(model, [7] * 40), fed(model, [1, 2])
     rows = model.score([chain(bad, [7], [0]), chain(good, [3], [0])])
     assert not rows[0].isfinite().all()
+    assert model.pool.kv.isfinite().all()
     near(rows[1], expected)
     del bad
     near(after(model, [1, 2, 3]), expected)  # in the row that the other had

@@ -17,6 +17,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX, depths
 from outpace.models.base import Part, chain
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model
 
@@ -35,8 +36,9 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def tiny(config: LlamaConfig, exact: bool | None = None) -> Llama:
-    return Llama.from_tensors(config, reference.random_tensors(config).__getitem__, exact=exact)
+def tiny(config: LlamaConfig, exact: bool | None = None, kv_dtype: str = "auto") -> Llama:
+    tensor = reference.random_tensors(config).__getitem__
+    return Llama.from_tensors(config, tensor, exact=exact, kv_dtype=kv_dtype)
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +47,11 @@ def smollm2() -> Llama:
     return load_model(None, dtype="float32").model
 
 
-@pytest.fixture(params=[*TINIES, pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.long])])
+@pytest.fixture(params=[*TINIES, *ENTRY_BYTES, pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.long])])
 def model(request: pytest.FixtureRequest) -> Llama:
     if request.param == "smollm2":
         return request.getfixturevalue("smollm2")
-    return tiny(TINIES[request.param])
+    return tiny(TINIES[request.param]) if request.param in TINIES else tiny(MIXED, kv_dtype=request.param)
 
 
 @pytest.mark.parametrize("exact", [None, False])

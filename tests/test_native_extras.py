@@ -23,6 +23,7 @@ from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, chain
 from outpace.models.llama import native_runtime as native
+from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.llama.native_runtime import NativeLlama
 
 kernels = pytest.importorskip("outpace_kernels")
@@ -73,7 +74,7 @@ def everything(model: NativeLlama) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("kv_dtype", native.KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", ENTRY_BYTES)
 @pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
 def test_the_kernels_are_what_their_emulation_says(
     config: object, kv_dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models import runtimes
 from outpace.models.base import UnsupportedModel
-from outpace.models.llama import native_runtime as native
+from outpace.models.llama import native_kernels
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model
@@ -109,7 +109,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
     assert f"{folder} and {folder}: float32 by torch, not int8" in shown
-    assert shown.count(f"not installed: {native.INSTALL}") == 1
+    assert shown.count(f"not installed: {native_kernels.INSTALL}") == 1
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_half_precision_halves_the_native_keys_and_values(folder: Path) -> None:
 def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(native.usable_cores() + 3)
-        assert load_model(folder).model.options.threads == native.usable_cores()
+        torch.set_num_threads(native_kernels.usable_cores() + 3)
+        assert load_model(folder).model.options.threads == native_kernels.usable_cores()
     finally:
         torch.set_num_threads(before)
 
@@ -170,12 +170,12 @@ def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", str(native.usable_cores() + 1)])
+@pytest.mark.parametrize("threads", ["0", "-1", str(native_kernels.usable_cores() + 1)])
 def test_threads_that_are_not_there_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
     assert end.value.code == 2
-    allowed = f"it must be between 1 and {native.usable_cores()}"
+    allowed = f"it must be between 1 and {native_kernels.usable_cores()}"
     assert f"error: threads is {threads}, {allowed}" in " ".join(capsys.readouterr().err.split())
 
 
@@ -193,7 +193,7 @@ def shown(found: dict[str, Any]) -> str:
 def test_doctor_names_the_kernels_and_what_runs() -> None:
     smollm2_file()
     found = doctor.collect()
-    sets = list(native.load_kernels().instruction_sets())
+    sets = list(native_kernels.load_kernels().instruction_sets())
     assert found["kernels"]["instruction_sets"] == sets
     assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("int8", sets[0])
     line = shown(found)
@@ -209,6 +209,6 @@ def test_doctor_says_what_is_missed_without_the_kernels(
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
     line = shown(doctor.collect())
-    assert f"native kernels missing: the native kernels are not installed: {native.INSTALL}" in line
+    assert f"native kernels missing: the native kernels are not installed: {native_kernels.INSTALL}" in line
     assert (f"(there is {compiler})" if compiler else "(none was found)") in line
     assert "float32 by torch" in line

@@ -10,10 +10,16 @@ from outpace_kernels.emulated_formats import Parts, parts_of
 from outpace_kernels.emulated_numbers import GROUP, TINY, F, bfloat16_up, fma, groups_of, quantize
 
 
+class Room:
+    """Memory that matrices share in the kernels; here each has its own."""
+
+
 class Matrix:
     """Weights [outputs, inputs] in int8; a scale is (largest of the group / 127) rounded up to bfloat16."""
 
-    def __init__(self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1) -> None:
+    def __init__(
+        self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1, room: Room | None = None
+    ) -> None:
         self.outputs, self.inputs = weights.shape
         grouped = groups_of(weights)
         top = np.abs(grouped).max(axis=-1)
@@ -45,6 +51,7 @@ class Matrix:
         bias: Sequence[float] = (),
         rounded: bool = False,
         threads: int = 1,
+        room: Room | None = None,
     ) -> StoredMatrix | Matrix:
         """What a file holds; see `StoredMatrix`. `rounded`: in int8."""
         held = StoredMatrix(parts, rows, inputs, chunk, bias)

@@ -14,6 +14,8 @@ import numpy as np
 GROUP, LANES, MAX_DEPTH = 64, 16, 256
 F = np.float32
 TINY = F(1e-30)
+KV_DTYPES = {"float32": 4, "float16": 2, "int8": 1}  # bytes of an entry of a key or value
+SCALED = 32  # entries that share a scale in int8
 
 
 def fma(a: Any, b: Any, c: Any) -> np.ndarray:
@@ -41,6 +43,16 @@ def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def bfloat16_up(x: np.ndarray) -> np.ndarray:
     """The smallest bfloat16 numbers not below x >= 0, as float32."""
     return ((x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(F)
+
+
+def as_bytes(x: np.ndarray) -> np.ndarray:
+    """Keys or values [..., depth] as int8 holds them: 32 entries share the scale (largest / 127), up to bfloat16."""
+    grouped = groups_of(x, SCALED)
+    top = np.abs(grouped).max(axis=-1)
+    scales = np.where(top > TINY, bfloat16_up((top / F(127)).astype(F)), F(0))[..., None]
+    q = np.where(scales > 0, np.rint(grouped / np.where(scales > 0, scales, F(1))), F(0))
+    whole: np.ndarray = (q * scales).reshape(*x.shape[:-1], -1)
+    return whole[..., : x.shape[-1]]
 
 
 def sum_lanes(x: np.ndarray, squared: bool = False) -> np.ndarray:

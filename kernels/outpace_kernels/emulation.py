@@ -15,10 +15,13 @@ import numpy as np
 
 from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_matrices import Matrix as Matrix
+from outpace_kernels.emulated_matrices import Room as Room
 from outpace_kernels.emulated_matrices import StoredMatrix
 from outpace_kernels.emulated_numbers import GROUP as GROUP
-from outpace_kernels.emulated_numbers import LANES, F, exponential, fma, groups_of, inverse_rms, silu, sum_lanes
+from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
+from outpace_kernels.emulated_numbers import LANES, SCALED, F, as_bytes, exponential, fma, groups_of, inverse_rms, silu
 from outpace_kernels.emulated_numbers import MAX_DEPTH as MAX_DEPTH
+from outpace_kernels.emulated_numbers import sum_lanes as sum_lanes
 
 FORMATS = {name: form.inputs for name, form in FILE_FORMATS.items()}
 
@@ -50,7 +53,7 @@ class Heads:
     queries: int
     keys: int
     depth: int
-    is_half: bool
+    kv_dtype: str
     epsilon: float
 
 
@@ -58,13 +61,15 @@ class Store:
     """Keys and values [layers, 2, kv_heads, slots, depth]."""
 
     def __init__(self, heads: Heads, layers: int, capacity: int, slots: int = -1) -> None:
-        self.is_half = heads.is_half
+        self.kv_dtype = heads.kv_dtype
         self.data = np.zeros((layers, 2, heads.keys, capacity if slots < 0 else slots, heads.depth), F)
 
     @staticmethod
     def bytes_of(heads: Heads, layers: int, slots: int) -> int:
         """What so many slots take."""
-        return layers * 2 * heads.keys * slots * heads.depth * (2 if heads.is_half else 4)
+        entry = heads.depth * KV_DTYPES[heads.kv_dtype]
+        scales = -(-heads.depth // SCALED) * 2 if heads.kv_dtype == "int8" else 0
+        return layers * 2 * heads.keys * slots * (entry + scales)
 
     def resize(self, slots: int) -> None:
         """Makes or forgets slots at the end."""
@@ -75,7 +80,9 @@ class Store:
     def put(self, layer: int, slot: int, keys: np.ndarray, values: np.ndarray) -> None:
         """One slot of one layer: [kv_heads, depth] twice."""
         both = np.stack([keys, values])
-        self.data[layer, :, :, slot] = both.clip(-65504, 65504).astype(np.float16) if self.is_half else both
+        if self.kv_dtype == "float16":
+            both = both.clip(-65504, 65504).astype(np.float16)
+        self.data[layer, :, :, slot] = as_bytes(both) if self.kv_dtype == "int8" else both
 
     def move(self, source: Sequence[int], start: int) -> None:
         """Slots `source` to start, start + 1, ..."""

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "exponential.h"
+#include "held.h"
 #include "kernels.h"
 #include "rowwise.h"
 
@@ -23,17 +24,23 @@ struct Query {
 };
 
 /// Scores of Q queries with the keys of `blocks` times 32 slots.
-template <class T, int Q>
-inline void score_keys(const T* keys, int depth, int blocks, Query* queries) {
-    for (int block = 0; block < blocks; ++block, keys += 2 * kLanes * depth) {
+template <class K, int Q>
+inline void score_keys(const uint8_t* keys, const Heads& heads, int blocks, Query* queries) {
+    const int depth = heads.depth;
+    const int64_t size = static_cast<int64_t>(heads.key_bytes()) * kLanes;
+    for (int block = 0; block < blocks; ++block, keys += 2 * size) {
         Floats low[Q], high[Q];
         for (int q = 0; q < Q; ++q) low[q] = high[q] = Floats::all(0.0f);
-        for (int i = 0; i < depth; ++i) {
-            const Floats k_low = Floats::load(keys + i * kLanes), k_high = Floats::load(keys + (depth + i) * kLanes);
-            for (int q = 0; q < Q; ++q) {
-                const Floats entry = Floats::all(queries[q].entries[i]);
-                low[q] = fma(entry, k_low, low[q]);
-                high[q] = fma(entry, k_high, high[q]);
+        for (int first = 0; first < depth; first += K::kRun) {
+            const auto low_scales = K::scales(keys, depth, first), high_scales = K::scales(keys + size, depth, first);
+            const int end = first + K::kRun < depth ? first + K::kRun : depth;
+            for (int i = first; i < end; ++i) {
+                const Floats k_low = K::key(keys, i, low_scales), k_high = K::key(keys + size, i, high_scales);
+                for (int q = 0; q < Q; ++q) {
+                    const Floats entry = Floats::all(queries[q].entries[i]);
+                    low[q] = fma(entry, k_low, low[q]);
+                    high[q] = fma(entry, k_high, high[q]);
+                }
             }
         }
         for (int q = 0; q < Q; ++q) {
@@ -44,15 +51,17 @@ inline void score_keys(const T* keys, int depth, int blocks, Query* queries) {
 }
 
 /// V vectors of entries, beginning with entry `first`, of Q queries' results. `common`: all see slots below it.
-template <class T, int Q, int V>
-inline void mix_values(const T* values, int width, int first, int common, const Query* queries, float* out) {
+template <class K, int Q, int V>
+inline void mix_values(const uint8_t* values, const Heads& heads, int first, int common, const Query* queries,
+                       float* out) {
+    const int width = heads.width();
+    const int64_t size = heads.value_bytes();
     Floats total[Q][V];
     for (int q = 0; q < Q; ++q)
         for (int v = 0; v < V; ++v) total[q][v] = Floats::all(0.0f);
-    const T* base = values + first;
     for (int slot = 0; slot < common; ++slot) {
         Floats value[V];
-        for (int v = 0; v < V; ++v) value[v] = Floats::load(base + static_cast<int64_t>(slot) * width + v * kLanes);
+        for (int v = 0; v < V; ++v) value[v] = K::value(values + slot * size, width, first + v * kLanes);
         for (int q = 0; q < Q; ++q) {
             const Floats weight = Floats::all(queries[q].scores[slot]);
             for (int v = 0; v < V; ++v) total[q][v] = fma(weight, value[v], total[q][v]);
@@ -61,24 +70,25 @@ inline void mix_values(const T* values, int width, int first, int common, const 
     for (int q = 0; q < Q; ++q) {
         const Query& query = queries[q];
         for (int position = common; position < query.reach.count(); ++position) {
-            const T* value = base + static_cast<int64_t>(query.reach.slot(position)) * width;
+            const uint8_t* slot = values + query.reach.slot(position) * size;
             const Floats weight = Floats::all(query.scores[position]);
-            for (int v = 0; v < V; ++v) total[q][v] = fma(weight, Floats::load(value + v * kLanes), total[q][v]);
+            for (int v = 0; v < V; ++v)
+                total[q][v] = fma(weight, K::value(slot, width, first + v * kLanes), total[q][v]);
         }
         for (int v = 0; v < V; ++v)
             (total[q][v] * Floats::all(query.inverse)).store(out + q * kDepthMax + first + v * kLanes);
     }
 }
 
-template <class T, int Q>
-void attend_queries(const Heads& heads, const T* keys, const T* values, Query* queries, float* out) {
+template <class K, int Q>
+void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* values, Query* queries, float* out) {
     int last = 0, common = queries[0].reach.run;
     for (int q = 0; q < Q; ++q) {
         const Reach& reach = queries[q].reach;
         if (reach.last_slot() > last) last = reach.last_slot();
         if (reach.run < common) common = reach.run;
     }
-    score_keys<T, Q>(keys, heads.depth, last / (2 * kLanes) + 1, queries);
+    score_keys<K, Q>(keys, heads, last / (2 * kLanes) + 1, queries);
     for (int q = 0; q < Q; ++q) {
         Query& query = queries[q];
         for (int i = 0; i < query.reach.num_more; ++i)  // `more` rises, so no score is overwritten before it is read
@@ -87,18 +97,18 @@ void attend_queries(const Heads& heads, const T* keys, const T* values, Query* q
     }
     int first = 0;
     for (; first + kMixVectors * kLanes <= heads.width(); first += kMixVectors * kLanes)
-        mix_values<T, Q, kMixVectors>(values, heads.width(), first, common, queries, out);
+        mix_values<K, Q, kMixVectors>(values, heads, first, common, queries, out);
     for (; first < heads.width(); first += kLanes)
-        mix_values<T, Q, 1>(values, heads.width(), first, common, queries, out);
+        mix_values<K, Q, 1>(values, heads, first, common, queries, out);
 }
 
-template <class T>
+template <class K>
 void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
     const Heads& heads = task.heads;
     const KeyValues& store = task.spans[tile.span];
     const int64_t first_slot = static_cast<int64_t>(tile.key_head) * store.slots;
-    const T* keys = static_cast<const T*>(store.keys) + first_slot * heads.depth;
-    const T* values = static_cast<const T*>(store.values) + first_slot * heads.width();
+    const uint8_t* keys = store.keys + first_slot * heads.key_bytes();
+    const uint8_t* values = store.values + first_slot * heads.value_bytes();
     Query queries[kQueries];
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();
@@ -109,10 +119,10 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
     alignas(64) float out[kQueries * kDepthMax] = {};
     static_assert(kQueries <= 4);
     switch (tile.count) {
-        case 1: attend_queries<T, 1>(heads, keys, values, queries, out); break;
-        case 2: attend_queries<T, 2>(heads, keys, values, queries, out); break;
-        case 3: attend_queries<T, kQueries >= 3 ? 3 : 1>(heads, keys, values, queries, out); break;
-        default: attend_queries<T, kQueries >= 4 ? 4 : 1>(heads, keys, values, queries, out);
+        case 1: attend_queries<K, 1>(heads, keys, values, queries, out); break;
+        case 2: attend_queries<K, 2>(heads, keys, values, queries, out); break;
+        case 3: attend_queries<K, kQueries >= 3 ? 3 : 1>(heads, keys, values, queries, out); break;
+        default: attend_queries<K, kQueries >= 4 ? 4 : 1>(heads, keys, values, queries, out);
     }
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();
@@ -125,10 +135,11 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
 }
 
 void attend(const Attend& task, int tile, float* scores) {
-    if (task.heads.is_half)
-        attend_tile<Half>(task, task.tiles[tile], scores);
-    else
-        attend_tile<float>(task, task.tiles[tile], scores);
+    switch (task.heads.held) {
+        case KvFormat::float32: return attend_tile<HeldNumbers<float>>(task, task.tiles[tile], scores);
+        case KvFormat::float16: return attend_tile<HeldNumbers<Half>>(task, task.tiles[tile], scores);
+        case KvFormat::int8: return attend_tile<HeldBytes>(task, task.tiles[tile], scores);
+    }
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 #include "binding.h"
@@ -30,19 +32,20 @@ void check_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
 }
 
-std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias, int threads) {
+std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias, int threads, Room* room) {
     const auto outputs = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
     check_bias(bias, weights.shape(0));
     check_threads(threads);
     const nb::gil_scoped_release release;
-    return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs, threads);
+    return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs, threads,
+                                    room);
 }
 
 /// A matrix of rows of a file's tensors, see stored.h; `rounded` to int8 where that is asked for.
 std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Blocks>>& parts,
                                     const Array<const int32_t, 1>& rows, int inputs, int chunk,
-                                    const std::vector<float>& bias, bool rounded, int threads) {
+                                    const std::vector<float>& bias, bool rounded, int threads, Room* room) {
     Stored stored{{}, rows.data(), static_cast<int>(rows.size()), inputs, chunk};
     for (const auto& [name, blocks] : parts)
         stored.parts.push_back({format_of(name.c_str()), blocks.data(), static_cast<int64_t>(blocks.shape(0)),
@@ -50,8 +53,9 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     check_bias(bias, rows.size());
     check_threads(threads);
     const nb::gil_scoped_release release;
-    const auto held = std::make_shared<Matrix>(stored, bias.empty() ? nullptr : bias.data(), threads);
-    return rounded ? std::make_shared<Matrix>(*held, threads) : held;
+    const float* added = bias.empty() ? nullptr : bias.data();
+    if (!rounded) return std::make_shared<Matrix>(stored, added, threads, room);
+    return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
 }
 
 std::vector<std::string> format_names(const Matrix& matrix) {
@@ -102,13 +106,20 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
     layer->output = std::move(output);
     layer->gate_up = std::move(gate_up);
     layer->down = std::move(down);
-    gather({&layer->qkv, &layer->output, &layer->gate_up, &layer->down});
     return layer;
 }
 
-Heads make_heads(int queries, int keys, int depth, bool is_half, float epsilon) {
+constexpr const char* kKvFormats[] = {"float32", "float16", "int8"};  // in the order of KvFormat
+
+nb::tuple kv_formats() {
+    return nb::make_tuple(kKvFormats[0], kKvFormats[1], kKvFormats[2]);
+}
+
+Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
-    return {queries, keys, depth, is_half, 1.0f / __builtin_sqrtf(static_cast<float>(depth)), epsilon};
+    const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
+    if (found == std::end(kKvFormats)) throw std::invalid_argument("the kv_dtype " + kv_dtype + " is not known");
+    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), 1.0f / __builtin_sqrtf(static_cast<float>(depth)), epsilon};
 }
 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
@@ -147,7 +158,7 @@ void copy(Store& store, const Store& other, int count) {
     check_count(store, count);
     check_count(other, count);
     if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
-        store.heads().depth != other.heads().depth || store.heads().is_half != other.heads().is_half)
+        store.heads().depth != other.heads().depth || store.heads().held != other.heads().held)
         throw std::invalid_argument("the other store is of another model");
     store.copy(other, count);
 }
@@ -210,14 +221,18 @@ NB_MODULE(_native, m) {
     m.attr("LANES") = kLanes;
     m.attr("MAX_DEPTH") = kDepthMax;
     m.attr("FORMATS") = file_formats();
+    m.attr("KV_DTYPES") = kv_formats();
     m.def("instruction_sets", &instruction_sets);
 
     m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a);
 
+    nb::class_<Room>(m, "Room").def(nb::init<>());
+
     nb::class_<Matrix>(m, "Matrix")
-        .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{}, "threads"_a = 1)
+        .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{}, "threads"_a = 1,
+             "room"_a = nb::none())
         .def_static("stored", &make_stored, "parts"_a, "rows"_a, "inputs"_a, "chunk"_a = 0,
-                    "bias"_a = std::vector<float>{}, "rounded"_a = false, "threads"_a = 1)
+                    "bias"_a = std::vector<float>{}, "rounded"_a = false, "threads"_a = 1, "room"_a = nb::none())
         .def_prop_ro("formats", &format_names)
         .def_prop_ro("outputs", &Matrix::outputs)
         .def_prop_ro("inputs", &Matrix::inputs)
@@ -232,7 +247,7 @@ NB_MODULE(_native, m) {
         });
 
     nb::class_<Heads>(m, "Heads")
-        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "is_half"_a, "epsilon"_a)
+        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a)
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
     nb::class_<Store>(m, "Store")

@@ -1,4 +1,4 @@
-// IEEE half precision by integer arithmetic, so that every machine stores the same bits.
+// IEEE half precision and bfloat16 by integer arithmetic, so that every machine stores the same bits.
 #pragma once
 
 #include <cstring>
@@ -43,6 +43,20 @@ inline Half float_to_half(float value) {
     }
     bits += 0xfffu + ((bits >> 13) & 1u);
     return {static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)))};
+}
+
+inline float from_bfloat16(uint16_t high) {
+    const uint32_t bits = static_cast<uint32_t>(high) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+/// The smallest bfloat16 number that is not below `value` >= 0.
+inline uint16_t to_bfloat16_up(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return static_cast<uint16_t>((bits + 0xffffu) >> 16);
 }
 
 }  // namespace

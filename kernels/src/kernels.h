@@ -40,10 +40,11 @@ struct GatedProduct {
 };
 
 /// Where one session's keys and values of one layer lie.
-/// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16.
+/// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16; how they
+/// are held, and where scales lie: held.h.
 struct KeyValues {
-    void* keys;
-    void* values;
+    uint8_t* keys;
+    uint8_t* values;
     int slots;  // a multiple of 32
 };
 
@@ -63,7 +64,7 @@ struct Heads {
     int queries;    // heads
     int keys;       // heads of keys and values
     int depth;      // of a head
-    bool is_half;   // keys and values are stored as Half
+    KvFormat held;  // keys and values
     float scale;    // 1 / sqrt(depth)
     float epsilon;  // of the norms of queries and keys
 
@@ -71,6 +72,16 @@ struct Heads {
     int width() const { return round_up(depth, kLanes); }
     int outputs() const { return (queries + 2 * keys) * depth; }
     int head_groups() const { return round_up(depth, kGroup) / kGroup; }
+
+    /// Bytes of one slot's key, or value.
+    int key_bytes() const { return entries_bytes(depth); }
+    int value_bytes() const { return entries_bytes(width()); }
+
+  private:
+    int entries_bytes(int count) const {
+        if (held == KvFormat::int8) return count + round_up(count, kScaled) / kScaled * 2;
+        return count * (held == KvFormat::float16 ? 2 : 4);
+    }
 };
 
 /// Norms (where there are any), turns and scales queries; norms, turns and stores keys; stores values. Unit: one row.

@@ -17,6 +17,11 @@ constexpr int kBlock = kBlockScales + kPanel * kGroup;
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+constexpr int kScaled = 32;  // entries of a key or value that share a scale where they are held in int8
+
+/// How keys and values are held, see held.h.
+enum class KvFormat { float32, float16, int8 };
+
 /// A number in IEEE half precision.
 struct Half {
     uint16_t bits;

@@ -7,22 +7,10 @@
 #include <stdexcept>
 #include <thread>
 
+#include "half.h"
+
 namespace outpace {
 namespace {
-
-float from_bfloat16(uint16_t high) {
-    const uint32_t bits = static_cast<uint32_t>(high) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-/// The smallest bfloat16 number that is not below `value` >= 0.
-uint16_t to_bfloat16_up(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return static_cast<uint16_t>((bits + 0xffffu) >> 16);
-}
 
 /// `count` <= kGroup weights (the rest is 0) of one output into its group's block.
 void pack_group(const float* weights, int count, uint8_t* place, int lane) {
@@ -77,9 +65,9 @@ std::vector<Section> cut_sections(const Stored& stored, int groups) {
 
 }  // namespace
 
-Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads)
+Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads, Room* room)
     : outputs_(outputs), inputs_(inputs), groups_(round_up(inputs, kGroup) / kGroup) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}});
+    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
     share(threads, panels().count(), [&](int number) {
         const float* rows[kPanel];
         for (int lane = 0; lane < kPanel; ++lane) {
@@ -91,9 +79,9 @@ Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs,
     set_bias(bias);
 }
 
-Matrix::Matrix(const Matrix& other, int threads)
+Matrix::Matrix(const Matrix& other, int threads, Room* room)
     : outputs_(other.outputs_), inputs_(other.inputs_), groups_(other.groups_), bias_(other.bias_) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}});
+    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
     share(threads, panels().count(), [&](int number) {
         const int64_t stride = static_cast<int64_t>(groups_) * kGroup;
         std::vector<float> values(kPanel * stride);
@@ -107,10 +95,10 @@ Matrix::Matrix(const Matrix& other, int threads)
     });
 }
 
-Matrix::Matrix(const Stored& stored, const float* bias, int threads)
+Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
     : outputs_(stored.outputs), inputs_(stored.inputs), groups_(round_up(stored.inputs, kGroup) / kGroup) {
     stored.check();
-    allocate(cut_sections(stored, groups_));
+    allocate(cut_sections(stored, groups_), room);
     std::atomic<bool> is_sound{true};
     share(threads, panels().count(), [&](int number) {
         const Format format = panels().section(number).format;
@@ -123,19 +111,6 @@ Matrix::Matrix(const Stored& stored, const float* bias, int threads)
     });
     if (!is_sound) throw std::domain_error("a scale is not finite");
     set_bias(bias);
-}
-
-Matrix::Matrix(const Matrix& other, std::shared_ptr<const Block<uint8_t>> home, std::size_t start)
-    : outputs_(other.outputs_),
-      inputs_(other.inputs_),
-      groups_(other.groups_),
-      bias_(other.bias_),
-      home_(std::move(home)),
-      sections_(other.sections_) {
-    const uint8_t* before = other.sections_.front().blocks;
-    uint8_t* place = home_->data() + start;
-    std::memcpy(place, before, panel_bytes());
-    for (Section& section : sections_) section.blocks = place + (section.blocks - before);
 }
 
 /// One panel from the weights of its outputs; null: zeros.
@@ -155,10 +130,16 @@ void Matrix::set_bias(const float* bias) {
 }
 
 /// Room for the panels of these sections, one behind the other.
-void Matrix::allocate(std::vector<Section> sections) {
+void Matrix::allocate(std::vector<Section> sections, Room* room) {
     sections_ = std::move(sections);
-    home_ = std::make_shared<const Block<uint8_t>>(panel_bytes());
-    const uint8_t* place = home_->data();
+    const uint8_t* place;
+    if (room) {
+        auto [home, start] = room->take(panel_bytes());
+        home_ = std::move(home), place = start;
+    } else {
+        home_ = std::make_shared<const Block<uint8_t>>(panel_bytes());
+        place = home_->data();
+    }
     for (std::size_t number = 0; number < sections_.size(); ++number) {
         const bool is_last = number + 1 == sections_.size();
         const int end = is_last ? panels().count() : sections_[number + 1].first;
@@ -193,18 +174,6 @@ void Matrix::row(int output, float* out) const {
             read_group(place + static_cast<int64_t>(group) * kBlock, output % kPanel, out);
         else
             read_stored(format, place, group, output % kPanel, out);
-}
-
-void gather(std::initializer_list<std::shared_ptr<const Matrix>*> matrices) {
-    std::size_t bytes = 0;
-    for (const auto* matrix : matrices) bytes += *matrix ? (*matrix)->panel_bytes() : 0;
-    const auto home = std::make_shared<const Block<uint8_t>>(bytes);
-    std::size_t start = 0;
-    for (auto* matrix : matrices) {
-        if (!*matrix) continue;
-        *matrix = std::make_shared<const Matrix>(**matrix, home, start);
-        start += (*matrix)->panel_bytes();
-    }
 }
 
 }  // namespace outpace

@@ -1,12 +1,11 @@
 // Weight matrices, packed in panels for products with few rows: rounded to int8, or as a GGUF file has them.
 #pragma once
 
-#include <initializer_list>
 #include <memory>
 #include <vector>
 
 #include "layout.h"
-#include "memory.h"
+#include "room.h"
 #include "stored.h"
 
 namespace outpace {
@@ -17,18 +16,15 @@ namespace outpace {
 /// group / 127) rounded up to bfloat16; q = round(w / scale), stored as q + 128. Other formats: formats.h.
 class Matrix {
   public:
-    /// Rounded to int8. `bias` may be null.
-    Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1);
+    /// Rounded to int8. `bias` may be null. Without a `room`, here and below, it has memory of its own.
+    Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1, Room* room = nullptr);
 
     /// What a file holds. Throws std::invalid_argument for what does not fit, std::domain_error for a scale that is not
     /// finite.
-    Matrix(const Stored& stored, const float* bias, int threads = 1);
+    Matrix(const Stored& stored, const float* bias, int threads = 1, Room* room = nullptr);
 
     /// What another holds, rounded to int8.
-    Matrix(const Matrix& other, int threads);
-
-    /// A copy of another whose panels lie in `home` from byte `start` on.
-    Matrix(const Matrix& other, std::shared_ptr<const Block<uint8_t>> home, std::size_t start);
+    Matrix(const Matrix& other, int threads, Room* room = nullptr);
 
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
@@ -49,7 +45,7 @@ class Matrix {
   private:
     void pack_panel(int number, const float* const (&rows)[kPanel]);
     void set_bias(const float* bias);
-    void allocate(std::vector<Section> sections);
+    void allocate(std::vector<Section> sections, Room* room);
     uint8_t* panel(int number) const;
 
     int outputs_, inputs_, groups_;
@@ -57,9 +53,5 @@ class Matrix {
     std::shared_ptr<const Block<uint8_t>> home_;
     std::vector<Section> sections_;  // within home_
 };
-
-/// Copies take the place of the matrices, one behind the other in one block. Alone, a small model's matrices would not
-/// fill large pages; from small ones a pass takes a fifth longer. What is null stays null.
-void gather(std::initializer_list<std::shared_ptr<const Matrix>*> matrices);
 
 }  // namespace outpace

@@ -71,7 +71,7 @@ void Model::check(const Forest& forest) const {
     for (const Span& span : forest.spans) {
         require(span.store->layers() == num_layers() && span.store->heads().depth == shape_.heads.depth &&
                     span.store->heads().keys == shape_.heads.keys &&
-                    span.store->heads().is_half == shape_.heads.is_half,
+                    span.store->heads().held == shape_.heads.held,
                 "a store is of another model");
         require(span.committed >= 0 && span.pending >= 0 && span.tokens >= 0 &&
                     span.committed + span.pending + span.tokens <= span.store->slots(),

@@ -1,6 +1,7 @@
 // Row by row: norms, rounding to int8, rotation. To be read after a lanes_*.h.
 #pragma once
 
+#include "held.h"
 #include "kernels.h"
 
 namespace outpace {
@@ -74,21 +75,6 @@ inline void turn_head(const Rotate& task, int row, const float* norm, float scal
     }
 }
 
-inline void put(float value, float* place) { *place = value; }
-inline void put(float value, Half* place) { *place = float_to_half(value); }
-
-/// One head's key and value to their slot: keys lie 16 slots side by side, so that Attend scores 16 at once.
-template <class T>
-inline void store_head(const Heads& heads, const KeyValues& store, int head, int slot, const float* key,
-                       const float* value) {
-    const int64_t first_slot = static_cast<int64_t>(head) * store.slots;
-    T* keys = static_cast<T*>(store.keys) + (first_slot + slot / kLanes * kLanes) * heads.depth + slot % kLanes;
-    T* values = static_cast<T*>(store.values) + (first_slot + slot) * heads.width();
-    for (int i = 0; i < heads.depth; ++i) put(key[i], keys + i * kLanes);
-    for (int i = 0; i < heads.depth; ++i) put(value[i], values + i);
-    for (int i = heads.depth; i < heads.width(); ++i) put(0.0f, values + i);
-}
-
 void rotate(const Rotate& task, int row) {
     const Heads& heads = task.heads;
     float* queries = task.mixed + static_cast<int64_t>(row) * heads.outputs();
@@ -101,10 +87,7 @@ void rotate(const Rotate& task, int row) {
         float* key = keys + head * heads.depth;
         const float* value = values + head * heads.depth;
         turn_head(task, row, task.key_norm, 1.0f, key);
-        if (heads.is_half)
-            store_head<Half>(heads, store, head, task.slots[row], key, value);
-        else
-            store_head<float>(heads, store, head, task.slots[row], key, value);
+        hold_head(heads, store, head, task.slots[row], key, value);
     }
 }
 

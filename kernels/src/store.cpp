@@ -2,34 +2,62 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "half.h"
 
 namespace outpace {
 namespace {
 
-float as_float(float x) { return x; }
-float as_float(Half x) { return half_to_float(x); }
-
-/// Where the key of a slot begins; its entries lie kLanes apart.
-template <class T>
-T* key_place(const Heads& heads, const KeyValues& store, int head, int slot) {
-    const int64_t block = static_cast<int64_t>(head) * store.slots + slot / kLanes * kLanes;
-    return static_cast<T*>(store.keys) + block * heads.depth + slot % kLanes;
+/// Where the keys of 16 slots begin, of which a slot's is one.
+uint8_t* key_block(const Heads& heads, const KeyValues& store, int head, int slot) {
+    return store.keys + (static_cast<int64_t>(head) * store.slots + slot / kLanes * kLanes) * heads.key_bytes();
 }
 
-template <class T>
-T* value_place(const Heads& heads, const KeyValues& store, int head, int slot) {
-    return static_cast<T*>(store.values) + (static_cast<int64_t>(head) * store.slots + slot) * heads.width();
+uint8_t* value_place(const Heads& heads, const KeyValues& store, int head, int slot) {
+    return store.values + (static_cast<int64_t>(head) * store.slots + slot) * heads.value_bytes();
 }
 
-std::size_t entry_bytes(const Heads& heads) { return heads.is_half ? sizeof(Half) : sizeof(float); }
+template <std::size_t Count>
+using Bytes = std::integral_constant<std::size_t, Count>;
 
-std::size_t key_bytes(const Heads& heads) { return heads.depth * entry_bytes(heads); }
-std::size_t value_bytes(const Heads& heads) { return heads.width() * entry_bytes(heads); }
+int entry_bytes(const Heads& heads) {
+    return heads.held == KvFormat::float32 ? 4 : heads.held == KvFormat::float16 ? 2 : 1;
+}
+
+/// f(place, bytes) for every number of a slot's key: its entries, then the scales that there are in int8.
+template <class F>
+void for_key(const Heads& heads, const KeyValues& store, int head, int slot, F f) {
+    uint8_t* line = key_block(heads, store, head, slot);
+    const auto each = [&](int count, auto size) {
+        for (int i = 0; i < count; ++i, line += size * kLanes) f(line + slot % kLanes * size, size);
+    };
+    switch (heads.held) {
+        case KvFormat::float32: return each(heads.depth, Bytes<4>{});
+        case KvFormat::float16: return each(heads.depth, Bytes<2>{});
+        case KvFormat::int8:
+            each(heads.depth, Bytes<1>{});
+            each(round_up(heads.depth, kScaled) / kScaled, Bytes<2>{});
+    }
+}
+
+/// What stands at `place`; `scale`: of its 32 entries, in int8.
+float number(const Heads& heads, const uint8_t* place, const uint8_t* scale) {
+    if (heads.held == KvFormat::float32) {
+        float found;
+        std::memcpy(&found, place, 4);
+        return found;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, heads.held == KvFormat::int8 ? scale : place, 2);
+    if (heads.held == KvFormat::float16) return half_to_float({bits});
+    return static_cast<float>(static_cast<int8_t>(*place)) * from_bfloat16(bits);
+}
 
 /// What a slot takes in one layer.
-std::size_t slot_bytes(const Heads& heads) { return heads.keys * (key_bytes(heads) + value_bytes(heads)); }
+std::size_t slot_bytes(const Heads& heads) {
+    return static_cast<std::size_t>(heads.keys) * (heads.key_bytes() + heads.value_bytes());
+}
 
 /// Slots are a multiple of 32: every layer and every head begins aligned.
 int whole(int slots) { return round_up(slots, 2 * kLanes); }
@@ -47,7 +75,7 @@ std::size_t Store::bytes_of(const Heads& heads, int layers, int slots) {
 
 KeyValues Store::layer(int number) const {
     uint8_t* keys = data_.data() + slot_bytes(heads_) * number * slots_;
-    return {keys, keys + key_bytes(heads_) * heads_.keys * slots_, slots_};
+    return {keys, keys + static_cast<std::size_t>(heads_.key_bytes()) * heads_.keys * slots_, slots_};
 }
 
 void Store::resize(int slots) {
@@ -63,77 +91,71 @@ void Store::spread(int slots) {
     if (!both || slots == slots_) return;
     const auto start = [&](std::size_t part) {  // of a head's keys or values, as a multiple of the slots
         const std::size_t head = part % (2 * heads_.keys), keys = heads_.keys;
-        return slot_bytes(heads_) * (part / (2 * keys)) + std::min(head, keys) * key_bytes(heads_) +
-               (head > keys ? head - keys : 0) * value_bytes(heads_);
+        return slot_bytes(heads_) * (part / (2 * keys)) + std::min(head, keys) * heads_.key_bytes() +
+               (head > keys ? head - keys : 0) * heads_.value_bytes();
     };
     for (std::size_t n = 0; n < parts; ++n) {
         const std::size_t part = slots > slots_ ? parts - 1 - n : n;  // none is overwritten before it is moved
         const bool is_key = part % (2 * heads_.keys) < static_cast<std::size_t>(heads_.keys);
         std::memmove(data_.data() + start(part) * slots, data_.data() + start(part) * slots_,
-                     both * (is_key ? key_bytes(heads_) : value_bytes(heads_)));
+                     both * (is_key ? heads_.key_bytes() : heads_.value_bytes()));
     }
 }
 
-template <class T>
 void Store::move_in(int number, const std::vector<int>& source, int start) {
     const KeyValues place = layer(number);
-    const std::size_t width = heads_.width(), depth = heads_.depth;
-    std::vector<T> held(source.size() * (depth + width));
+    const std::size_t size = heads_.value_bytes();
+    std::vector<uint8_t> held(source.size() * (heads_.key_bytes() + size));
     for (int head = 0; head < heads_.keys; ++head) {
-        T* to = held.data();
+        uint8_t* to = held.data();
+        const auto take = [&](const uint8_t* from, auto bytes) { std::memcpy(to, from, bytes), to += bytes; };
         for (int slot : source) {
-            const T* key = key_place<T>(heads_, place, head, slot);
-            for (std::size_t i = 0; i < depth; ++i) *to++ = key[i * kLanes];
-            std::memcpy(to, value_place<T>(heads_, place, head, slot), width * sizeof(T));
-            to += width;
+            for_key(heads_, place, head, slot, take);
+            take(value_place(heads_, place, head, slot), size);
         }
-        const T* from = held.data();
+        const uint8_t* from = held.data();
+        const auto give = [&](uint8_t* back, auto bytes) { std::memcpy(back, from, bytes), from += bytes; };
         for (std::size_t n = 0; n < source.size(); ++n) {
             const int slot = start + static_cast<int>(n);
-            T* key = key_place<T>(heads_, place, head, slot);
-            for (std::size_t i = 0; i < depth; ++i) key[i * kLanes] = *from++;
-            std::memcpy(value_place<T>(heads_, place, head, slot), from, width * sizeof(T));
-            from += width;
+            for_key(heads_, place, head, slot, give);
+            give(value_place(heads_, place, head, slot), size);
         }
     }
 }
 
-template <class T>
 void Store::copy_in(int number, const Store& other, int count) {
     const KeyValues to = layer(number), from = other.layer(number);
-    const std::size_t whole = round_up(count, kLanes), depth = heads_.depth;  // keys go in blocks of 16 slots
+    const std::size_t whole = round_up(count, kLanes);  // keys go in blocks of 16 slots
     for (int head = 0; head < heads_.keys; ++head) {
-        std::memcpy(key_place<T>(heads_, to, head, 0), key_place<T>(heads_, from, head, 0), whole * depth * sizeof(T));
-        std::memcpy(value_place<T>(heads_, to, head, 0), value_place<T>(heads_, from, head, 0),
-                    count * static_cast<std::size_t>(heads_.width()) * sizeof(T));
+        std::memcpy(key_block(heads_, to, head, 0), key_block(heads_, from, head, 0), whole * heads_.key_bytes());
+        std::memcpy(value_place(heads_, to, head, 0), value_place(heads_, from, head, 0),
+                    static_cast<std::size_t>(count) * heads_.value_bytes());
     }
-}
-
-template <class T>
-void Store::read_in(int number, int count, float* out) const {
-    const KeyValues place = layer(number);
-    float* values_out = out + static_cast<int64_t>(heads_.keys) * count * heads_.depth;
-    for (int head = 0; head < heads_.keys; ++head)
-        for (int slot = 0; slot < count; ++slot) {
-            const T* key = key_place<T>(heads_, place, head, slot);
-            const T* value = value_place<T>(heads_, place, head, slot);
-            for (int i = 0; i < heads_.depth; ++i) *out++ = as_float(key[i * kLanes]);
-            for (int i = 0; i < heads_.depth; ++i) *values_out++ = as_float(value[i]);
-        }
 }
 
 void Store::move(const std::vector<int>& source, int start) {
-    for (int number = 0; number < layers_; ++number)
-        heads_.is_half ? move_in<Half>(number, source, start) : move_in<float>(number, source, start);
+    for (int number = 0; number < layers_; ++number) move_in(number, source, start);
 }
 
 void Store::copy(const Store& other, int count) {
-    for (int number = 0; number < layers_; ++number)
-        heads_.is_half ? copy_in<Half>(number, other, count) : copy_in<float>(number, other, count);
+    for (int number = 0; number < layers_; ++number) copy_in(number, other, count);
 }
 
-void Store::read(int number, int count, float* out) const {
-    heads_.is_half ? read_in<Half>(number, count, out) : read_in<float>(number, count, out);
+void Store::read(int layer_number, int count, float* out) const {
+    const KeyValues place = layer(layer_number);
+    const int depth = heads_.depth, size = entry_bytes(heads_);
+    float* values_out = out + static_cast<int64_t>(heads_.keys) * count * depth;
+    for (int head = 0; head < heads_.keys; ++head)
+        for (int slot = 0; slot < count; ++slot) {
+            const int lane = slot % kLanes;
+            const uint8_t *block = key_block(heads_, place, head, slot), *key_scales = block + depth * kLanes + lane * 2;
+            const uint8_t *value = value_place(heads_, place, head, slot), *value_scales = value + heads_.width();
+            for (int i = 0; i < depth; ++i) {
+                const int scale = i / kScaled * 2;
+                *out++ = number(heads_, block + (i * kLanes + lane) * size, key_scales + scale * kLanes);
+                *values_out++ = number(heads_, value + i * size, value_scales + scale);
+            }
+        }
 }
 
 }  // namespace outpace

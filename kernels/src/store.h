@@ -38,12 +38,8 @@ class Store {
     void read(int layer, int count, float* out) const;
 
   private:
-    template <class T>
     void move_in(int layer, const std::vector<int>& source, int start);
-    template <class T>
     void copy_in(int layer, const Store& other, int count);
-    template <class T>
-    void read_in(int layer, int count, float* out) const;
 
     /// Moves all that both numbers of slots hold from where it lies to where it lies among `slots`.
     void spread(int slots);

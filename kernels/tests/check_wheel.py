@@ -31,13 +31,13 @@ def weights() -> dict[str, np.ndarray]:
     return {name: noise.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def scores(kernels: ModuleType, instruction_set: str, threads: int) -> np.ndarray:
+def scores(kernels: ModuleType, instruction_set: str, threads: int, kv_dtype: str) -> np.ndarray:
     """Of a tree of six nodes over an empty session: [rows, vocab]."""
     made = {name: kernels.Matrix(values) for name, values in weights().items()}
     norm = np.ones(HIDDEN, np.float32)
     matrices = (made[name] for name in ("qkv", "output", "gate_up", "down"))
     layer = kernels.Layer(norm, norm, *matrices)
-    heads = kernels.Heads(QUERIES, KEYS, DEPTH, False, EPSILON)
+    heads = kernels.Heads(QUERIES, KEYS, DEPTH, kv_dtype, EPSILON)
     embedding = made["embedding"]
     sizes = (heads, HIDDEN, MIDDLE, EPSILON, [layer] * LAYERS, embedding, norm, embedding)
     model = kernels.Model(*sizes, instruction_set, threads)
@@ -64,15 +64,16 @@ def turns() -> np.ndarray:
 
 def main() -> None:
     sets = outpace_kernels.instruction_sets()
-    found = {(name, threads): scores(outpace_kernels, name, threads) for name in sets for threads in (1, 2)}
-    if np.finfo(np.longdouble).nmant >= 63:
-        found["emulation", 1] = scores(emulation, "", 1)
-    expected = found[sets[-1], 1]
-    assert np.isfinite(expected).all()
-    assert expected.std() > 0.01
-    wrong = [key for key, got in found.items() if got.tobytes() != expected.tobytes()]
-    assert not wrong, f"other bits than {sets[-1]}: {wrong}"
-    print(f"outpace-kernels: {', '.join(sets)}: the same bits in {len(found)} ways")
+    for kv_dtype in outpace_kernels.KV_DTYPES:
+        found = {(name, count): scores(outpace_kernels, name, count, kv_dtype) for name in sets for count in (1, 2)}
+        if np.finfo(np.longdouble).nmant >= 63:
+            found["emulation", 1] = scores(emulation, "", 1, kv_dtype)
+        expected = found[sets[-1], 1]
+        assert np.isfinite(expected).all()
+        assert expected.std() > 0.01
+        wrong = [key for key, got in found.items() if got.tobytes() != expected.tobytes()]
+        assert not wrong, f"other bits than {sets[-1]}, keys and values in {kv_dtype}: {wrong}"
+        print(f"outpace-kernels: {', '.join(sets)}: the same bits in {len(found)} ways, {kv_dtype} keys and values")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ namespace outpace {
 
 struct Sizes {
     int vocabulary, hidden, middle, layers, queries, keys, depth;
-    bool is_half, is_biased;
+    KvFormat held;
+    bool is_biased;
 };
 
 using Random = std::mt19937;
@@ -28,14 +29,15 @@ inline std::vector<float> numbers(Random& random, std::size_t count, float cente
     return values;
 }
 
-inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs) {
+inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
     const std::vector<float> weights = numbers(random, static_cast<std::size_t>(outputs) * inputs, 0, 0.1f);
     const std::vector<float> bias = numbers(random, outputs, 0, 0.1f);
-    return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs);
+    return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs, 1,
+                                    &room);
 }
 
 inline Heads heads_of(const Sizes& sizes) {
-    return {sizes.queries, sizes.keys, sizes.depth, sizes.is_half, 1.0f / std::sqrt(static_cast<float>(sizes.depth)), 1e-5f};
+    return {sizes.queries, sizes.keys, sizes.depth, sizes.held, 1.0f / std::sqrt(static_cast<float>(sizes.depth)), 1e-5f};
 }
 
 inline std::vector<float> padded(std::vector<float> values) {
@@ -45,6 +47,7 @@ inline std::vector<float> padded(std::vector<float> values) {
 
 inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kernels, int threads) {
     Random random(7);
+    Room room;
     const Heads heads = heads_of(sizes);
     const int middle = round_up(sizes.middle, kGroup);
     std::vector<std::shared_ptr<const Layer>> layers;
@@ -56,14 +59,13 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
             layer->query_norm = numbers(random, sizes.depth, 1, 0.1f);
             layer->key_norm = numbers(random, sizes.depth, 1, 0.1f);
         }
-        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden);
-        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup);
-        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden);
-        layer->down = matrix(random, sizes, sizes.hidden, middle);
-        gather({&layer->qkv, &layer->output, &layer->gate_up, &layer->down});
+        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden, room);
+        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup, room);
+        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden, room);
+        layer->down = matrix(random, sizes, sizes.hidden, middle, room);
         layers.push_back(layer);
     }
-    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden);
+    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden, room);
     return std::make_unique<Model>(Shape{sizes.hidden, middle, 1e-5f, heads}, layers, embedding,
                                    numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels, threads);
 }

@@ -11,7 +11,8 @@ namespace outpace {
 namespace {
 
 // Of all that is scored below, and of products with a file's weights; changed by a change of the arithmetic alone.
-constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d, kExtraBits = 0x191817c21613ccc4;
+constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d, kExtraBits = 0x191817c21613ccc4,
+                   kByteBits = 0xd143e558457293d3;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;
@@ -121,26 +122,30 @@ void test_models_beside_each_other(const Sizes& sizes) {
 }
 
 void test_all() {
-    const Sizes all[] = {{97, 48, 80, 2, 6, 2, 8, false, false},
-                         {130, 100, 70, 2, 4, 4, 22, true, true},
-                         {33, 192, 128, 2, 9, 3, 80, false, true}};
+    const Sizes all[] = {{97, 48, 80, 2, 6, 2, 8, KvFormat::float32, false},
+                         {130, 100, 70, 2, 4, 4, 22, KvFormat::float16, true},
+                         {33, 192, 128, 2, 9, 3, 80, KvFormat::float32, true},
+                         {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // its bits stand apart
     test_ranking();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");
-    uint64_t bits = 0, more = 0;
+    uint64_t bits = 0, more = 0, bytes = 0;
     for (const Sizes& sizes : all) {
-        bits ^= test_sets_and_threads(sizes);
+        const bool is_bytes = sizes.held == KvFormat::int8;
+        (is_bytes ? bytes : bits) ^= test_sets_and_threads(sizes);
         test_trees_and_keeping(sizes);
         test_growing(sizes);
         test_what_does_not_fit(sizes);
         test_models_beside_each_other(sizes);
-        more ^= test_extras(sizes);
+        (is_bytes ? bytes : more) ^= test_extras(sizes);
     }
-    std::printf("extras %016llx, ", static_cast<unsigned long long>(more));
+    std::printf("extras %016llx, int8 keys and values %016llx, ", static_cast<unsigned long long>(more),
+                static_cast<unsigned long long>(bytes));
     std::printf("bits %016llx:", static_cast<unsigned long long>(bits));
     for (const Kernels* kernels : available_kernels()) std::printf(" %s", kernels->name);
     std::printf("\n");
     check(bits == kBits, "the bits that machines are to have in common");
     check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and steering");
+    check(bytes == kByteBits, "the bits of keys and values in int8");
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ void test_padding(Random& random) {
     }
 }
 
-/// Two tensors of two formats in one matrix, and its copy in another place.
+/// Two tensors of two formats in one matrix, and the same beside others in a room.
 uint64_t test_sections(Random& random) {
     const Source first(random, Format::q4_k, 64, 512), second(random, Format::q6_k, kOutputs, 512);
     std::vector<int> rows(64 + kOutputs);
@@ -138,12 +138,17 @@ uint64_t test_sections(Random& random) {
     both.parts.push_back(second.stored.parts[0]);
     both.rows = rows.data();
     both.outputs = static_cast<int>(rows.size());
-    std::shared_ptr<const Matrix> matrix = std::make_shared<Matrix>(both, nullptr, 3), other = std::make_shared<Matrix>(first.stored, nullptr);
-    check(matrix->formats().size() == 2, "a section for every format");
+    const Matrix matrix(both, nullptr, 3);
+    check(matrix.formats().size() == 2, "a section for every format");
     const std::vector<float> x = floats(random, kRows * 512), none(rows.size());
-    const uint64_t bits = test_products(*matrix, none, x, 512);
-    gather({&other, &matrix});
-    check(test_products(*matrix, none, x, 512) == bits, "a copy gives the same bits");
+    const uint64_t bits = test_products(matrix, none, x, 512);
+    auto room = std::make_unique<Room>();
+    const Matrix before(first.stored, nullptr, 1, room.get()), beside(both, nullptr, 1, room.get());
+    const Matrix after(matrix, 1, room.get());
+    const uint8_t* start = beside.panels().sections[0].blocks;
+    check(start == before.panels().sections[0].blocks + before.panel_bytes(), "matrices lie one behind the other");
+    room.reset();
+    check(test_products(beside, none, x, 512) == bits, "a matrix in a room gives the same bits");
     return bits;
 }
 

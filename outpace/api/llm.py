@@ -56,7 +56,7 @@ class LLM(AbstractContextManager["LLM"]):
             some of the target's own layers, "layers:0,1,28,29"; a list of drafts, of which each round has the best;
             "none"; or None: none, but for the shipped target, unless the method or the drafter needs no model.
         options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
-            trust_remote_code, device_map, inflate, graphs. A device map and an inflation are the target's alone.
+            trust_remote_code, device_map, inflate, graphs, kv_dtype. Device map and inflation are the target's alone.
         draft_device, draft_dtype: the draft's own; else it is loaded as the target is.
         progress: called with a stage's name and the fraction of it that is done.
 

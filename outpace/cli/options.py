@@ -64,6 +64,12 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             " model).",
             rich_help_panel=MODEL,
         ),
+        "kv_dtype": typer.Option(
+            "--kv-dtype",
+            help="Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's"
+            " too; auto: the runtime's own.",
+            rich_help_panel=MODEL,
+        ),
         "graphs": typer.Option(
             help="Graph capture of the runtime llama: cuda (CUDA graphs), eager (the same forwards without capture, on"
             " any device) or off; auto: cuda on a GPU, else off.",

@@ -10,6 +10,7 @@ from outpace.core.errors import UserError
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.footprint import FLOAT_BYTES, Held, float_bytes, native_bytes
 from outpace.models.llama.inflate import source_of
+from outpace.models.llama.kv import token_bytes
 from outpace.models.options import AUTO, FILE, INT8, LoadOptions
 
 GIB = 1 << 30
@@ -24,7 +25,7 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     """
     if not options.is_on_cpu:
         return
-    free, text = available_bytes(), LEAST * config.kv_entries * FLOAT_BYTES
+    free, text = available_bytes(), LEAST * token_bytes(config, _kv_dtype(options))
     chosen, ways = _ways(source, config, options, formats)
     needed = ways[chosen] + text
     if needed <= free:
@@ -56,3 +57,7 @@ def _ways(
     if options.dtype == FILE:
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})
+
+
+def _kv_dtype(options: LoadOptions) -> str:
+    return "float32" if options.kv_dtype == AUTO else options.kv_dtype

@@ -16,7 +16,7 @@ from outpace.models.devices import check_asked
 from outpace.models.files.find import locate
 from outpace.models.files.packed import is_packed, whole
 from outpace.models.files.pairs import find_draft
-from outpace.models.options import LoadOptions
+from outpace.models.options import AUTO, LoadOptions
 from outpace.models.runtimes import Loaded, Progress
 
 LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
@@ -42,6 +42,8 @@ def load_model(
     if spec is not None and not isinstance(spec, str | Path):
         if options.inflate != 1:
             raise UserError("inflate is for models that are loaded by name, not for one that is loaded already")
+        if options.kv_dtype != AUTO:
+            raise UserError("kv_dtype is for models that are loaded by name, not for one that is loaded already")
         return runtimes.wrap_loaded(spec, tokenizer)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")

@@ -17,6 +17,7 @@ FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
 MOST_INFLATED = 256
 CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
+KV_DTYPES = (AUTO, "float32", "float16", INT8)
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class LoadOptions:
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's. `inflate`: a pass costs that many times as much.
-    `graphs`, of the runtime llama: "cuda" replays captured passes, "eager" runs the same passes without a capture, on
-    any device; "auto" is cuda on a GPU and off elsewhere.
+    `kv_dtype`: of keys and values, of the draft's too; "auto": the runtime's own. `graphs`, of the runtime llama:
+    "cuda" replays captured passes, "eager" runs the same passes without a capture, on any device; "auto" is cuda on a
+    GPU and off elsewhere.
     """
 
     device: str = "cpu"
@@ -40,6 +42,7 @@ class LoadOptions:
     device_map: str | Mapping[str, Any] | None = None
     inflate: int = 1
     graphs: str = AUTO
+    kv_dtype: str = AUTO
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,6 +55,8 @@ class LoadOptions:
             raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
         if self.graphs not in GRAPHS:
             raise unknown("graphs", str(self.graphs), GRAPHS)
+        if self.kv_dtype not in KV_DTYPES:
+            raise unknown("kv_dtype", str(self.kv_dtype), KV_DTYPES)
         check_whole("inflate", self.inflate, 1, MOST_INFLATED)
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:

@@ -73,7 +73,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
 def missing_kernels() -> str | None:
     """Why the native runtime is not available; None where it is."""
-    from outpace.models.llama.native_runtime import load_kernels
+    from outpace.models.llama.native_kernels import load_kernels
 
     try:
         load_kernels()
@@ -95,7 +95,7 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
 
 def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Native on a CPU where no other precision is asked for, else torch."""
-    from outpace.models.llama.native_runtime import UnsupportedShape
+    from outpace.models.llama.native_kernels import UnsupportedShape
 
     if options.dtype in (INT8, FILE):
         return _native(spec, options, progress)
@@ -117,7 +117,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
     if options.trust_remote_code or options.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    given: dict[str, Any] = {"device": options.device, "dtype": options.torch_dtype, "exact": options.exact}
+    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")} | {"dtype": options.torch_dtype}
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
         build = partial(GraphLlama.from_tensors, is_eager=options.graphs == EAGER, **given)
@@ -126,7 +126,8 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
-    from outpace.models.llama.native_runtime import NativeLlama, Options, load_kernels, usable_cores
+    from outpace.models.llama.native_kernels import Options, load_kernels, usable_cores
+    from outpace.models.llama.native_runtime import NativeLlama
 
     if options.has_graphs:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native and its int8")
@@ -139,9 +140,10 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         held = "in int8 or as a GGUF file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
     count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
+    own = "float16" if options.dtype == "float16" else "float32"
     native = Options(
         count,
-        "float16" if options.dtype == "float16" else "float32",
+        own if options.kv_dtype == AUTO else options.kv_dtype,
         weights=FILE if options.dtype == FILE else INT8,
     )
     build = partial(NativeLlama.from_tensors, options=native)
@@ -190,6 +192,8 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError("exact mode is not available with the runtime transformers, leave out exact")
     if options.graphs != AUTO:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, leave it out with transformers")
+    if options.kv_dtype != AUTO:
+        raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
     from outpace.models.hf import load as transformers_load

@@ -19,6 +19,7 @@ def of(llm: LLM) -> str:
     facts: dict[str, Any] = {
         "config": dict(target.config),
         "precision": target.precision,
+        "keys and values": getattr(model, "kv_dtype", None),
         "inflate": target.inflate,
         "runtime": f"{type(model).__module__}.{type(model).__name__}",
         "exact": bool(model.exact),

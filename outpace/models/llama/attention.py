@@ -47,6 +47,13 @@ class ExactAttention:
         """Queries, keys and values side by side, turned and rounded to their grids: float64 [nodes, heads.., d]."""
         return rotated(mixed.double(), turn).add_(self._grid).sub_(self._grid)
 
+    def rounded(self, held: Tensor) -> Tensor:
+        """Keys, then values, that were held in fewer bits, on their grids again: float64 [2 kv_heads, slots, d].
+
+        By fewer bits a key's norm grows by 3 % at most; sums of twice the bound are exact still."""
+        grid = self._grid[-len(held) :, :, None]
+        return held.add_(grid).sub_(grid)
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, out: Tensor) -> None:
         """query [nodes, heads, d] over keys and values [kv_heads, slots, d], written to `out` [nodes, heads * d].
 
@@ -76,6 +83,10 @@ class FastAttention:
     def prepare(self, mixed: Tensor, turn: Tensor) -> Tensor:
         """As ExactAttention.prepare, nothing rounded, in the model's dtype."""
         return rotated(mixed.float(), turn).to(self.dtype)
+
+    def rounded(self, held: Tensor) -> Tensor:
+        """As they are: no grid is needed."""
+        return held
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, out: Tensor) -> None:
         """As ExactAttention.attend."""

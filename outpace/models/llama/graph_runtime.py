@@ -28,6 +28,7 @@ from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Po
 from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.llama.torch_weights import LayerWeights, Normed
+from outpace.models.options import AUTO
 
 MOST_NODES = 64  # a session in a captured forward; more are a prompt's
 MOST_SESSIONS = 32
@@ -48,11 +49,12 @@ class GraphLlama(Llama):
         head: Normed,
         exact: bool | None = None,
         head_ids: Tensor | None = None,
+        kv_dtype: str = AUTO,
     ) -> None:
         if exact:
             raise UserError("exact mode is not available with graphs: leave out exact, or say graphs off on a CPU")
-        super().__init__(config, layers, embedding, head, False, head_ids)
-        self.pool = Pool(config, self._kv_dtype, self.device)
+        super().__init__(config, layers, embedding, head, False, head_ids, kv_dtype)
+        self.pool = Pool(config, self._holding, self.device)
         self.attention = KINDS[0]
         self.captures = Captures(self.device.type != "cuda")
         self._hidden = torch.zeros(0, config.hidden_size, dtype=self.dtype, device=self.device)
@@ -75,7 +77,7 @@ class GraphLlama(Llama):
     def shallow(self, layers: Sequence[int]) -> GraphLlama:
         chosen = [self._layers[number] for number in layers]
         config = self.config.of_layers(layers)
-        model = GraphLlama(config, chosen, self._embedding, self._head, None, self._head_ids)
+        model = GraphLlama(config, chosen, self._embedding, self._head, None, self._head_ids, self.kv_dtype)
         model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
         return model
 
@@ -243,7 +245,7 @@ class GraphLlama(Llama):
 
     def _mask(self, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         mask = tree_mask(given["bits"], given["lengths"], given["depths"], given["below"], slots, window)
-        return prepared(mask, self.config.num_heads // self.config.num_kv_heads, self._kv_dtype, self.attention)
+        return prepared(mask, self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype, self.attention)
 
     def _mix_batch(
         self, number: int, start: int, x: Tensor, turns: dict[bool, Tensor], slots: Tensor, mask: Tensor
@@ -252,15 +254,16 @@ class GraphLlama(Llama):
         layer, heads, (batch, nodes) = self._layers[number], self.config.num_heads, slots.shape
         mixed = self._turned(number, x, turns)
         new = mixed[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
-        kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, head_dim]
-        kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), finite(new))
-        keys, values = kv[:, :, :, : mask.shape[-1]]
+        kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, width]
+        new = self._holding.encode(finite(new))
+        kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), new)
+        keys, values = self._holding.decode(kv[:, :, :, : mask.shape[-1]])
         return self._apply(layer.output, attend(mixed[:, :heads], keys, values, mask, self.attention), x)
 
     def _moves_pass(self, start: int, given: dict[str, Tensor]) -> None:
         """Captured: slots `source` of every row go to `goal`, all layers at once."""
         source, goal = given["source"], given["goal"]  # [batch, moves]
-        kv = self.pool.kv[:, :, start : start + len(source)]  # [layers, 2, batch, kv_heads, slots, head_dim]
+        kv = self.pool.kv[:, :, start : start + len(source)]  # [layers, 2, batch, kv_heads, slots, width]
         shape = (*kv.shape[:4], source.shape[1], kv.shape[5])
         moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
         kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
@@ -272,9 +275,9 @@ class GraphLlama(Llama):
     def _attend(self, number: int, span: Any, mixed: Tensor, out: Tensor) -> None:
         """As Llama's, on a row of the pool."""
         heads, view = self.config.num_heads, span.views[self.config.window(number)]
-        kv = self.pool.kv[number, :, span.session.row]  # [2, kv_heads, slots, head_dim]
-        kv[:, :, span.slots] = finite(mixed[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3))
-        keys, values = kv[:, :, view.first : span.seen]
+        kv = self.pool.kv[number, :, span.session.row]  # [2, kv_heads, slots, width]
+        kv[:, :, span.slots] = self._holding.encode(finite(mixed[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3)))
+        keys, values = self._holding.decode(kv[:, :, view.first : span.seen])
         self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
 
     def _inputs(self, key: tuple[Any, ...], make: Callable[[], StaticInputs]) -> StaticInputs:

@@ -7,83 +7,30 @@ another target than float32 ones: the texts of the two differ.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.scores import Held, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.kv import held_as, token_bytes
 from outpace.models.llama.native_forest import Forest, array_of
+from outpace.models.llama.native_kernels import INSTALL, Options, check_supported, load_kernels, usable_cores
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
+from outpace.models.llama.packing import Packing
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
-from outpace.models.options import FILE, INT8
+from outpace.models.options import INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-KV_DTYPES = {"float32": 4, "float16": 2}
-WEIGHTS = (INT8, FILE)
-INSTALL = (
-    "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
-    " `pip install ./kernels` in a checkout, with a C++20 compiler"
-)
-
-
-class UnsupportedShape(UserError):
-    """A model that the kernels do not take; the torch runtime does."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
-    `weights` "file": those of a GGUF file stay as they are; all others are rounded to int8."""
-
-    threads: int | None = None
-    kv_dtype: str = "float32"
-    instruction_set: str = ""
-    weights: str = INT8
-
-    def __post_init__(self) -> None:
-        if self.threads is not None:
-            check_whole("threads", self.threads, 1, usable_cores())
-        if self.kv_dtype not in KV_DTYPES:
-            raise unknown("kv_dtype", self.kv_dtype, KV_DTYPES)
-        if self.weights not in WEIGHTS:
-            raise unknown("weights", self.weights, WEIGHTS)
-
-
-def usable_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def load_kernels() -> Any:
-    """The package of the kernels; UserError where it is not installed, with how to install it."""
-    try:
-        import outpace_kernels
-    except ImportError as error:
-        what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
-        raise UserError(f"the native kernels {what}: {INSTALL}") from error
-    return outpace_kernels
-
-
-def check_supported(config: LlamaConfig) -> None:
-    """UnsupportedShape for a model that the kernels would get wrong."""
-    largest = load_kernels().MAX_DEPTH
-    if config.head_dim > largest or config.head_dim % 2:
-        raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
-    if any(window is not None for window in config.windows):
-        raise UnsupportedShape("native kernels have no sliding window")
 
 
 class NativeSession(Session):
@@ -132,10 +79,9 @@ class NativeLlama(Model):
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
         self._turns = Turns(config.head_dim, config.rope_theta, config.rope_scaling)
-        is_half = options.kv_dtype == "float16"
-        self.heads = self.kernels.Heads(
-            config.num_heads, config.num_kv_heads, config.head_dim, is_half, config.rms_norm_eps
-        )
+        self.kv_dtype = options.kv_dtype
+        sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.heads = self.kernels.Heads(*sizes, held_as(self.kernels, self.kv_dtype), config.rms_norm_eps)
         self._threads = options.threads or usable_cores()
         self._model = self._with(self._threads)
         self._teams = {self._threads: self._model}
@@ -173,7 +119,7 @@ class NativeLlama(Model):
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values a token, all layers together."""
-        return self.config.kv_entries * KV_DTYPES[self.options.kv_dtype]
+        return token_bytes(self.config, self.kv_dtype)
 
     def session_bytes(self, slots: int) -> int:
         """Bytes that a session of so many slots takes: whole pages."""
@@ -207,13 +153,14 @@ class NativeLlama(Model):
 
         `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
         """
-        check_supported(config)
         kernels = load_kernels()
+        check_supported(kernels, config)
+        packing = Packing(kernels)
         fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights == INT8)
         with ThreadPoolExecutor(options.threads or usable_cores()) as pool:
             try:
-                ends = pool.submit(Ends.load, kernels, config, fetch, head_ids)
-                found = pool.map(lambda number: load_layer(kernels, config, number, fetch), range(config.num_layers))
+                ends = pool.submit(Ends.load, packing, config, fetch, head_ids)
+                found = pool.map(lambda number: load_layer(packing, config, number, fetch), range(config.num_layers))
                 layers = []
                 for number, layer in enumerate(found, 1):
                     layers.append(layer)

@@ -13,6 +13,7 @@ from outpace.core.lazy import torch
 from outpace.models.llama import stored
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
+from outpace.models.llama.packing import Packing
 from outpace.models.llama.stored import Stored
 from outpace.models.options import FILE, INT8
 
@@ -62,19 +63,19 @@ class Fetch:
         return found
 
 
-def load_layer(kernels: Any, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
+def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
     """Layer `number` from Hugging Face weight names, as the kernels hold it."""
     prefix = f"model.layers.{number}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     names = ("q_norm", "k_norm") if config.head_norm else ()
     norms = [fetch(f"{attention}{name}.weight").tolist() for name in names] or [[], []]
-    return kernels.Layer(
+    return packing.kernels.Layer(
         fetch(prefix + "input_layernorm.weight"),
         fetch(prefix + "post_attention_layernorm.weight"),
-        _qkv(kernels, config, attention, fetch),
-        _output(kernels, config, attention, fetch),
-        _gate_up(kernels, config, mlp, fetch),
-        _down(kernels, config, mlp, fetch),
+        _qkv(packing, config, attention, fetch),
+        _output(packing, config, attention, fetch),
+        _gate_up(packing, config, mlp, fetch),
+        _down(packing, config, mlp, fetch),
         query_norm=norms[0],
         key_norm=norms[1],
         turns=config.rotates(number),
@@ -86,52 +87,52 @@ def middle_size(kernels: Any, config: LlamaConfig) -> int:
     return -(-config.intermediate_size // kernels.GROUP) * kernels.GROUP
 
 
-def _qkv(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     weights = [name + ".weight" for name in names]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
     held = fetch.stored(*weights)
-    made = stored.below_one_another(kernels, held, bias, fetch.rounded) if held else None
-    return made or kernels.Matrix(np.concatenate([fetch(name) for name in weights]), bias)
+    made = stored.below_one_another(packing, held, bias, fetch.rounded) if held else None
+    return made or packing.of_floats(np.concatenate([fetch(name) for name in weights]), bias)
 
 
-def _output(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+def _output(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
     bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
     held = fetch.stored(prefix + "o_proj.weight")
-    made = stored.chunked(kernels, held[0], config.head_dim, bias, fetch.rounded) if held else None
+    made = stored.chunked(packing, held[0], config.head_dim, bias, fetch.rounded) if held else None
     if made:
         return made
     weight = fetch(prefix + "o_proj.weight").reshape(config.hidden_size, config.num_heads, config.head_dim)
-    padded = _padded(weight, 2, -config.head_dim % kernels.GROUP).reshape(config.hidden_size, -1)
-    return kernels.Matrix(padded, bias)
+    padded = _padded(weight, 2, -config.head_dim % packing.kernels.GROUP).reshape(config.hidden_size, -1)
+    return packing.of_floats(padded, bias)
 
 
-def _gate_up(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """16 gates, then the 16 ups that they gate, and so on: both lie in one panel."""
-    middle = middle_size(kernels, config)
+    middle = middle_size(packing.kernels, config)
 
     def woven(kind: str) -> np.ndarray:
         parts = [fetch(f"{prefix}{name}_proj.{kind}") for name in ("gate", "up")]
         padded = [_padded(part, 0, middle - len(part)) for part in parts]
-        both = np.stack([part.reshape(-1, kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
+        both = np.stack([part.reshape(-1, packing.kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
         return both.reshape(2 * middle, *parts[0].shape[1:])
 
     bias = woven("bias").tolist() if config.mlp_bias else []
     held = fetch.stored(prefix + "gate_proj.weight", prefix + "up_proj.weight")
-    made = stored.woven(kernels, held, middle, bias, fetch.rounded) if held else None
-    return made or kernels.Matrix(woven("weight"), bias)
+    made = stored.woven(packing, held, middle, bias, fetch.rounded) if held else None
+    return made or packing.of_floats(woven("weight"), bias)
 
 
-def _down(kernels: Any, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+def _down(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
     held = fetch.stored(prefix + "down_proj.weight")
-    made = stored.chunked(kernels, held[0], config.intermediate_size, bias, fetch.rounded) if held else None
+    made = stored.chunked(packing, held[0], config.intermediate_size, bias, fetch.rounded) if held else None
     if made:
         return made
     weight = fetch(prefix + "down_proj.weight")
-    weight = _padded(weight, 1, middle_size(kernels, config) - config.intermediate_size)
-    return kernels.Matrix(weight, bias)
+    weight = _padded(weight, 1, middle_size(packing.kernels, config) - config.intermediate_size)
+    return packing.of_floats(weight, bias)
 
 
 def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
@@ -141,14 +142,14 @@ def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
     return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])
 
 
-def of_rows(kernels: Any, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
+def of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
     """A matrix without a bias, or those rows of it alone."""
     held = fetch.stored(name)
     if held:
         part = held[0] if rows is None else replace(held[0], order=held[0].order[rows])
-        return stored.below_one_another(kernels, [part], [], fetch.rounded)
+        return stored.below_one_another(packing, [part], [], fetch.rounded)
     weight = fetch(name)
-    return kernels.Matrix(weight if rows is None else np.ascontiguousarray(weight[rows]))
+    return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]))
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,13 @@ class Ends:
     held: np.ndarray | None
 
     @classmethod
-    def load(cls, kernels: Any, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
+    def load(cls, packing: Packing, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
         """From Hugging Face weight names; an output layer that is the embedding is held once."""
         name, held = "model.embed_tokens.weight", None
-        embedding = of_rows(kernels, fetch, name)
+        embedding = of_rows(packing, fetch, name)
         if config.tie_embeddings and head_ids is None:
             return cls(embedding, fetch("model.norm.weight"), embedding, None)
         if head_ids is not None:
             held = np.sort(checked_ids(head_ids, config.vocab_size))
-        head = of_rows(kernels, fetch, name if config.tie_embeddings else "lm_head.weight", held)
+        head = of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", held)
         return cls(embedding, fetch("model.norm.weight"), head, held)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.torch_session import Holding
 
 SPARE = 8  # slots behind those of the texts: padding is written to the last, nothing reads them
 LEAST = 64  # slots
@@ -40,14 +41,15 @@ def finite(values: Tensor) -> Tensor:
 
 
 class Pool:
-    """The storage. `kv` [layers, keys and values, rows, kv_heads, slots + SPARE, head_dim], finite wherever it is."""
+    """The storage. `kv` [layers, keys and values, rows, kv_heads, slots + SPARE, width of a held head], finite wherever
+    it is."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._config = config
+    def __init__(self, config: LlamaConfig, holding: Holding, device: torch.device) -> None:
+        self._config, self._width = config, holding.width
         self._sessions: list[ref[GraphSession] | None] = []  # by row; dead or None: the row is free
         self._largest = 0  # rows times slots that there were at most: so many were allowed
         self.rows = self.slots = 0
-        self.kv = torch.zeros(self._shape(0, 0), dtype=dtype, device=device)
+        self.kv = torch.zeros(self._shape(0, 0), dtype=holding.dtype, device=device)
 
     @property
     def padding(self) -> int:
@@ -120,7 +122,7 @@ class Pool:
 
     def _shape(self, rows: int, slots: int) -> tuple[int, ...]:
         config = self._config
-        return config.num_layers, 2, rows, config.num_kv_heads, slots + SPARE, config.head_dim
+        return config.num_layers, 2, rows, config.num_kv_heads, slots + SPARE, self._width
 
 
 class GraphSession(Session):
@@ -143,7 +145,7 @@ class GraphSession(Session):
         return self.length + self.pending
 
     def read(self, length: int) -> Tensor:
-        """What the first `length` slots hold. [layers, keys then values of the kv_heads, length, head_dim]"""
+        """What the first `length` slots hold. [layers, keys then values of the kv_heads, length, width]"""
         self.settle()
         if self.row is None:  # nothing was ever stored
             shape = self.pool.kv.shape

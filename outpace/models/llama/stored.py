@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.llama.packing import Packing
 
 PANEL = 32  # outputs that the kernels pack together
 
@@ -43,7 +44,7 @@ class Stored:
         return np.zeros((len(self.order), self.columns), np.float32)
 
 
-def below_one_another(kernels: Any, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:
+def below_one_another(packing: Packing, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:
     """The rows of all parts; None where a panel would have two formats."""
     ends = np.cumsum([len(part.order) for part in parts])
     kinds = [part.kind for part in parts]
@@ -52,10 +53,10 @@ def below_one_another(kernels: Any, parts: Sequence[Stored], bias: Sequence[floa
             return None
     firsts = [0, *np.cumsum([len(part.data) for part in parts])]
     rows = np.concatenate([part.order + first for part, first in zip(parts, firsts, strict=False)])
-    return _made(kernels, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+    return _made(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
 
 
-def woven(kernels: Any, parts: Sequence[Stored], middle: int, bias: Sequence[float], rounded: bool) -> Any:
+def woven(packing: Packing, parts: Sequence[Stored], middle: int, bias: Sequence[float], rounded: bool) -> Any:
     """16 rows of the first part, 16 of the second, and so on, each part with zeros up to `middle` rows; None where they
     have two formats."""
     if len({part.kind for part in parts}) > 1:
@@ -64,24 +65,24 @@ def woven(kernels: Any, parts: Sequence[Stored], middle: int, bias: Sequence[flo
     for part in parts:
         orders.append(np.pad(part.order + first, (0, middle - len(part.order)), constant_values=-1))
         first += len(part.data)
-    rows = np.stack([order.reshape(-1, kernels.LANES) for order in orders], axis=1).reshape(-1)
-    return _made(kernels, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+    rows = np.stack([order.reshape(-1, packing.kernels.LANES) for order in orders], axis=1).reshape(-1)
+    return _made(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
 
 
-def chunked(kernels: Any, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
+def chunked(packing: Packing, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
     """Every `chunk` inputs padded to whole groups; None where a block would have to be cut."""
-    padding = -chunk % kernels.GROUP
-    unit = kernels.FORMATS[part.kind]
-    if padding and (unit > kernels.GROUP or chunk % unit):
+    padding = -chunk % packing.kernels.GROUP
+    unit = packing.kernels.FORMATS[part.kind]
+    if padding and (unit > packing.kernels.GROUP or chunk % unit):
         return None
     inputs = part.columns // chunk * (chunk + padding)
-    return _made(kernels, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
+    return _made(packing, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
 
 
-def _made(kernels: Any, parts: Sequence[Stored], rows: np.ndarray, inputs: int, **options: Any) -> Any:
+def _made(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, inputs: int, **options: Any) -> Any:
     data = [(part.kind, part.data) for part in parts]
     try:
-        return kernels.Matrix.stored(data, np.ascontiguousarray(rows, np.int32), inputs, **options)
+        return packing.of_file(data, rows, inputs, **options)
     except ValueError as error:  # of a scale: all else was checked
         names = " or ".join(repr(part.name) for part in parts)
         raise UserError(f"{parts[0].path} is damaged: tensor {names} holds values that are not finite") from error

@@ -20,51 +20,16 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.core.scores import Held, Scored, tensor_of
-from outpace.models.base import Extra, Model, Part, Session, row_numbers, shown_numbers
+from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
 from outpace.models.llama.rope import Rotary
 from outpace.models.llama.span import Span
+from outpace.models.llama.torch_session import Holding, LlamaSession
 from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, load_layer
-
-
-class LlamaSession(Session):
-    """Keys and values, a tensor a layer: [keys then values of the kv_heads, slots, head_dim].
-
-    Attention wants them in one piece, so a session that grows is copied, layer after layer: beside the new slots only
-    one layer's old ones are there at any time.
-    """
-
-    def __init__(self, capacity: int, room: int, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(capacity, room)
-        self.last_position = config.max_positions - 1
-        shape = (2 * config.num_kv_heads, 0, config.head_dim)
-        self.kv = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-
-    def read(self, length: int) -> Tensor:
-        """What the first `length` slots hold. [layers, keys then values of the kv_heads, length, head_dim]"""
-        return torch.stack([layer[:, :length] for layer in self.kv])
-
-    @torch.inference_mode()
-    def _resize(self, slots: int) -> None:
-        held = min(slots, self.length + self.pending)
-        for number, layer in enumerate(self.kv):
-            grown = layer.new_empty(layer.shape[0], slots, layer.shape[2])
-            grown[:, :held] = layer[:, :held]
-            self.kv[number] = grown
-
-    @torch.inference_mode()
-    def _move(self, source: np.ndarray, start: int) -> None:
-        index = torch.from_numpy(source).to(self.kv[0].device)
-        for layer in self.kv:
-            layer[:, start : start + len(source)] = layer[:, index]
-
-    @torch.inference_mode()
-    def _copy(self, other: LlamaSession, length: int) -> None:
-        for mine, others in zip(self.kv, other.kv, strict=True):
-            mine[:, :length] = others[:, :length]
+from outpace.models.options import AUTO
 
 
 class Llama(Model):
@@ -80,9 +45,10 @@ class Llama(Model):
         head: Normed,
         exact: bool | None = None,
         head_ids: Tensor | None = None,
+        kv_dtype: str = AUTO,
     ) -> None:
         """`exact` None: on where the machine allows it, float32 and bfloat16 on a CPU. `head_ids` [rows]: the tokens
-        of the output layer's rows, where it holds some only; all others score -inf."""
+        of the output layer's rows, where it holds some only; all others score -inf. `kv_dtype`: of keys and values."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
@@ -102,13 +68,14 @@ class Llama(Model):
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
-        self._kv_dtype = self._attention[0].dtype
+        self.kv_dtype = kv_dtype
+        self._holding = Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values a token, all layers together."""
-        return self.config.kv_entries * self._kv_dtype.itemsize
+        return self.config.kv_entries // self.config.head_dim * self._holding.width * self._holding.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
@@ -128,6 +95,7 @@ class Llama(Model):
         dtype: torch.dtype = torch.float32,
         exact: bool | None = None,
         head_ids: np.ndarray | Tensor | None = None,
+        kv_dtype: str = AUTO,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Llama:
         """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer.
@@ -145,18 +113,19 @@ class Llama(Model):
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
         head = load_head(config, embedding, held, fetch)
-        return cls(config, layers, embedding, head, exact, held)
+        return cls(config, layers, embedding, head, exact, held, kv_dtype)
 
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
         chosen = [self._layers[number] for number in layers]
-        return Llama(self.config.of_layers(layers), chosen, self._embedding, self._head, self.exact, self._head_ids)
+        config, ends = self.config.of_layers(layers), (self._embedding, self._head)
+        return Llama(config, chosen, *ends, self.exact, self._head_ids, self.kv_dtype)
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
         self._rotary.reach(min(capacity + room, self.max_positions))
-        return LlamaSession(capacity, room, self.config, self._kv_dtype, self.device)
+        return LlamaSession(capacity, room, self.config, self._holding, self.device)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Llama:
         other = copy(self)
@@ -232,10 +201,12 @@ class Llama(Model):
     def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:
         """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
         heads, groups = self.config.num_heads, self.config.num_kv_heads
-        kv, view = span.session.kv[number], span.views[self.config.window(number)]
-        kv[:, span.slots] = mixed[:, heads:].transpose(0, 1)
-        keys, values = kv[:groups, view.first : span.seen], kv[groups:, view.first : span.seen]
-        self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
+        kv, view, attention = span.session.kv[number], span.views[self.config.window(number)], self._attention[number]
+        kv[:, span.slots] = self._holding.encode(mixed[:, heads:]).transpose(0, 1)
+        held = kv[:, view.first : span.seen]
+        if not self._holding.is_own:
+            held = attention.rounded(self._holding.decode(held))
+        attention.attend(mixed[:, :heads], held[:groups], held[groups:], view.hidden, out)
 
     def _logits(self, x: Tensor) -> Tensor:
         """The last layer's rows to scores: [rows, vocab]"""

@@ -1,0 +1,90 @@
+// How keys and values are held, as attention reads and writes them. To be read after a lanes_*.h.
+//
+// float32 and half precision: the numbers. int8: 32 entries of a head share a scale, (largest |x| / 127) rounded up to
+// bfloat16, and an entry is round(x / scale); what is read is entry * scale, exact in float32, so attention computes as
+// it does with float32. Keys lie 16 slots side by side, entry after entry, in int8 with their scales behind them so too;
+// a value lies in one piece, in int8 with its scales behind it.
+#pragma once
+
+#include "kernels.h"
+
+namespace outpace {
+namespace {
+
+/// Numbers of type T, float or Half.
+template <class T>
+struct HeldNumbers {
+    static constexpr int kRun = kDepthMax;  // entries that share what `scales` gives
+    struct Scales {};
+
+    static Scales scales(const uint8_t*, int, int) { return {}; }
+    static Floats key(const uint8_t* block, int entry, Scales) {
+        return Floats::load(reinterpret_cast<const T*>(block) + entry * kLanes);
+    }
+    static Floats value(const uint8_t* slot, int, int entry) {
+        return Floats::load(reinterpret_cast<const T*>(slot) + entry);
+    }
+};
+
+struct HeldBytes {
+    static constexpr int kRun = kScaled;
+
+    /// Of 16 slots' keys, for the entries from `entry` on.
+    static Floats scales(const uint8_t* block, int depth, int entry) {
+        return load_bfloat16(block + (depth + entry / kScaled * 2) * kLanes);
+    }
+    static Floats key(const uint8_t* block, int entry, Floats scales) {
+        return load_bytes(block + entry * kLanes) * scales;
+    }
+    static Floats value(const uint8_t* slot, int width, int entry) {
+        uint16_t high;
+        std::memcpy(&high, slot + width + entry / kScaled * 2, 2);
+        return load_bytes(slot + entry) * Floats::all(from_bfloat16(high));
+    }
+};
+
+inline void put(float value, float* place) { *place = value; }
+inline void put(float value, Half* place) { *place = float_to_half(value); }
+
+/// One head's key and value; `block`: of 16 slots' keys, of which this is number `lane`.
+template <class T>
+inline void hold_numbers(const Heads& heads, uint8_t* block, int lane, uint8_t* slot, const float* key,
+                         const float* value) {
+    T *keys = reinterpret_cast<T*>(block) + lane, *values = reinterpret_cast<T*>(slot);
+    for (int i = 0; i < heads.depth; ++i) put(key[i], keys + i * kLanes);
+    for (int i = 0; i < heads.depth; ++i) put(value[i], values + i);
+    for (int i = heads.depth; i < heads.width(); ++i) put(0.0f, values + i);
+}
+
+/// `count` numbers to bytes that lie `stride` apart, and their scales to `scales`, as far apart as so many of them are.
+inline void hold_bytes(const float* x, int count, uint8_t* entries, int stride, uint8_t* scales) {
+    for (int first = 0; first < count; first += kScaled) {
+        const int end = first + kScaled < count ? first + kScaled : count;
+        float top = 0.0f;
+        for (int i = first; i < end; ++i) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top;
+        const uint16_t high = top > 1e-30f ? to_bfloat16_up(top / 127.0f) : 0;
+        const float scale = from_bfloat16(high);
+        for (int i = first; i < end; ++i)
+            entries[i * stride] = static_cast<uint8_t>(high ? std::lrintf(x[i] / scale) : 0);
+        std::memcpy(scales + first / kScaled * 2 * stride, &high, 2);
+    }
+}
+
+inline void hold_head(const Heads& heads, const KeyValues& store, int head, int slot, const float* key,
+                      const float* value) {
+    const int64_t first_slot = static_cast<int64_t>(head) * store.slots;
+    const int lane = slot % kLanes;
+    uint8_t* block = store.keys + (first_slot + slot - lane) * heads.key_bytes();
+    uint8_t* place = store.values + (first_slot + slot) * heads.value_bytes();
+    switch (heads.held) {
+        case KvFormat::float32: return hold_numbers<float>(heads, block, lane, place, key, value);
+        case KvFormat::float16: return hold_numbers<Half>(heads, block, lane, place, key, value);
+        case KvFormat::int8:
+            hold_bytes(key, heads.depth, block + lane, kLanes, block + heads.depth * kLanes + lane * 2);
+            hold_bytes(value, heads.depth, place, 1, place + heads.width());
+            for (int i = heads.depth; i < heads.width(); ++i) place[i] = 0;
+    }
+}
+
+}  // namespace
+}  // namespace outpace

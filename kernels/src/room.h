@@ -1,0 +1,45 @@
+// Memory that many matrices share, one behind the other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "memory.h"
+
+namespace outpace {
+
+/// Where a model's matrices are packed. Alone, a small model's would not fill large pages, and from small ones a pass
+/// takes a fifth longer; a large model's would leave a part of a large page behind each.
+class Room {
+  public:
+    /// Some bytes, aligned for every register, and what they lie in: it stays as long as anybody holds it.
+    struct Place {
+        std::shared_ptr<const Block<uint8_t>> home;
+        uint8_t* start;
+    };
+
+    /// May be called by several threads at once. Throws std::bad_alloc.
+    Place take(std::size_t bytes) {
+        const std::lock_guard<std::mutex> alone(taking_);
+        const std::size_t size = (bytes + kLine - 1) / kLine * kLine;
+        if (!home_ || size > home_->size() - used_) {
+            home_ = std::make_shared<const Block<uint8_t>>(size > kBlock ? size : kBlock);
+            used_ = 0;
+        }
+        uint8_t* start = home_->data() + used_;
+        used_ += size;
+        return {home_, start};
+    }
+
+  private:
+    static constexpr std::size_t kLine = 64;
+    static constexpr std::size_t kBlock = std::size_t{1} << 26;  // addresses; what nobody writes takes no memory
+
+    std::mutex taking_;
+    std::shared_ptr<const Block<uint8_t>> home_;
+    std::size_t used_ = 0;
+};
+
+}  // namespace outpace

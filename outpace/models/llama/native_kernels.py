@@ -1,0 +1,65 @@
+"""The package of the native kernels: whether it is here, which models it takes, and how it is to run them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.core.errors import UserError, check_whole, unknown
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.kv import ENTRY_BYTES
+from outpace.models.options import FILE, INT8
+
+WEIGHTS = (INT8, FILE)
+INSTALL = (
+    "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
+    " `pip install ./kernels` in a checkout, with a C++20 compiler"
+)
+
+
+class UnsupportedShape(UserError):
+    """A model that the kernels do not take; the torch runtime does."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
+    `weights` "file": those of a GGUF file stay as they are; all others are rounded to int8."""
+
+    threads: int | None = None
+    kv_dtype: str = "float32"
+    instruction_set: str = ""
+    weights: str = INT8
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_whole("threads", self.threads, 1, usable_cores())
+        if self.kv_dtype not in ENTRY_BYTES:
+            raise unknown("kv_dtype", self.kv_dtype, ENTRY_BYTES)
+        if self.weights not in WEIGHTS:
+            raise unknown("weights", self.weights, WEIGHTS)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_kernels() -> Any:
+    """The package of the kernels; UserError where it is not installed, with how to install it."""
+    try:
+        import outpace_kernels
+    except ImportError as error:
+        what = "are not installed" if error.name == "outpace_kernels" else f"cannot be imported ({error})"
+        raise UserError(f"the native kernels {what}: {INSTALL}") from error
+    return outpace_kernels
+
+
+def check_supported(kernels: Any, config: LlamaConfig) -> None:
+    """UnsupportedShape for a model that the kernels would get wrong."""
+    largest = kernels.MAX_DEPTH
+    if config.head_dim > largest or config.head_dim % 2:
+        raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
+    if any(window is not None for window in config.windows):
+        raise UnsupportedShape("native kernels have no sliding window")

@@ -1,0 +1,150 @@
+"""Keys and values in fewer bits: what is held, what it takes, and the same text by every method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from files import model_folder
+from passes import text
+from test_runtimes import HAS_KERNELS, PROMPT
+
+import outpace
+from outpace.api.llm import LLM
+from outpace.cli.options import Loading
+from outpace.core.errors import UserError
+from outpace.models.base import chain
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.kv import ENTRY_BYTES, held_as, token_bytes
+from outpace.models.llama.torch_session import Holding
+from outpace.models.load import load_model
+from outpace.models.options import KV_DTYPES, LoadOptions
+
+if HAS_KERNELS:
+    import outpace_kernels as kernels
+
+HELD = list(ENTRY_BYTES)
+IS_NEW = HAS_KERNELS and hasattr(kernels, "KV_DTYPES")
+RUNTIMES = [
+    pytest.param("native", marks=pytest.mark.skipif(not IS_NEW, reason="outpace-kernels is missing or older")),
+    "llama",
+    "graphs",
+]
+LOADED: dict[str, dict[str, Any]] = {
+    "native": {"runtime": "native", "dtype": "int8"},
+    "llama": {"runtime": "llama", "dtype": "float32"},
+    "graphs": {"runtime": "llama", "dtype": "float32", "graphs": "eager"},  # not exact: sums depend on the bucket
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "auto": {"method": "auto"},
+    "card": {"method": "card", "drafter": "model", "worker": "inline"},
+    "speculative": {"method": "speculative", "drafter": "model"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("models"))
+
+
+def open_pair(folder: Path, runtime: str, kv_dtype: str, **options: Any) -> LLM:
+    return outpace.load(folder, folder, kv_dtype=kv_dtype, profile=False, **LOADED[runtime], **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kv_dtype", HELD)
+@pytest.mark.parametrize("runtime", RUNTIMES[:2])
+def test_every_method_writes_what_plain_decoding_does(
+    folder: Path, runtime: str, kv_dtype: str, temperature: float
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    with open_pair(folder, runtime, kv_dtype, method="autoregressive") as llm:
+        plain = [result.tokens for result in llm.generate([PROMPT, "hello"], **asked)]
+    for how in METHODS.values():
+        with open_pair(folder, runtime, kv_dtype, **how) as llm:
+            assert (llm.target.model.kv_dtype, llm.draft.model.kv_dtype) == (kv_dtype, kv_dtype)
+            assert [result.tokens for result in llm.generate([PROMPT, "hello"], **asked)] == plain
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_fewer_bits_move_the_scores_a_little(folder: Path, runtime: str) -> None:
+    scores = {}
+    for kv_dtype in HELD:
+        model = load_model(folder, kv_dtype=kv_dtype, **LOADED[runtime]).model
+        tokens = text(model, 40)
+        scores[kv_dtype] = model.score([chain(model.open(40, 40), tokens, wanted=range(40))])
+    size = scores["float32"].norm()
+    near = {kv_dtype: float((scores[kv_dtype] - scores["float32"]).norm() / size) for kv_dtype in HELD}
+    assert 0 < near["float16"] < near["int8"] < 0.1
+
+
+@pytest.mark.parametrize("kv_dtype", HELD)
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_session_takes_what_it_says(folder: Path, runtime: str, kv_dtype: str) -> None:
+    model = load_model(folder, kv_dtype=kv_dtype, **LOADED[runtime]).model
+    config: LlamaConfig = model.config
+    assert model.token_bytes == token_bytes(config, kv_dtype)
+    session = model.open(model.max_positions, 64)
+    session.reserve(128)
+    if runtime == "llama":
+        assert sum(layer.nbytes for layer in session.kv) == model.session_bytes(session.slots)
+    elif runtime == "graphs":
+        held = session.pool.kv
+        assert held.nbytes == model.session_bytes(session.slots)
+    else:
+        assert session.store.bytes == model.session_bytes(session.slots)
+        assert session.store.bytes >= 128 * model.token_bytes
+
+
+def test_the_budget_holds_more_of_smaller_tokens(folder: Path) -> None:
+    most = {}
+    for kv_dtype in HELD:
+        model = load_model(folder, runtime="llama", dtype="float32", kv_dtype=kv_dtype).model
+        most[kv_dtype] = 100_000 // model.session_bytes(1)
+    assert most["float16"] == pytest.approx(2 * most["float32"], rel=0.01)
+    assert most["int8"] > 1.7 * most["float16"]
+
+
+@pytest.mark.skipif(not IS_NEW, reason="outpace-kernels is missing or older")
+@pytest.mark.parametrize("depth", [2, 22, 32, 64, 80])
+def test_both_runtimes_hold_the_same_bytes(depth: int) -> None:
+    from outpace_kernels.emulation import as_bytes
+
+    x = np.random.default_rng(depth).normal(0, 3, (5, 7, depth)).astype(np.float32)
+    x[0] = 0
+    x[1, 2] *= 1e-32
+    holding = Holding("int8", torch.float32, depth)
+    held = holding.encode(torch.from_numpy(x))
+    assert (held.shape[-1], held.dtype) == (holding.width, torch.int8)
+    assert np.array_equal(holding.decode(held).numpy(), as_bytes(x))
+    largest = np.abs(x).max(-1, keepdims=True)
+    assert (np.abs(as_bytes(x) - x) <= largest / 127 * 0.51).all()
+
+
+def test_half_precision_stays_finite() -> None:
+    holding = Holding("float16", torch.float64, 4)
+    x = torch.tensor([1e9, -1e9, 1.0, 0.0], dtype=torch.float64)
+    assert holding.decode(holding.encode(x)).tolist() == [65504.0, -65504.0, 1.0, 0.0]
+
+
+def test_what_cannot_hold_them_so_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="unknown kv_dtype 'int4', allowed are auto, float16"):
+        LoadOptions(kv_dtype="int4")
+    with pytest.raises(UserError, match="kv_dtype int8 is for the runtimes native and llama"):
+        load_model(folder, runtime="transformers", kv_dtype="int8")
+    with pytest.raises(UserError, match="kv_dtype is for models that are loaded by name"):
+        load_model(torch.nn.Linear(1, 1), kv_dtype="int8")
+    with pytest.raises(UserError, match="needs newer kernels"):
+        held_as(object(), "int8")
+    assert [held_as(object(), name) for name in ("float32", "float16")] == [False, True]
+
+
+def test_it_is_a_flag_and_goes_to_the_draft(folder: Path) -> None:
+    loading = Loading(target=str(folder), draft=str(folder), options=LoadOptions(kv_dtype="float16", dtype="float32"))
+    with loading.open({}, quiet=True) as llm:
+        assert (llm.target.model.kv_dtype, llm.draft.model.kv_dtype) == ("float16", "float16")
+    assert LoadOptions(kv_dtype="int8").of_draft("cpu", "float32").kv_dtype == "int8"
+    assert set(KV_DTYPES) == {"auto", *HELD}
