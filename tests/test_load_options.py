@@ -123,7 +123,7 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
 
     given = LoadOptions(torch.device("cpu"), torch.bfloat16, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
     assert given == LoadOptions("cpu", "bfloat16", True, "llama", inflate=2)
-    assert [type(value) for value in vars(given).values()] == [str, str, bool, str, bool, type(None), int, str]
+    assert [type(value) for value in vars(given).values()] == [str, str, bool, str, bool, type(None), int, str, str]
     assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
     loaded = load_model(Named(), given)
     assert (loaded.precision, loaded.inflate, loaded.name) == ("bfloat16", 2, f"{folder} (cost x 2)")

@@ -245,7 +245,8 @@ class GraphLlama(Llama):
 
     def _mask(self, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         mask = tree_mask(given["bits"], given["lengths"], given["depths"], given["below"], slots, window)
-        return prepared(mask, self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype, self.attention)
+        shared, dtype = self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype
+        return prepared(mask, shared, dtype, self.attention)
 
     def _mix_batch(
         self, number: int, start: int, x: Tensor, turns: dict[bool, Tensor], slots: Tensor, mask: Tensor

@@ -32,6 +32,8 @@ from outpace.models.options import INT8
 if TYPE_CHECKING:
     from torch import Tensor
 
+DEFAULT = Options()
+
 
 class NativeSession(Session):
     """Keys and values of every layer in the kernels' store, which has addresses for a text as long as the context and
@@ -144,7 +146,7 @@ class NativeLlama(Model):
         config: LlamaConfig,
         tensor: Callable[[str], Tensor | np.ndarray | Stored],
         *,
-        options: Options = Options(),
+        options: Options = DEFAULT,
         head_ids: np.ndarray | Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> NativeLlama:
