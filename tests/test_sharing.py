@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from doubles import QuickToy, make_request
 from hypothesis import given, settings
@@ -10,36 +12,98 @@ from hypothesis import strategies as st
 from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.reading import ReadingCosts, Span
 from outpace.engine.request import Running
-from outpace.engine.sharing import share_prompt_room
+from outpace.engine.sharing import Unread, share_prompt_room, time_of, tokens_in
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)
 
 
+texts = st.lists(st.builds(Unread, st.integers(1, 400), st.integers(0, 20_000)), max_size=12)
+slopes = st.floats(0.0, 0.02)
+
+
 @settings(deadline=None)  # no test asserts a time
-@given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 300))
-def test_all_room_is_used_and_nobody_reads_more_than_is_left(remaining: list[int], room: int) -> None:
-    given_ = share_prompt_room(remaining, room)
-    assert sum(given_) == min(sum(remaining), room)
-    assert all(0 <= mine <= left for mine, left in zip(given_, remaining, strict=True))
-    if remaining:
-        assert given_[0] >= min(remaining[0], room - room // 2), "the oldest has half of the room at least"
+@given(texts, st.integers(1, 300), slopes, st.booleans())
+def test_the_room_is_time_and_nobody_reads_more_than_is_left(
+    unread: list[Unread], room: int, slope: float, is_awaited: bool
+) -> None:
+    given_ = share_prompt_room(unread, room, slope, is_awaited)
+    assert all(0 <= mine <= text.tokens for mine, text in zip(given_, unread, strict=True))
+    if not unread:
+        return
+    least, longest = -(-room // 16), max(time_of(text, 1, slope) for text in unread)
+    assert given_[0] >= min(unread[0].tokens, least), "the oldest goes on whatever its tokens take"
+    taken = [time_of(text, mine, slope) for text, mine in zip(unread, given_, strict=True)]
+    assert sum(taken) <= room + time_of(unread[0], least, slope) + longest
+    if slope == 0.0 and len(unread) == 1 and not is_awaited:
+        assert given_ == [min(unread[0].tokens, room)], "alone it has all of it"
+    assert max(taken[1:], default=0.0) <= room - room // 2 + longest, "half at most beside others"
+    is_whole = given_[0] == unread[0].tokens
+    assert is_whole or time_of(unread[0], given_[0] + 1, slope) > room / 3, "a third is the oldest's"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 100_000), st.integers(0, 5_000), slopes)
+def test_as_many_tokens_as_take_the_time_are_read(before: int, room: int, slope: float) -> None:
+    text = Unread(10**6, before)
+    count = tokens_in(text, room, slope)
+    assert time_of(text, count, slope) <= room * (1 + 1e-9) < time_of(text, count + 1, slope) + 1e-6 * room + 1e-9
 
 
 @pytest.mark.parametrize(
-    ("remaining", "room", "expected"),
+    ("remaining", "room", "is_awaited", "expected"),
     [
-        ([1000], 256, [256]),
-        ([1000, 20, 60], 256, [176, 20, 60]),
-        ([1000, 500, 60], 256, [128, 68, 60]),
-        ([10, 500, 60], 256, [10, 186, 60]),
+        ([1000], 256, False, [256]),
+        ([1000], 256, True, [86]),
+        ([1000, 20, 60], 256, False, [128, 20, 60]),
+        ([1000, 500, 60], 256, False, [86, 110, 60]),
+        ([10, 500, 60], 256, False, [10, 128, 60]),
+        ([1000, 50, 60, 70], 256, False, [86, 50, 60, 60]),
+        ([1000, 20, 60], 256, True, [86, 20, 60]),
+        ([1000, 1000], 256, False, [128, 128]),
     ],
 )
-def test_half_goes_to_the_oldest_and_the_rest_to_the_shortest(
-    remaining: list[int], room: int, expected: list[int]
+def test_a_third_is_the_oldest_s_and_the_rest_goes_to_the_shortest(
+    remaining: list[int], room: int, is_awaited: bool, expected: list[int]
 ) -> None:
-    assert share_prompt_room(remaining, room) == expected
+    assert share_prompt_room([Unread(tokens, 0) for tokens in remaining], room, 0.0, is_awaited) == expected
+
+
+def test_a_token_behind_many_counts_as_the_time_that_it_takes() -> None:
+    texts = [Unread(5000, 3000), Unread(60, 0), Unread(60, 0), Unread(60, 0)]
+    long, *short = share_prompt_room(texts, 256, 0.001)
+    assert 80 < time_of(texts[0], long, 0.001) <= 86, "a third of the time, by a twelfth of the tokens"
+    assert long == 21
+    assert short == [60, 60, 45]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.0005, 0.004])
+def test_what_a_token_before_adds_is_learnt_from_passes(slope: float) -> None:
+    chance, costs = random.Random(0), ReadingCosts()
+    for _ in range(40):
+        spans = [Span(chance.randint(1, 250), chance.randint(0, 4000)) for _ in range(chance.randint(1, 4))]
+        rows, before = sum(span.rows for span in spans), sum(s.rows * s.before + s.rows * s.rows / 2 for s in spans)
+        held_up = 40.0 if chance.random() < 0.1 else 1.0  # others took the machine
+        costs.learn(spans, held_up * 1e-4 * chance.uniform(0.95, 1.05) * (30 + rows + slope * before))
+    assert costs.slope == pytest.approx(slope, rel=0.2, abs=1e-4)
+
+
+def test_nothing_is_learnt_of_the_clock_where_the_cuts_may_show() -> None:
+    costs, other = ReadingCosts(learns=False), ReadingCosts()
+    for _ in range(50):
+        for each in (costs, other):
+            each.learn([Span(256, 4000)], 1.0)
+            each.learn([Span(256, 0)], 1.0)
+    assert costs.slope == ReadingCosts().slope
+    assert other.slope < costs.slope / 4
+
+
+def test_passes_on_a_clock_that_stands_still_say_nothing() -> None:
+    costs = ReadingCosts()
+    costs.learn([Span(4, 0)], 0.0)
+    assert costs.slope == ReadingCosts().slope
 
 
 def test_a_short_prompt_beside_a_long_one_waits_for_one_pass_only() -> None:

@@ -26,8 +26,9 @@ from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.passes import Judged, Passes
+from outpace.engine.reading import ReadingCosts, Span
 from outpace.engine.request import Running, Watch
-from outpace.engine.sharing import share_prompt_room
+from outpace.engine.sharing import Unread, share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.rules.base import Fault
@@ -60,6 +61,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
         check_needs(target, self.needs)
         self._passes = Passes(target, self.needs.layers)
+        self._reading = ReadingCosts(learns=target.exact)  # without exact mode a text's cuts may show in its near ties
         most_kept = self.options.batch if self.options.reuse else 0
         self.memory = Memory(target, self.options.nodes, self.options.kv_memory, most_kept)
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
@@ -161,6 +163,9 @@ class Engine(AbstractContextManager["Engine"]):
         began = self._clock()
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         seconds = self._clock() - began
+        if chunks:
+            spans = [Span(len(part.tokens), run.storage.session.length) for run, part in chunks]
+            self._reading.learn([*spans, *(Span(len(tree), len(run.committed)) for run, tree in trees)], seconds)
         for (run, part), read in zip(chunks, reads, strict=True):
             self.drafting.read(run, read.seen)
             run.read(read.logits, part.tokens)
@@ -228,8 +233,12 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each text that is not in yet, within the pass's room for prompts."""
-        reading = [run for run in self.running if run.is_prefilling and run.finish_reason is None]
-        shares = share_prompt_room([run.unread for run in reading], self.options.chunk)
+        running = [run for run in self.running if run.finish_reason is None]
+        reading = [run for run in running if run.is_prefilling]
+        is_awaited = any(not run.is_prefilling and not run.history.first_token for run in running)
+        unread = [Unread(run.unread, run.prefilled) for run in reading]
+        slope = self._reading.slope if len(running) > 1 else 0.0  # alone it keeps nobody waiting
+        shares = share_prompt_room(unread, self.options.chunk, slope, is_awaited)
         chunks = []
         for run, share in zip(reading, shares, strict=True):
             if share:
