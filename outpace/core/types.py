@@ -235,11 +235,13 @@ class Observation(NamedTuple):
 @dataclass
 class DraftState:
     """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last. `base` is the
-    target's session where the drafter needs it, which has all but the root: pending nodes may be added to it."""
+    target's session where the drafter needs it, which has all but the root: pending nodes may be added to it.
+    `has_company`: other requests wait while this one's drafter works."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     base: Any = None
+    has_company: bool = False
 
 
 class Drafter(TakesOrders):

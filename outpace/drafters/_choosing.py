@@ -80,6 +80,8 @@ class Choosing(Several):
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
             mine = [n for n, state in enumerate(states) if state.chosen == number]
+            for n in mine:
+                states[n].parts[number].has_company = states[n].has_company
             if mine:
                 found = part.grow([states[n].parts[number] for n in mine], [trees[n] for n in mine])
                 for n, count in zip(mine, found, strict=True):

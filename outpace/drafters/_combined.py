@@ -44,8 +44,8 @@ class Combined(Several):
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
             if source is None or source in part.sources:
-                for state in states if part.needs.session else ():
-                    state.parts[number].base = state.base
+                for state in states:
+                    state.parts[number].base, state.parts[number].has_company = state.base, state.has_company
                 before = [len(tree) for tree in trees]
                 more = part.grow_by(source, [state.parts[number] for state in states], trees)
                 for tree, first in zip(trees, before, strict=True):

@@ -83,10 +83,12 @@ class Grower:
         return self.model.open(capacity, self._tree_nodes + self._width + _CHUNK)
 
     def jobs(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[Job]:
-        """What one forward would expand; trees with nothing to expand have no part in it."""
+        """What one forward would expand; trees with nothing to expand have no part in it, nor those of texts of which
+        much is to be read while others wait: one chunk of these is read now."""
         for state in states if self._on_base else ():
             state.session = state.base
-        found = zip(states, trees, strict=True)
+        reading = self._read_beside(states)
+        found = [pair for number, pair in enumerate(zip(states, trees, strict=True)) if number not in reading]
         return [Job(state, tree, some) for state, tree in found if (some := self._frontier(state, tree))]
 
     def score(self, jobs: Sequence[Job]) -> tuple[Held, list[Row]]:
@@ -170,23 +172,30 @@ class Grower:
         best = [heappop(state.open)[1] for _ in range(most)]
         return sorted([node for node in best if scores[node] >= bound])
 
+    def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
+        """Reads one chunk of texts that lack more than that and have company; their places."""
+        places = [place for place, state in enumerate(states) if state.has_company and not self._on_base]
+        for place in places:
+            self._begin(states[place])
+        behind = {place for place in places if states[place].missing > _CHUNK}
+        if behind:
+            self._read_chunk([states[place] for place in sorted(behind)])
+        return behind
+
     def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
         for state in states:
             self._begin(state)
-        while True:
-            behind = [state for state in states if state.missing > _CHUNK]
-            if not behind:
-                return
-            starts = [state.start + state.session.length for state in behind]
-            self.model.score_held(
-                [
-                    chain(s.session, self._known(s.tokens[at : at + _CHUNK]))
-                    for s, at in zip(behind, starts, strict=True)
-                ]
-            )
-            for state in behind:
-                state.session.keep(range(_CHUNK))
+        while behind := [state for state in states if state.missing > _CHUNK]:
+            self._read_chunk(behind)
+
+    def _read_chunk(self, states: Sequence[GrowState]) -> None:
+        """Feeds the next chunk of committed tokens that these sessions lack."""
+        starts = [state.start + state.session.length for state in states]
+        texts = [self._known(state.tokens[at : at + _CHUNK]) for state, at in zip(states, starts, strict=True)]
+        self.model.score_held([chain(state.session, text) for state, text in zip(states, texts, strict=True)])
+        for state in states:
+            state.session.keep(range(_CHUNK))
 
     def _begin(self, state: GrowState) -> None:
         """A session that holds nothing begins with the text's window."""

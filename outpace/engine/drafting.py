@@ -87,6 +87,9 @@ class Drafting:
             waiting = [run for run in running if isinstance(run.ask, Await)]
             if not drafting and not waiting:
                 return
+            for run, _ in drafting:
+                if run.draft.state is not None:
+                    run.draft.state.has_company = len(running) > 1
             asked = dict.fromkeys((run.draft.name, source) for run, source in drafting)
             for name, source in sorted(asked, key=_order):
                 asking = [run for run, its in drafting if its == source and run.draft.name == name]

@@ -1,0 +1,132 @@
+"""A long prompt beside short ones, on a clock that passes move by what they read: who waits for whom, and that the
+texts are what they are alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles import QuickToy, make_request
+
+from outpace.core.types import Request
+from outpace.decoders import autoregressive, speculative
+from outpace.drafters import model as draft_model
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.base import Part
+
+CHUNK, LONG, SHORT = 64, 1500, 15
+
+
+class TimedToy(QuickToy):
+    """Exact, as the toy is, and slow on its own clock: each token before a row adds `slope` of the row's time."""
+
+    exact = True
+
+    def __init__(self, slope: float) -> None:
+        super().__init__(16, 3, 0)
+        self.now, self.slope = 0.0, slope
+
+    def score(self, forest: Sequence[Part]) -> Any:
+        before = [(part, part.session.length + len(part.keep or ())) for part in forest]
+        self.now += 1e-3 * (4 + sum(len(part.tokens) * (1 + self.slope * there) for part, there in before))
+        return super().score(forest)
+
+    def clock(self) -> float:
+        return self.now
+
+
+def answer(requests: Sequence[Request], slope: float) -> list[Running]:
+    """All at once, over when they are."""
+    target = TimedToy(slope)
+    options = EngineOptions(chunk=CHUNK, reuse=False, batch=len(requests))
+    with Engine(target, options=options, clock=target.clock) as engine:
+        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
+        while any(run.finish_reason is None for run in runs):
+            engine.step()
+    return runs
+
+
+def first_tokens(runs: Sequence[Running]) -> list[float]:
+    """When each wrote its first token, sorted."""
+    return sorted(run.history.first_token - run.history.submitted for run in runs)
+
+
+def make_long(length: int = LONG) -> Request:
+    return make_request([place * place % 13 for place in range(length)], max_tokens=4)
+
+
+def make_short(count: int = 16, length: int = SHORT) -> list[Request]:
+    return [make_request([(3 * each + place) % 11 for place in range(length)], max_tokens=4) for each in range(count)]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.001, 0.01])
+def test_short_prompts_wait_twice_as_long_at_most(slope: float) -> None:
+    alone, beside = (
+        first_tokens(answer(make_short(), slope)),
+        first_tokens(answer([make_long(), *make_short()], slope)[1:]),
+    )
+    assert beside[-1] <= 2 * alone[-1], "the latest"
+    assert beside[len(beside) // 2] <= 2 * alone[len(alone) // 2], "the median"
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
+    target = TimedToy(0.002)
+    with Engine(target, options=EngineOptions(chunk=CHUNK, reuse=False, batch=8), clock=target.clock) as engine:
+        long = engine.submit(make_long(), autoregressive, autoregressive.Options())
+        waiting = iter(make_short(count=600, length=40))
+        while long.finish_reason is None:
+            while len(engine.running) + len(engine.waiting) < 8:
+                engine.submit(next(waiting), autoregressive, autoregressive.Options())
+            engine.step()
+    own = 1e-3 * LONG * (1 + 0.002 * LONG / 2)  # seconds of its own tokens
+    assert long.history.first_token <= 5 * own, "about a third of the time is its own"
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.003])
+def test_how_texts_are_cut_does_not_show(slope: float) -> None:
+    requests = [make_short(2)[0], make_long(400), *make_short(5, 60), make_long(300)]
+    together = answer(requests, slope)
+    assert [run.tokens for run in together] == [answer([request], slope)[0].tokens for request in requests]
+
+
+class CountingToy(QuickToy):
+    """A draft that notes how many tokens it is given at once, and reads all of a text."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 3, 0)
+        self.given: list[int] = []
+
+    def score(self, forest: Sequence[Part]) -> Any:
+        self.given.append(sum(len(part.tokens) for part in forest))
+        return super().score(forest)
+
+
+def draft(requests: Sequence[Request]) -> tuple[list[list[int]], list[int]]:
+    """All at once by draft-then-verify: the texts, and the most tokens that the draft read in each step."""
+    model, most = CountingToy(), []
+    drafter = draft_model.ModelDrafter(model, draft_model.Options())
+    with Engine(QuickToy(16, 3, 0), drafter, options=EngineOptions(reuse=False, chunk=4000)) as engine:
+        runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
+        while any(run.finish_reason is None for run in runs):
+            model.given.clear()
+            engine.step()
+            most.append(sum(model.given))
+        drafted = sum(step.accepted for step in runs[0].history.steps)
+    assert drafted, "the long text was drafted for in the end"
+    return [run.tokens for run in runs], most
+
+
+def test_a_draft_reads_a_long_text_in_pieces_while_others_wait() -> None:
+    def prompt(length: int) -> list[int]:
+        return [place * place % 13 for place in range(length)]
+
+    long, short = make_request(prompt(1500), max_tokens=40), make_request(prompt(9), max_tokens=40)
+    alone, whole = draft([long])
+    beside, pieces = draft([long, short])
+    assert max(whole) > 1500, "at once where nobody waits"
+    assert max(pieces) < 256 + 100, "a chunk a step, and what is drafted for the other"
+    assert sum(count > 256 for count in pieces) >= 5
+    assert beside[0] == alone[0]
+    assert beside[1] == draft([short])[0][0]
