@@ -21,9 +21,9 @@ from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.candidates.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.stats import Figures, fold
+from outpace.core.stats import Figures, Step, fold
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, Step
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._combined import Combined

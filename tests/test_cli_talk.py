@@ -20,8 +20,7 @@ from outpace.cli import display
 from outpace.cli.demo import Comparison
 from outpace.cli.display import LoadingBar, Page, printable
 from outpace.cli.main import main
-from outpace.core.stats import fold
-from outpace.core.types import Step
+from outpace.core.stats import Step, fold
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60.0

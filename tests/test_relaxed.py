@@ -8,7 +8,7 @@ import pytest
 from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, write
 from drawing import rule_of
 
-from outpace.core.types import Step
+from outpace.core.stats import Step
 from outpace.rules.cascade import MIXTURES
 
 TARGET = QuickToy(16, 3, 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outpace.core.stats import fold, positions, rates, summed, together
-from outpace.core.types import Step
+from outpace.core.stats import Step, fold, positions, rates, summed, together
 
 STEPS = [Step(3, 3, 4, 3), Step(3, 1, 2, 3), Step(3, 0, 1, 3), Step(1, 1, 2, 1), Step(0, 0, 1, 0)]
 

@@ -20,7 +20,8 @@ from outpace.candidates.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.banned_text import TokenTexts
 from outpace.core.noise import exponential, row_key, uniform
-from outpace.core.types import Request, Step
+from outpace.core.stats import Step
+from outpace.core.types import Request
 from outpace.engine.engine import Engine, EngineOptions
 
 LETTERS = ("a", "b", "c", "d", "ab", "bc", "ca", "aa", " ", "abc", "e ", "é", "cab", "f", ".", "ba")

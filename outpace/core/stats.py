@@ -6,14 +6,29 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
-
-from outpace.core.types import Step
+from typing import Any, NamedTuple
 
 HITS = ("primary", "secondary", "late")
 Positions = tuple[tuple[int, int], ...]
 """For each position of a branch: the rounds that offered a token there after accepting all before it, and how many of
 these rounds accepted it."""
+
+
+class Step(NamedTuple):
+    """The record of one round of one request; every figure that is printed is a fold over Steps."""
+
+    drafted: int  # candidates that the target judged
+    accepted: int  # of them, on the path
+    emitted: int  # tokens written: accepted, and the target's own
+    depth_offered: int = 0  # length of the longest branch judged
+    hit: str | None = None
+    verified_rows: int = 1  # rows of the target's pass, the root's included
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    seconds: float = 0.0
+    predicted: int = 0  # judged tokens that the caller predicted
+    predicted_accepted: int = 0  # of them, written
+    relaxed: int = 0  # of the accepted, those that only a lossy rule's dial let pass
 
 
 @dataclass(frozen=True)

@@ -204,23 +204,6 @@ class Commit(NamedTuple):
 Ask = Draft | Verify | Await | Commit
 
 
-class Step(NamedTuple):
-    """The record of one round of one request; every figure that is printed is a fold over Steps."""
-
-    drafted: int  # candidates that the target judged
-    accepted: int  # of them, on the path
-    emitted: int  # tokens written: accepted, and the target's own
-    depth_offered: int = 0  # length of the longest branch judged
-    hit: str | None = None
-    verified_rows: int = 1  # rows of the target's pass, the root's included
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
-    seconds: float = 0.0
-    predicted: int = 0  # judged tokens that the caller predicted
-    predicted_accepted: int = 0  # of them, written
-    relaxed: int = 0  # of the accepted, those that only a lossy rule's dial let pass
-
-
 class Observation(NamedTuple):
     """What a drafter is told after a verdict: `tokens` were committed, `path` are the ids of the nodes that they follow
     (so `tokens[i]` is what the target wrote after `path[i]`), `tree` lives on below the last token, its root. `seen`:

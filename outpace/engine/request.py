@@ -13,18 +13,9 @@ from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import NOTHING, Needs
 from outpace.core.scores import Scores
+from outpace.core.stats import Step
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import (
-    Ask,
-    Commit,
-    DraftState,
-    LogprobsOptions,
-    Request,
-    Row,
-    Step,
-    TokenLogprobs,
-    Verdict,
-)
+from outpace.core.types import Ask, Commit, DraftState, LogprobsOptions, Request, Row, TokenLogprobs, Verdict
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefixes import Text

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outpace.api.prepared import Prepared
-from outpace.core.stats import Figures, fold, together
-from outpace.core.types import Step, TokenLogprobs
+from outpace.core.stats import Figures, Step, fold, together
+from outpace.core.types import TokenLogprobs
 from outpace.engine.request import History, Round, Running
 
 

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from outpace.core.types import Step, TokenLogprobs
+from outpace.core.stats import Step
+from outpace.core.types import TokenLogprobs
 from outpace.engine.request import Round
 from outpace.server.choices import Choice, Delta, Ended, Group
 from outpace.server.errors import ApiError

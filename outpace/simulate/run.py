@@ -11,8 +11,8 @@ from outpace.candidates.inline import ClockedDrafter, InlineWorker, InTurn, Simu
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
-from outpace.core.stats import Figures, fold
-from outpace.core.types import Drafter, Request, Step
+from outpace.core.stats import Figures, Step, fold
+from outpace.core.types import Drafter, Request
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
 from outpace.simulate.models import ReplayDraft, ReplayTarget
