@@ -12,17 +12,33 @@
 namespace outpace {
 namespace {
 
-/// `count` <= kGroup weights (the rest is 0) of one output into its group's block.
-void pack_group(const float* weights, int count, uint8_t* place, int lane) {
-    float top = 0.0f;
-    for (int i = 0; i < count; ++i) top = std::max(top, std::fabs(weights[i]));
+/// The largest |x| of kGroup numbers, eight side by side.
+float largest_of(const float* x) {
+    float tops[8] = {};
+    for (int i = 0; i < kGroup; i += 8)
+        for (int j = 0; j < 8; ++j) {
+            const float size = std::fabs(x[i + j]);
+            tops[j] = size > tops[j] ? size : tops[j];
+        }
+    return *std::max_element(tops, tops + 8);
+}
+
+/// kGroup weights of one output into its group's block. Adding 1.5 * 2^23 rounds a small number to a whole one, to even
+/// where it is halfway, and leaves it in the lowest byte; `lrintf` would be one number at a time.
+void pack_group(const float* weights, uint8_t* place, int lane) {
+    const float top = largest_of(weights);
     const uint16_t high = top > 1e-30f ? to_bfloat16_up(top / 127.0f) : 0;
-    const float scale = from_bfloat16(high);
+    const float scale = high ? from_bfloat16(high) : 1.0f;
     std::memcpy(place + 2 * lane, &high, 2);
+    uint8_t bytes[kGroup];
     for (int i = 0; i < kGroup; ++i) {
-        const long q = i < count && high ? std::lrintf(weights[i] / scale) : 0;
-        place[kBlockScales + i / 4 * kStep + lane * 4 + i % 4] = static_cast<uint8_t>(q + 128);
+        const float rounded = weights[i] / scale + 12582912.0f;
+        uint32_t bits;
+        std::memcpy(&bits, &rounded, 4);
+        bytes[i] = static_cast<uint8_t>(bits + 128);
     }
+    uint8_t* to = place + kBlockScales + lane * 4;
+    for (int i = 0; i < kGroup; i += 4, to += kStep) std::memcpy(to, bytes + i, 4);
 }
 
 void read_group(const uint8_t* place, int lane, float* out) {
@@ -68,13 +84,9 @@ std::vector<Section> cut_sections(const Stored& stored, int groups) {
 Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads, Room* room)
     : outputs_(outputs), inputs_(inputs), groups_(round_up(inputs, kGroup) / kGroup) {
     allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
-    share(threads, panels().count(), [&](int number) {
-        const float* rows[kPanel];
-        for (int lane = 0; lane < kPanel; ++lane) {
-            const int64_t output = number * kPanel + lane;
-            rows[lane] = output < outputs ? weights + output * inputs : nullptr;
-        }
-        pack_panel(number, rows);
+    pack(threads, [&](int output, int group, float* out) {
+        const int first = group * kGroup, count = std::min(kGroup, inputs - first);
+        std::fill(std::copy_n(weights + static_cast<int64_t>(output) * inputs + first, count, out), out + kGroup, 0.0f);
     });
     set_bias(bias);
 }
@@ -82,17 +94,7 @@ Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs,
 Matrix::Matrix(const Matrix& other, int threads, Room* room)
     : outputs_(other.outputs_), inputs_(other.inputs_), groups_(other.groups_), bias_(other.bias_) {
     allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
-    share(threads, panels().count(), [&](int number) {
-        const int64_t stride = static_cast<int64_t>(groups_) * kGroup;
-        std::vector<float> values(kPanel * stride);
-        const float* rows[kPanel];
-        for (int lane = 0; lane < kPanel; ++lane) {
-            const int output = number * kPanel + lane;
-            rows[lane] = output < outputs_ ? values.data() + lane * stride : nullptr;
-            if (output < outputs_) other.row(output, values.data() + lane * stride);
-        }
-        pack_panel(number, rows);
-    });
+    pack(threads, [&](int output, int group, float* out) { other.read(output, group, out); });
 }
 
 Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
@@ -113,14 +115,18 @@ Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
     set_bias(bias);
 }
 
-/// One panel from the weights of its outputs; null: zeros.
-void Matrix::pack_panel(int number, const float* const (&rows)[kPanel]) {
-    uint8_t* place = panel(number);
-    for (int group = 0; group < groups_; ++group, place += kBlock)
-        for (int lane = 0; lane < kPanel; ++lane) {
-            const int first = group * kGroup, count = rows[lane] ? std::min(kGroup, inputs_ - first) : 0;
-            pack_group(count ? rows[lane] + first : nullptr, count, place, lane);
-        }
+/// Rounds all weights to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.
+template <class F>
+void Matrix::pack(int threads, F read) {
+    share(threads, panels().count(), [&](int number) {
+        uint8_t* place = panel(number);
+        for (int group = 0; group < groups_; ++group, place += kBlock)
+            for (int lane = 0; lane < kPanel; ++lane) {
+                float weights[kGroup] = {};
+                if (number * kPanel + lane < outputs_) read(number * kPanel + lane, group, weights);
+                pack_group(weights, place, lane);
+            }
+    });
 }
 
 void Matrix::set_bias(const float* bias) {
@@ -167,13 +173,16 @@ uint8_t* Matrix::panel(int number) const {
 }
 
 void Matrix::row(int output, float* out) const {
+    for (int group = 0; group < groups_; ++group, out += kGroup) read(output, group, out);
+}
+
+void Matrix::read(int output, int group, float* out) const {
     const Format format = panels().section(output / kPanel).format;
     const uint8_t* place = panel(output / kPanel);
-    for (int group = 0; group < groups_; ++group, out += kGroup)
-        if (format == Format::int8)
-            read_group(place + static_cast<int64_t>(group) * kBlock, output % kPanel, out);
-        else
-            read_stored(format, place, group, output % kPanel, out);
+    if (format == Format::int8)
+        read_group(place + static_cast<int64_t>(group) * kBlock, output % kPanel, out);
+    else
+        read_stored(format, place, group, output % kPanel, out);
 }
 
 }  // namespace outpace

@@ -43,7 +43,9 @@ class Matrix {
     std::vector<Format> formats() const;
 
   private:
-    void pack_panel(int number, const float* const (&rows)[kPanel]);
+    template <class F>
+    void pack(int threads, F read);
+    void read(int output, int group, float* out) const;  // [kGroup]
     void set_bias(const float* bias);
     void allocate(std::vector<Section> sections, Room* room);
     uint8_t* panel(int number) const;

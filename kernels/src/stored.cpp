@@ -198,18 +198,17 @@ void write_bits(const Group& group, uint8_t* low) {
     }
 }
 
-/// The number of input `input` of a group, as it is held. `low`: where its lane's bits begin.
+/// The numbers of inputs 4 i to 4 i + 3 of a group, a byte each, as they are held. `low`: where its lane's bits begin.
 template <class F>
-int read_bits(const uint8_t* low, int input) {
-    const int half = input / kHalf, step = input % kHalf / 4, byte = input % 4;
-    const auto at = [&](int line) { return static_cast<int>(low[line * kStep + byte]); };
-    if (F::kBits == 8) return at(input / 4);
+uint32_t read_bits(const uint8_t* low, int i) {
+    const int half = i / kHalfWords, step = i % kHalfWords;
+    const auto at = [&](int line) { return word(low + line * kStep); };
+    if (F::kBits == 8) return at(i);
     constexpr int kLowSteps = F::kLow / kStep;
-    const int nibble = at(half * 4 + step % 4) >> (step / 4 * 4) & 15;
-    if (F::kHasTable) return kTable[nibble];
-    if (F::kBits == 5) return nibble | (at(kLowSteps + half) >> step & 1) << 4;
-    if (F::kBits == 6) return nibble | (at(kLowSteps + half * 2 + step % 2) >> (step / 2 * 2) & 3) << 4;
-    return nibble;
+    const uint32_t nibbles = at(half * 4 + step % 4) >> (step / 4 * 4) & kNibbles;
+    if (F::kBits == 5) return nibbles | (at(kLowSteps + half) >> step & 0x01010101u) << 4;
+    if (F::kBits == 6) return nibbles | (at(kLowSteps + half * 2 + step % 2) >> (step / 2 * 2) & 0x03030303u) << 4;
+    return nibbles;
 }
 
 /// c or m of a part.
@@ -253,11 +252,19 @@ void read_stored(Format format, const uint8_t* panel, int number, int lane, floa
     with_format(format, [&](auto f) {
         using F = decltype(f);
         const Place<F, const uint8_t> place(panel, number);
-        for (int input = 0; input < kGroup; ++input) {
-            const int part = input / F::kPart;
-            const int q = read_bits<F>(place.own + F::kScales + lane * 4, input) - F::kBias;
-            const float value = read_number<F>(place, part, 0, lane) * static_cast<float>(q);  // exact
-            out[input] = F::kHasMin ? value + read_number<F>(place, part, 1, lane) : value;
+        uint8_t numbers[kGroup];
+        for (int i = 0; i < kWords; ++i) {
+            const uint32_t four = read_bits<F>(place.own + F::kScales + lane * 4, i);
+            std::memcpy(numbers + 4 * i, &four, 4);
+        }
+        if (F::kHasTable)
+            for (uint8_t& number : numbers) number = kTable[number];
+        for (int part = 0; part < F::kParts; ++part) {
+            const float c = read_number<F>(place, part, 0, lane), m = F::kHasMin ? read_number<F>(place, part, 1, lane) : 0;
+            for (int input = part * F::kPart; input < (part + 1) * F::kPart; ++input) {
+                const float value = c * static_cast<float>(numbers[input] - F::kBias);  // exact
+                out[input] = F::kHasMin ? value + m : value;
+            }
         }
     });
 }

@@ -92,6 +92,11 @@ MUTATIONS = (
     # rounding
     Mutation("a wrong scale of activations", "rowwise.h", "top / 127.0f;", "top / 128.0f;"),
     Mutation("weights' scales are rounded down", "half.h", "(bits + 0xffffu) >> 16", "bits >> 16"),
+    Mutation("weights are rounded half a step too low", "matrix.cpp", "/ scale + 12582912.0f", "/ scale + 12582911.5f"),
+    Mutation("the largest weight of a group is one of the first 56", "matrix.cpp", "i < kGroup; i += 8",
+             "i < 56; i += 8"),
+    Mutation("a fifth bit of another step is read back", "stored.cpp", "at(kLowSteps + half) >> step",
+             "at(kLowSteps + half) >> (7 - step)"),
     Mutation("a bias without its last output", "matrix.cpp", "bias_.assign(bias, bias + outputs_);",
              "bias_.assign(bias, bias + outputs_ - 1);"),
     Mutation("half precision is cut, not rounded", "half.h", "bits += 0xfffu + ((bits >> 13) & 1u);", ""),

@@ -154,9 +154,27 @@ class _Reader:
         self.num_values += count
         if self.num_values > MOST_VALUES:
             raise UserError(f"{self.path} is damaged: its metadata announces more than {MOST_VALUES} values")
-        if kind in (STRING, ARRAY):
+        if kind == STRING:
+            return self.texts(count)
+        if kind == ARRAY:
             return [self.value(kind, depth) for _ in range(count)]
         return self.numbers(kind, count)
+
+    def texts(self, count: int) -> list[str]:
+        """As `text`, for many: a vocabulary and its merges are 100,000."""
+        data, position, found = self.data, self.position, []
+        length_at, most = struct.Struct("<Q").unpack_from, len(self.data)
+        for _ in range(count):
+            start = position + 8
+            position = start + (length_at(data, position)[0] if start <= most else 0)
+            if position > most:
+                self.take(position - self.position)
+            found.append(data[start:position])
+        self.position = position
+        try:
+            return [text.decode("utf-8") for text in found]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} is damaged: a text in its header is not UTF-8") from error
 
     def numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in SCALARS:

@@ -85,8 +85,9 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions, for example for a merge of unknown tokens
         raise UserError(f"{path}: the tokenizer cannot be built ({error!s:.200})") from error
-    special = {token for token, is_a in vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED)) if is_a != USER_DEFINED}
-    added = [token for token, _ in vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED)) if token]
+    typed = vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED))
+    special = {token for token, is_a in typed if is_a != USER_DEFINED}
+    added = [token for token, _ in typed if token]
     tokenizer.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in added])
     bos = vocabulary.special("bos")
     add_bos = vocabulary.flag("add_bos_token", kind == "llama" or vocabulary.pre in WHOLE_WORDS) and bos is not None
@@ -123,14 +124,14 @@ class _Vocabulary:
 
     def texts(self, name: str) -> list[str]:
         values = self.field(name, list)
-        if not all(isinstance(value, str) for value in values):
+        if not {*map(type, values)} <= {str}:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold texts")
         return values
 
     def numbers(self, name: str, default: Any = None) -> list[Any]:
         """One number a token."""
         values = self.field(name, list, default)
-        if len(values) != len(self.tokens) or not all(isinstance(value, (int, float)) for value in values):
+        if len(values) != len(self.tokens) or not {*map(type, values)} <= {int, float, bool}:
             raise UserError(f"{self.path}: tokenizer.ggml.{name} must hold one number for each token")
         return values
 
@@ -140,11 +141,9 @@ class _Vocabulary:
 
     def merges(self) -> list[tuple[str, str]]:
         pairs = [tuple(merge.split(" ")) for merge in self.texts("merges")]
-        for pair in pairs:
-            if len(pair) != 2:
-                raise UserError(
-                    f"{self.path}: tokenizer.ggml.merges holds {' '.join(pair)!r:.100}, it must be two tokens"
-                )
+        if not {*map(len, pairs)} <= {2}:
+            wrong = next(pair for pair in pairs if len(pair) != 2)
+            raise UserError(f"{self.path}: tokenizer.ggml.merges holds {' '.join(wrong)!r:.100}, it must be two tokens")
         return pairs  # type: ignore[return-value]
 
     def special(self, name: str) -> tuple[str, int] | None:
