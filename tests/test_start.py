@@ -200,3 +200,27 @@ def test_a_rule_that_overrides_reduce_is_given_tensors() -> None:
             raise NotImplementedError
 
     assert reduce_rows(np.array([[1.0, 3.0, 2.0]], np.float32), rows(1, Second())) == [2]
+
+
+def test_a_command_imports_no_other() -> None:
+    code = (
+        "import sys; from outpace.cli.main import _run; _run(['methods'])\n"
+        "print(*(name for name in sys.modules if name.startswith('outpace.cli.')), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    loaded = {name.removeprefix("outpace.cli.") for name in done.stderr.split()}
+    assert "methods" in loaded
+    assert not loaded & {
+        "bench",
+        "chat",
+        "demo",
+        "distill",
+        "doctor",
+        "generate",
+        "serve",
+        "simulate",
+        "theory",
+        "tune",
+    }

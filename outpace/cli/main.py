@@ -4,48 +4,47 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
 from outpace.cli import display, signals, standard_streams
-from outpace.cli.bench import bench
-from outpace.cli.chat import chat
-from outpace.cli.demo import demo
-from outpace.cli.distill import distill
-from outpace.cli.doctor import doctor
 from outpace.cli.extra import ExtraFlags
-from outpace.cli.generate import generate
-from outpace.cli.methods import methods
-from outpace.cli.serve import serve
-from outpace.cli.simulate import simulate
-from outpace.cli.theory import theory
-from outpace.cli.tune import tune
 from outpace.core.errors import UserError
 
-app = typer.Typer(
-    name="outpace",
-    help="Language models that write faster without changing what they write.",
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-anywhere = signals.at_any_point()  # what these begin, an interrupt may end wherever it is
-app.command(cls=ExtraFlags)(generate)
-app.command(cls=ExtraFlags)(chat)
-app.command(cls=ExtraFlags)(serve)
-app.command(cls=ExtraFlags)(anywhere(demo))
-app.command()(anywhere(bench))
-app.command()(anywhere(distill))
-app.command()(anywhere(tune))
-app.command()(anywhere(simulate))
-app.command()(methods)
-app.command()(theory)
-app.command()(doctor)
+WITH_EXTRA = ("generate", "chat", "serve", "demo")  # flags of methods and drafters, which they do not list
+ANYWHERE = ("demo", "bench", "distill", "tune", "simulate")  # what these begin, an interrupt may end wherever it is
+COMMANDS = ("generate", "chat", "serve", "demo", "bench", "distill", "tune", "simulate", "methods", "theory", "doctor")
 
 
-@app.callback(invoke_without_command=True)
+def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The commands of these names, each the function of its name in the module of its name: no other is imported."""
+    app = typer.Typer(
+        name="outpace",
+        help="Language models that write faster without changing what they write.",
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    anywhere = signals.at_any_point()
+    for name in names:
+        function = getattr(import_module(f"outpace.cli.{name}"), name)
+        own: dict[str, Any] = {"cls": ExtraFlags} if name in WITH_EXTRA else {}
+        app.command(**own)(anywhere(function) if name in ANYWHERE else function)
+    app.callback(invoke_without_command=True)(outpace)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app`: all commands, made when it is first asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = build()
+    return globals()["app"]
+
+
 def outpace(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False,
@@ -68,7 +67,8 @@ def _run(arguments: list[str]) -> int:
     try:
         standard_streams.prepare()
         display.show_warnings_plainly()
-        code = app(arguments, prog_name="outpace", standalone_mode=False)
+        asked = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
+        code = build(asked)(arguments, prog_name="outpace", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
@@ -93,8 +93,7 @@ def _unforeseen(error: Exception) -> int:
         return 1
     text = message().rstrip(".").replace(". Did", "; did")
     if text.startswith("No such command") and "did you mean" not in text:
-        names = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
-        text += f", there are {', '.join(names)}"
+        text += f", there are {', '.join(sorted(COMMANDS))}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
 
