@@ -247,7 +247,6 @@ def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -
         (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
         (("--plot", "b"), "--plot is b, its name must end with one of"),
         (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
-        (("--trace", "t.trace", "--temperature", "1"), "a trace is recorded greedily"),
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(

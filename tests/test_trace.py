@@ -13,6 +13,8 @@ from doubles import QuickToy, make_request, write
 from safetensors.numpy import load_file, save_file
 
 from outpace.core.errors import UserError
+from outpace.core.sampling import Sampling
+from outpace.core.types import Row
 from outpace.models.load import Loaded
 from outpace.simulate.trace import FORMAT, RecordOptions, Trace, load, record
 
@@ -46,6 +48,25 @@ def test_tokens_are_the_targets_and_rows_the_drafts(trace: Trace) -> None:
             np.testing.assert_allclose(answer.draft_logprobs[place], best.values, atol=1e-6)
             log_p = torch.log_softmax(TARGET._row(before), -1)[answer.tokens[place]]
             assert answer.target_logprobs[place] == pytest.approx(float(log_p), abs=1e-5)
+
+
+def test_sampled_rows_hold_the_noise_that_target_and_draft_share(tmp_path: Path) -> None:
+    sampled = RecordOptions(max_tokens=12, ranks=5, sampling=Sampling(0.8), seed=7)
+    found = record(loaded(TARGET, "t"), loaded(DRAFT, "d"), [[1, 2, 3], [9]], sampled)
+    for answer in found.answers:
+        request = make_request(list(answer.prompt), max_tokens=12, rule="gumbel", sampling=Sampling(0.8), seed=7)
+        assert list(answer.tokens) == write(TARGET, request)
+        text = [*answer.prompt, *answer.tokens]
+        for place in range(12):
+            before = text[: len(answer.prompt) + place]
+            ranks = request.rule.rank(DRAFT._row(before)[None].float(), [Row(request, before)])[0]
+            best = torch.topk(ranks, 5)
+            assert answer.draft_tokens[place].tolist() == best.indices.tolist()
+            np.testing.assert_allclose(answer.draft_logprobs[place], best.values, atol=1e-5)
+    found.save(tmp_path / "a.trace")
+    assert (load(tmp_path / "a.trace").temperature, found.temperature) == (0.8, 0.8)
+    with pytest.raises(UserError, match="without top-k, top-p and min-p"):
+        RecordOptions(sampling=Sampling(0.8, top_k=3))
 
 
 def test_acceptance_counts_the_first_ranks(trace: Trace) -> None:

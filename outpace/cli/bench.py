@@ -48,8 +48,6 @@ def bench(
         return
     _check_files(keeping)
     options = _options(loading, measuring)
-    if keeping.trace is not None and not options.sampling_params.sampling.is_greedy:
-        raise UserError("a trace is recorded greedily, leave out --temperature")
     with as_interrupt(), _open(loading, options) as llm:
         if keeping.trace is not None:
             _trace(llm, options, keeping.trace)
@@ -221,7 +219,8 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
-        settings = RecordOptions(max_tokens=options.sampling_params.max_tokens)
+        drawn = options.sampling_params
+        settings = RecordOptions(drawn.max_tokens, sampling=drawn.sampling, seed=drawn.seed)
         trace = record(
             llm.target,
             llm.draft,

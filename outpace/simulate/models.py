@@ -14,11 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.scores import Held, largest
+from outpace.core.types import Offer, Row
 from outpace.models.base import PREFIX, Model, Part, Session
+from outpace.rules.base import offer_at
+from outpace.rules.greedy import Greedy
 from outpace.simulate.script import Script, Scripts
 
 ON_PATH = 0  # the mark of a node on the path; all others carry a hash of their path, which is odd
 _MASK = (1 << 63) - 1
+
+
+class Recorded(Greedy):
+    """The rule greedy, for a draft whose rows are recorded as the trace's rule ranked them."""
+
+    judges_sampled = True
+
+    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+        """The `count` best of each row of scores [rows, held], with their values as they are."""
+        return [offer_at(places, row[places], held) for row in scores for places in [largest(row, count)]]
 
 
 class ReplaySession(Session):

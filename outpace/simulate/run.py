@@ -11,11 +11,12 @@ from outpace.candidates.inline import ClockedDrafter, InlineWorker, InTurn, Simu
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
+from outpace.core.sampling import Sampling
 from outpace.core.stats import Figures, Step, fold
 from outpace.core.types import Drafter, Request
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
-from outpace.simulate.models import ReplayDraft, ReplayTarget
+from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
 from outpace.simulate.script import Script, Scripts, scripts_of
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
@@ -131,8 +132,7 @@ def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Dra
 
 def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[Step]:
     """Writes one answer and compares it with the recorded one."""
-    greedy = registry.find("rules", "greedy")
-    request = Request(script.prompt, greedy.build(greedy.Options()), len(script.tokens))
+    request = Request(script.prompt, Recorded(), len(script.tokens), Sampling(script.temperature))
     run = engine.submit(request, setup.decoder, options)
     clock.is_reading = True  # the first step reads the prompt, and nothing else
     while run.finish_reason is None:

@@ -6,7 +6,7 @@ A text begins with a token that names its answer; so the models that replay it a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Script:
     start: int
     draft_tokens: np.ndarray  # [tokens, ranks]
     draft_logprobs: np.ndarray
+    temperature: float = 0.0  # at which it was written
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ def scripts_of(trace: Trace, ranks: int | None = None) -> Scripts:
     scripts = []
     for number, (answer, (asked, written, rows)) in enumerate(zip(trace.answers, parts, strict=True)):
         text = (names + number, *asked.tolist(), *written.tolist())
-        scripts.append(Script(text, len(asked) + 1, rows, answer.draft_logprobs[:, :ranks]))
+        scripts.append(Script(text, len(asked) + 1, rows, answer.draft_logprobs[:, :ranks], trace.temperature))
     return Scripts(names, names + len(scripts), tuple(scripts))
 
 
@@ -74,4 +75,4 @@ def limited(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Tra
         raise UserError(f"the trace has no answers of {', '.join(tasks)}, it has {', '.join(known)}")
     if answers is not None and answers < len(chosen):
         chosen = [chosen[number * len(chosen) // answers] for number in range(answers)]
-    return Trace(trace.target, trace.draft, trace.vocab_size, tuple(chosen))
+    return replace(trace, answers=tuple(chosen))

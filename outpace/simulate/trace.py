@@ -1,7 +1,8 @@
 """The trace of a real pair: what a target wrote, and what a draft would have proposed at every place of it.
 
 It is recorded once and then replayed for any method, ratio of times and width (`outpace simulate`), without the models.
-The draft is teacher-forced: at every place it sees the target's own text. For chains at temperature 0 that is exact.
+The draft is teacher-forced: at every place it sees the target's own text. For chains at temperature 0 that is exact. Of
+sampled texts the rows are what the rule's drafter ranks by: log q plus the noise that it shares with the target.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import numpy as np
 import torch
 
 from outpace.core.errors import UserError, check_whole
-from outpace.core.types import LogprobsOptions, Request
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded
-from outpace.rules import greedy
+from outpace.rules import greedy, gumbel
 
 FORMAT, VERSION = "outpace-trace", "1"
 _TYPES = {
@@ -44,7 +46,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class TracedAnswer:
     """One answer. `draft_tokens` and `draft_logprobs` [tokens, ranks]: the draft's likeliest tokens for each place,
-    best first, given the true text before it. Natural logarithms; -inf where the draft has no more tokens."""
+    best first, given the true text before it. Natural logarithms, plus noise where the text was sampled; -inf where
+    the draft has no more tokens."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -56,12 +59,13 @@ class TracedAnswer:
 
 @dataclass(frozen=True)
 class Trace:
-    """All answers of one pair at temperature 0."""
+    """All answers of one pair, at one temperature."""
 
     target: str
     draft: str
     vocab_size: int
     answers: tuple[TracedAnswer, ...]
+    temperature: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -85,6 +89,7 @@ class Trace:
         path = Path(path)
         about = {"format": FORMAT, "version": VERSION, "target": self.target, "draft": self.draft}
         about |= {"ranks": str(self.ranks), "vocab_size": str(self.vocab_size)}
+        about["temperature"] = repr(self.temperature)
         about["tasks"] = json.dumps([answer.task for answer in self.answers])
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -97,13 +102,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """`max_tokens` an answer; `ranks` of the draft's tokens at each place; `batch` answers at once."""
+    """`max_tokens` an answer; `ranks` of the draft's tokens at each place; `batch` answers at once; `sampling` without
+    filters, and its `seed`."""
 
     max_tokens: int = 128
     ranks: int = 32
     batch: int = 8
+    sampling: Sampling = GREEDY
+    seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.sampling.filters:
+            raise UserError("a trace is recorded without top-k, top-p and min-p, leave them out")
         check_whole("max_tokens", self.max_tokens, 1)
         check_whole("ranks", self.ranks, 1, 1024)
         check_whole("batch", self.batch, 1, 4096)
@@ -125,31 +135,31 @@ def record(
     options = options or RecordOptions()
     if not prompts:
         raise UserError("there are no prompts, at least one is needed for a trace")
-    written = _answers(target, prompts, options)
+    stops = frozenset(target.tokenizer.stop_ids)
+    requests = [_request(prompt, options, stops) for prompt in prompts]
+    written = _answers(target, requests, options.batch)
     answers = []
-    for number, (prompt, (tokens, logprobs)) in enumerate(zip(prompts, written, strict=True)):
-        rows = _draft_rows(draft.model, [*prompt, *tokens], len(prompt), options.ranks)
+    for number, (request, (tokens, logprobs)) in enumerate(zip(requests, written, strict=True)):
+        rows = _draft_rows(draft.model, request, tokens, options.ranks)
         task = tasks[number] if tasks else ""
-        answers.append(TracedAnswer(tuple(prompt), tokens, np.array(logprobs, np.float32), *rows, task))
+        answers.append(TracedAnswer(request.prompt, tokens, np.array(logprobs, np.float32), *rows, task))
         progress(number + 1, len(prompts))
-    return Trace(_name(target), _name(draft), int(target.model.vocab_size), tuple(answers))
+    temperature = options.sampling.temperature
+    return Trace(_name(target), _name(draft), int(target.model.vocab_size), tuple(answers), temperature)
 
 
-def _answers(
-    target: Loaded, prompts: Sequence[Sequence[int]], options: RecordOptions
-) -> list[tuple[tuple[int, ...], list[float]]]:
-    """The target's greedy tokens for every prompt, and their log-probabilities."""
-    rule, stops = greedy.build(greedy.Options()), frozenset(target.tokenizer.stop_ids)
-    settings = EngineOptions(nodes=1, batch=options.batch, reuse=False)
+def _request(prompt: Sequence[int], options: RecordOptions, stops: frozenset[int]) -> Request:
+    """Greedy, or sampled with the noise that target and draft share."""
+    rule = greedy.build(greedy.Options()) if options.sampling.is_greedy else gumbel.build(gumbel.Options())
+    asked = (tuple(prompt), rule, options.max_tokens, options.sampling, options.seed)
+    return Request(*asked, stop_ids=stops, logprobs=LogprobsOptions())
+
+
+def _answers(target: Loaded, requests: Sequence[Request], batch: int) -> list[tuple[tuple[int, ...], list[float]]]:
+    """The target's tokens for every request, and their log-probabilities."""
+    settings = EngineOptions(nodes=1, batch=batch, reuse=False)
     with Engine(target.model, options=settings) as engine:
-        runs = [
-            engine.submit(
-                Request(tuple(prompt), rule, options.max_tokens, stop_ids=stops, logprobs=LogprobsOptions()),
-                autoregressive,
-                autoregressive.Options(),
-            )
-            for prompt in prompts
-        ]
+        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     for run in runs:
@@ -163,8 +173,9 @@ def _name(loaded: Loaded) -> str:
     return Path(loaded.name).name if Path(loaded.name).is_absolute() else loaded.name
 
 
-def _draft_rows(model: Model, text: Sequence[int], start: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """The draft's likeliest tokens for every place from `start` on, with log q. [tokens, ranks] each"""
+def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The draft's best tokens for every place of the answer, by the rule's rank. [tokens, ranks] each"""
+    text, start = (*request.prompt, *written), len(request.prompt)
     if len(text) > model.max_positions:
         raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
     known = [min(token, model.vocab_size - 1) for token in text[:-1]]
@@ -174,7 +185,8 @@ def _draft_rows(model: Model, text: Sequence[int], start: int, ranks: int) -> tu
         piece = known[at : at + _CHUNK]
         wanted = [place for place in range(len(piece)) if at + place >= start - 1]
         scores = model.score([chain(session, piece, wanted, keep)])[:, : model.vocab_size]
-        best = torch.topk(torch.log_softmax(scores.float(), dim=-1), min(ranks, scores.shape[1]))
+        rows = [Row(request, text[: at + place + 1]) for place in wanted]
+        best = torch.topk(request.rule.rank(scores, rows), min(ranks, scores.shape[1]))
         tokens.append(best.indices.cpu().numpy())
         values.append(best.values.cpu().numpy())
         keep = range(len(piece))
@@ -191,13 +203,13 @@ def load(path: Path | str) -> Trace:
         raise UserError(f"{path} is a trace of version {about.get('version')}, this outpace reads version {VERSION}")
     try:
         vocab_size, tasks = int(about["vocab_size"]), json.loads(about["tasks"])
-        target, draft = about["target"], about["draft"]
+        target, draft, temperature = about["target"], about["draft"], float(about.get("temperature", 0.0))
     except (KeyError, ValueError) as error:
         raise UserError(f"{path} is damaged: its manifest lacks {error!s:.80}") from error
     problem = _objection(arrays, vocab_size, tasks)
     if problem:
         raise UserError(f"{path} is damaged: {problem}")
-    return Trace(target, draft, vocab_size, tuple(_cut(arrays, tasks)))
+    return Trace(target, draft, vocab_size, tuple(_cut(arrays, tasks)), temperature)
 
 
 def _read(path: Path) -> tuple[Mapping[str, str], dict[str, np.ndarray]]:
