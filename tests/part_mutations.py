@@ -20,8 +20,10 @@ from outpace.core.types import Row
 from outpace.decoders import pearl, planned, ssd
 from outpace.decoders._ledger import Ledger
 from outpace.drafters import _grower
+from outpace.drafters._chance import ChoiceModel
 from outpace.drafters._choosing import Choosing
 from outpace.drafters.lookahead import Lookahead
+from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine import passes
 from outpace.server import reading
@@ -168,6 +170,20 @@ PART_MUTATIONS = [
         "tried",
         always_paid,
         "test_planned.py::test_the_ledger_spends_a_share_and_half_of_it_after_each_failure",
+    ),
+    mutation(
+        "chances: one coverage for all places",
+        ChoiceModel,
+        "_covered",
+        lambda f: lambda self, values: self._coverage.value,
+        "test_parts.py::test_a_sure_draft_leaves_less_open_than_another",
+    ),
+    mutation(
+        "model: orders are not heeded",
+        ModelDrafter,
+        "heed",
+        nothing,
+        "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come",
     ),
     mutation(
         "lookahead: the window stands still",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outpace.candidates.cache import Candidate, CandidateCache, Layer
 from outpace.candidates.thread import ThreadWorker
+from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
@@ -81,6 +82,36 @@ def test_the_estimated_chances_follow_what_was_picked() -> None:
     for _ in range(100):
         rate.learn(False)
     assert rate.value < 0.1
+
+
+def test_a_sure_draft_leaves_less_open_than_another() -> None:
+    chance = random.Random(3)
+    sure, vague = [math.log(q) for q in (0.97, 0.02)], [math.log(q) for q in (0.3, 0.2)]
+    told, blind = ChoiceModel(has_shares=True), ChoiceModel()
+    for _ in range(600):
+        for values in (sure, vague):  # the target picks as the draft says
+            picked = chance.choices((0, 1, None), [*map(math.exp, values), 1.0 - sum(map(math.exp, values))])[0]
+            told.learn(values, picked)
+            blind.learn(values, picked)
+    for values in (sure, vague):
+        assert told.log_chances(values) == pytest.approx(values, abs=0.15)
+    assert blind.log_chances(vague)[0] > vague[0] + 0.3, "one coverage for all places overrates the vague ones"
+    again = ChoiceModel(has_shares=True)
+    again.recall(told.remember())
+    assert again.log_chances(vague) == pytest.approx(told.log_chances(vague), abs=0.1)
+    again.recall({"coverage": 0.9, "temperature": 1.0})  # a profile of before
+    assert again.log_chances(vague) == pytest.approx(vague, abs=0.01)
+
+
+def test_layers_leave_room_in_a_tree_for_those_to_come() -> None:
+    drafter = ModelDrafter(TARGET, Options(width=4, tree_nodes=64, floor=0.0))
+    state, tree = drafter.open(request(1, 2, 3)), TokenTree(3)
+    drafter.heed(state, Orders(share=0.25))
+    added = [drafter.grow([state], [tree])[0] for _ in range(6)]
+    assert added[:2] == [4, 14], "of a layer of sixteen as many as are a quarter of the room"
+    assert min(added[2:]) >= 8, "twice its width in any case"
+    drafter.heed(state, Orders())
+    assert drafter.grow([state], [tree]) == [64 - 1 - sum(added)]
 
 
 def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:

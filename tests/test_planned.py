@@ -72,6 +72,12 @@ def test_it_is_no_slower_than_card_and_auto(ratio: float) -> None:
     assert simulated("planned", ratio).seconds < 1.02 * known
 
 
+@pytest.mark.parametrize("ratio", [7.0, 15.0])
+def test_it_gains_on_the_better_of_both(ratio: float) -> None:
+    known = min(simulated(method, ratio).seconds for method in ("card", "auto"))
+    assert 1.02 * simulated("planned", ratio).seconds < known
+
+
 def test_it_waits_after_hits_too() -> None:
     assert simulated("planned", 15.0).seconds < simulated("planned", 15.0, hits=False).seconds
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from heapq import nlargest
 from math import exp
 from typing import NamedTuple
 
@@ -115,14 +116,14 @@ class CandidateCache:
         """Whether the drafter adds no more below this root."""
         return self.layers >= _GIVEN_UP
 
-    def outlook(self) -> tuple[list[float], list[float]]:
-        """Estimated chances that the target walks to a candidate: of all of them, and of those without children; best
-        first. Where there is none the root itself is what may get children."""
+    def outlook(self, most: int, ends: int) -> tuple[list[float], list[float]]:
+        """Estimated chances that the target walks to a candidate: of the `most` best of all, and of the `ends` best of
+        those without children; best first. Where there is none the root itself is what may get children."""
         with self._lock:
             tree = self._tree
-            chances = [exp(score) for score in tree.scores]
-            leaves = [chance for node, chance in enumerate(chances) if not tree.children(node)]
-        return sorted(chances[1:], reverse=True), sorted(leaves, reverse=True)
+            best = nlargest(most, tree.scores[1:])
+            leaves = nlargest(ends, [score for node, score in enumerate(tree.scores) if not tree.children(node)])
+        return list(map(exp, best)), list(map(exp, leaves))
 
     def query(self, budget: int) -> TokenTree:
         """The target's thread: a copy of the best `budget` nodes, the root included; maybe the root alone."""

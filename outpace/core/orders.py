@@ -10,13 +10,15 @@ class Orders(NamedTuple):
     it stops where its tree is so deep; `width`, nodes a forward, of those that it may. `outcomes`: it expands no best
     nodes, but grows chains of so many tokens, below the root and below each likely outcome of that chain's
     verification. `floor`: nodes that the target is expected to reach less often are not expanded; None: the drafter's
-    own."""
+    own. `share`: a forward adds at most this share of the nodes that the tree has room for, so that it does not fill
+    up in a long pass; twice as many as it expands in any case."""
 
     layers: int | None = None
     depth: int = 0
     width: int = 0
     outcomes: int = 0
     floor: float | None = None
+    share: float = 1.0
 
 
 FREE = Orders()

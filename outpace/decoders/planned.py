@@ -17,7 +17,7 @@ from outpace.candidates.cache import CandidateCache
 from outpace.core.errors import check_range, check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Source, Verify
-from outpace.decoders._costs import Costs
+from outpace.decoders._costs import Costs, Mean
 from outpace.decoders._ledger import Ledger
 from outpace.decoders.base import Coroutine, Place
 
@@ -26,10 +26,10 @@ COST = "a pass with the draft running beside it, and waits for the draft where t
 NEEDS = "worker"
 _LATER = 1.5  # by how much a layer must outweigh its wait: without it, it would grow beside the pass for the next round
 _UNKNOWN = 2  # layers that are waited for at most before there is a price
-_KINDS = 3  # of layers since the last correction, whose growth is known apart: the first, the second, all others
+_SHARE = 1 / 8  # of the tree's room, that one layer may take
 _REACH = 16  # leaves that the next layer is expected to expand
 BESIDE, IN_TURN = "beside", "in turn"
-_AFTER_HIT, _AFTER_MISS = Source("beside, after a hit", True), Source("beside, after a miss", True)
+_LAYER = Source("a layer that was waited for", True)
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,22 @@ class _Planner:
 
     def _look(self) -> None:
         """What the cache holds now: what its best rows are worth, and how likely the next layer is to be reached."""
-        chances, leaves = self._candidates.outlook()
+        chances, leaves = self._candidates.outlook(self._place.budget - 1, _REACH)
         trust = min(1.0, self._trust.value)
-        self._reach = min(1.0, sum(leaves[:_REACH])) * (trust if chances else 1.0)
-        trusted = [trust * chance for chance in chances[: self._place.budget - 1]]
+        self._reach = min(1.0, sum(leaves)) * (trust if len(self._candidates) else 1.0)
+        trusted = [trust * chance for chance in chances]
         self.rows, self._worth = self._costs.best(trusted, self._place.rows_of_others, self._price)
 
     @property
-    def _kind(self) -> tuple[Source, int]:
-        """Layers whose growth is known together."""
-        return _AFTER_MISS if self._is_miss else _AFTER_HIT, min(self._layers, _KINDS - 1)
+    def _growth(self) -> Mean:
+        """Tokens that a layer adds, over the square of the chance that the walk reaches it."""
+        return self._costs.growth(_LAYER, 0)
 
     @property
     def _gain(self) -> float:
-        """Tokens that the next layer is expected to add, of this kind as of those before."""
-        return self._costs.growth(*self._kind).value * self._reach
+        """Tokens that the next layer is expected to add. The walk has to reach the layer, and then to go on as far as
+        there are rows for it: which it does the less, the less it came so far."""
+        return self._growth.value * self._reach**2
 
     @property
     def is_worth_waiting(self) -> bool:
@@ -120,7 +121,7 @@ class _Planner:
         is_allowed = self._is_miss or self._options.hits
         if self._layers >= most or not is_allowed or self._place.budget < 2 or self._candidates.is_given_up:
             return False
-        return self._pays or self._ledger.is_due(self._kind, self._step)
+        return self._pays or self._ledger.is_due(_LAYER, self._step)
 
     @property
     def _pays(self) -> bool:
@@ -130,29 +131,29 @@ class _Planner:
     @property
     def before(self) -> Orders:
         """While the target waits: in turn a layer and no more, else on and on, for the next may follow at once."""
-        return Orders(layers=None if self._modes.mode == BESIDE else 1, floor=0.0)
+        return Orders(layers=None if self._modes.mode == BESIDE else 1, floor=0.0, share=_SHARE)
 
     def waited(self) -> None:
         """The wait is over."""
-        kind, before, reach = self._kind, self._worth, self._reach
-        self._ledger.tried(kind, self._pays)
+        before, reach = self._worth, self._reach
+        self._ledger.tried(_LAYER, self._pays)
         self._look()
         most = self._costs.most_more(self._place.rows_of_others)
         if self.rows <= most and reach > 0:  # else the rows that are known hide what it added
-            self._costs.growth(*kind).learn(max(0.0, self._worth - before), reach)
+            self._growth.learn(max(0.0, self._worth - before), reach**2)
         self._layers += 1
 
     def during(self, rows: int) -> Orders:
         """While the target runs over so many rows: as many layers as end with it, or none."""
         self._judged = rows
-        first = self._costs.growth(_AFTER_MISS, 0).value
-        self._modes.choose(rows + self._place.rows_of_others, self._step, max(first, 0.05))
+        first = max(self._growth.value, 0.05)  # of a round: the walk is at its root in any case
+        self._modes.choose(rows + self._place.rows_of_others, self._step, first)
         if self._modes.mode == IN_TURN:
             return Orders(layers=0)
         seconds = self._costs.target(rows + self._place.rows_of_others)
         if not (self._options.rests and self._step and seconds):
-            return Orders()
-        return Orders(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0)
+            return Orders(share=_SHARE)
+        return Orders(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0, share=_SHARE)
 
     def learn(self, scores: Sequence[float], accepted: int) -> None:
         """The target has judged a tree with these path scores, and accepted so many of its nodes."""

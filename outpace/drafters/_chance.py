@@ -19,6 +19,7 @@ _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _DIVISORS = np.array(_TEMPERATURES)[:, None]
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
+_LEAST = 0.05  # of coverage, and of what is left open as a share of what the draft leaves
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
 
@@ -40,26 +41,34 @@ class Rate:
         """Begins from a profile, as sure of it as of a few trials."""
         self._successes, self._trials = min(max(kept, 0.01), 1.0) * _SURE, _SURE  # never quite 0: it has a logarithm
 
-    def learn(self, success: bool) -> None:
-        """Counts one trial."""
+    def learn(self, success: bool, trials: float = 1.0) -> None:
+        """Counts one trial, or what was expected of it."""
         self._successes = self._successes * _MEMORY + success
-        self._trials = self._trials * _MEMORY + 1.0
+        self._trials = self._trials * _MEMORY + trials
 
 
 class ChoiceModel:
-    """P(the target picks the i-th best proposal) = coverage * softmax(values / temperature)_i, both fitted."""
+    """P(the target picks the i-th best proposal) = coverage * softmax(values / temperature)_i, fitted.
 
-    def __init__(self) -> None:
+    Coverage is the chance that it picks any of them: the same everywhere; or, where the values are shares (log q), one
+    less a fitted multiple of what they leave open, for a draft that is sure of a token leaves less open than others.
+    """
+
+    def __init__(self, has_shares: bool = False) -> None:
+        self._has_shares = has_shares
         self._coverage = Rate(0.9)
+        self._open = Rate(1.0, 0.5)  # picks of what is not proposed, over the shares that are left open
         self._begin(1.0)  # q as it is
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
-        return {"coverage": self._coverage.remember(), "temperature": self._temperature}
+        kept = {"coverage": self._coverage.remember(), "temperature": self._temperature}
+        return kept | {"open": self._open.remember()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
         self._coverage.recall(float(kept["coverage"]))
+        self._open = Rate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
         self._begin(min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"]))))
 
     def _begin(self, temperature: float) -> None:
@@ -71,12 +80,20 @@ class ChoiceModel:
         first, are those of all."""
         top, temperature = values[0], self._temperature
         scaled = [(value - top) / temperature for value in values]
-        shift = math.log(self._coverage.value) - math.log(sum(map(math.exp, scaled)))
+        shift = math.log(self._covered(values)) - math.log(sum(map(math.exp, scaled)))
         return [value + shift for value in scaled[:count]]
+
+    def _covered(self, values: Sequence[float]) -> float:
+        """The chance that the target picks one of these proposals."""
+        if not self._has_shares:
+            return self._coverage.value
+        return max(_LEAST, 1.0 - self._open.value * _left_open(values))
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
         """The target picked proposal number `picked` of these, or none of them."""
         self._coverage.learn(picked is not None)
+        if self._has_shares:
+            self._open.learn(picked is None, _left_open(values))
         if picked is None:
             return
         scaled = np.array(values) / _DIVISORS  # [temperatures, proposals]
@@ -86,11 +103,16 @@ class ChoiceModel:
         self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]
 
 
+def _left_open(values: Sequence[float]) -> float:
+    """What these shares (log q) leave to all other tokens."""
+    return max(0.0, 1.0 - sum(map(math.exp, values)))
+
+
 class Choices:
     """What a draft model's proposals were worth: one choice model for greedy requests, one for sampled ones."""
 
     def __init__(self) -> None:
-        self._models = {name: ChoiceModel() for name in ("greedy", "sampled")}
+        self._models = {"greedy": ChoiceModel(has_shares=True), "sampled": ChoiceModel()}
 
     def of(self, request: Request) -> ChoiceModel:
         """That of a request."""

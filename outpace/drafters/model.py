@@ -28,6 +28,7 @@ from outpace.rules.base import best_rows
 DRAWS = True
 COST = "a forward of the draft model for each layer"
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
+_CHILDREN = 2  # for each node of the width that a forward may add in any case
 _SCORE = itemgetter(0)
 
 
@@ -169,7 +170,9 @@ class ModelDrafter(Drafter):
                 children.append((score + chance, node, token))
         children.sort(key=_SCORE, reverse=True)
         before = len(tree)
-        tree.hang(children[: self._options.tree_nodes - before], width)
+        room = self._options.tree_nodes - before
+        most = max(_CHILDREN * width, int(room * state.orders.share))
+        tree.hang(children[: min(room, most)], width)
         return len(tree) - before
 
 

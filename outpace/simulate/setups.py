@@ -63,14 +63,23 @@ def setups(sizes: Sizes) -> list[Setup]:
         Setup("speculative-tree", f"in turn, {n}-node tree", "speculative", n, tree, LENGTHS),
     ]
     for name in registry.names("decoders"):
-        if name not in (PLAIN, "speculative", "card"):
+        if name not in (PLAIN, "speculative", *_TITLES):
             found.append(_other(name, n, tree))
     wider = [
         Setup(f"{method}-k{width}", f"{_TITLES[method]}, {width} wide", method, n, tree | {"width": width})
         for method in _TITLES
         for width in sizes.others
     ]
-    return [*found, *_card(n, tree), *wider]
+    return [*found, *_planned(n, tree), *_card(n, tree), *wider]
+
+
+def _planned(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
+    parts: dict[str, tuple[str, dict[str, Any]]] = {
+        "": ("planned", {}),
+        "-no-hits": ("planned, waits after misses alone", {"hits": False}),
+        "-no-rests": ("planned, its drafter never rests", {"rests": False}),
+    }
+    return [Setup(f"planned{name}", title, "planned", nodes, {**tree, **off}) for name, (title, off) in parts.items()]
 
 
 def _card(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
