@@ -182,9 +182,8 @@ class Tokenizer:
 
         One vocabulary may be longer than the other: rows that pad an embedding are no difference.
         """
-        if self._words == other._words:  # faster than one by one
-            return None
-        for index in range(min(self.size, other.size)):
+        are_equal = self._words == other._words  # faster than one by one
+        for index in range(0 if are_equal else min(self.size, other.size)):
             mine, others = self._words.get(index), other._words.get(index)
             if mine != others and mine is not None and others is not None:
                 return f"id {index} is {mine!r} in one and {others!r} in the other"
