@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from light import DrafterDiedError as DrafterDiedError
+from light import Empty as Empty
+from light import Wrapped, failing
 from torch import Tensor
 
 from outpace.candidates.inline import InlineWorker, SimulatedClock
@@ -23,7 +26,7 @@ from outpace.core import registry
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import Figures, Step, fold
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source
+from outpace.core.types import Observation, Request, Row
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
@@ -72,65 +75,6 @@ class Watched(draft_model.ModelDrafter):
         super().observe(state, seen)
         assert state.tokens[-1] == seen.tree.tokens[0], "the drafter's root is not the last committed token"
         check_session(state.session, state.tokens)
-
-
-class Empty(Drafter):
-    """Never offers anything."""
-
-    def open(self, request: Request) -> DraftState:
-        return DraftState(request, list(request.prompt))
-
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        return [0] * len(trees)
-
-    def observe(self, state: DraftState, seen: Observation) -> None:
-        state.tokens.extend(seen.tokens)
-
-    def close(self, state: DraftState) -> None:
-        pass
-
-
-class Wrapped(Drafter):
-    """A drafter around another; `before(verb)` is called first, and may sleep or raise."""
-
-    def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
-        self.inner, self._before = inner, before
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.inner.sources  # type: ignore[no-any-return]
-
-    def open(self, request: Request) -> Any:
-        self._before("open")
-        return self.inner.open(request)
-
-    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
-        self._before("grow")
-        return list(self.inner.grow(states, trees))
-
-    def observe(self, state: Any, seen: Observation) -> None:
-        self._before("observe")
-        self.inner.observe(state, seen)
-
-    def close(self, state: Any) -> None:
-        self._before("close")
-        self.inner.close(state)
-
-
-class DrafterDiedError(RuntimeError):
-    """Raised on purpose by a failing drafter."""
-
-
-def failing(inner: Any, verb: str = "grow", after: int = 3) -> Wrapped:
-    """Raises at its call number `after` (from 0) of `verb`, and at every one that follows."""
-    calls: Counter[str] = Counter()
-
-    def before(called: str) -> None:
-        calls[called] += 1
-        if called == verb and calls[called] > after:
-            raise DrafterDiedError(f"{verb} number {after}")
-
-    return Wrapped(inner, before)
 
 
 def sleepy(inner: Any, seed: int, most_seconds: float = 0.001) -> Wrapped:

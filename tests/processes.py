@@ -15,21 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from doubles import (
-    SMALL,
-    Empty,
-    QuickToy,
-    collect_warnings,
-    failing,
-    make_drafter,
-    make_request,
-    within,
-    write,
-)
+from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_request, within, write
+from light import SECONDS, Lookup, build_failing
 
 from outpace.candidates.base import Worker
 from outpace.candidates.process import ProcessWorker
-from outpace.core.errors import UserError
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
@@ -40,26 +30,21 @@ REQUESTS = [
     for number, rule in enumerate(("greedy", "gumbel", "match", "gumbel", "greedy"))
 ]
 TEXTS = [write(TARGET, request) for request in REQUESTS]
-SECONDS = 60.0  # far more than anything here takes
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def build(name: str = "model") -> Any:
-    """The drafter of most tests, built in the child."""
+    """A drafter that runs a toy, built in the child."""
     return make_drafter(name, TARGET)
 
 
-def build_failing() -> Any:
-    return failing(make_drafter("model", TARGET), "grow", 5)
+def table_of(target: QuickToy) -> bytes:
+    """The likeliest token after each three."""
+    return bytes(int(target._row(three).argmax()) for three in itertools.product(range(16), repeat=3))
 
 
-def build_slowly() -> Any:
-    time.sleep(SECONDS)
-    return Empty()
-
-
-def build_never() -> Any:
-    raise UserError("no such draft")
+TABLE = table_of(TARGET)
+build_light, build_failing = partial(Lookup, TABLE), partial(build_failing, TABLE)  # the drafters of most tests
 
 
 def children() -> set[int]:
@@ -165,13 +150,12 @@ def run_script(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-SCRIPT = """
+SCRIPT = f"""
 import time
 from functools import partial
-from doubles import decode
-from processes import REQUESTS, TARGET, TEXTS, build
+from light import Lookup
 from outpace.candidates.process import ProcessWorker
-worker = ProcessWorker(build)
+worker = ProcessWorker(partial(Lookup, {TABLE!r}))
 while sys.argv[1] != "start" and not worker.is_ready or worker.pid is None:
     time.sleep(0.01)
 print(worker.pid, flush=True)

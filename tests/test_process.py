@@ -11,27 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doubles import (
-    SMALL,
-    Empty,
-    QuickToy,
-    decode,
-    make_request,
-    within,
-    write,
-)
-from processes import (
-    REQUESTS,
-    SECONDS,
-    TARGET,
-    TEXTS,
-    Drive,
-    build,
-    build_slowly,
-    driven,
-    nothing_left,
-    until,
-)
+from doubles import SMALL, QuickToy, decode, make_request, within, write
+from light import Empty, build_slowly
+from processes import REQUESTS, SECONDS, TARGET, TEXTS, Drive, build, build_light, driven, nothing_left, until
 from test_library import folder
 
 import outpace
@@ -69,10 +51,18 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", ["card", "pearl", "planned", "ssd"])
-@pytest.mark.parametrize("name", ["both", "garbage"])
+def drafted() -> Iterator[Any]:
+    """Each method with a drafter that starts quickly; with toys, which bring torch there, two of them, the others in
+    the long tests."""
+    for name in ("light", "both", "garbage"):
+        for method in ("card", "pearl", "planned", "ssd"):
+            is_long = name != "light" and (name, method) not in (("both", "card"), ("garbage", "ssd"))
+            yield pytest.param(name, method, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize(("name", "method"), list(drafted()))
 def test_texts_are_plain_decodings(name: str, method: str) -> None:
-    worker = ProcessWorker(partial(build, name), threads=2)
+    worker = ProcessWorker(build_light if name == "light" else partial(build, name), threads=2)
     until(lambda: worker.is_ready, "a drafter")
     outcome = within(SECONDS, partial(decode, REQUESTS, method, worker=worker, target=Unhurried(16, 3, 0)))
     assert outcome.texts == TEXTS
@@ -81,7 +71,7 @@ def test_texts_are_plain_decodings(name: str, method: str) -> None:
 
 
 def test_it_starts_beside_the_target_and_takes_up_what_runs() -> None:
-    worker = ProcessWorker(build)
+    worker = ProcessWorker(build_light)
 
     def work(drive: Drive) -> None:
         drive.round()

@@ -14,14 +14,8 @@ from functools import partial
 from types import ModuleType
 
 import pytest
-from doubles import (
-    SMALL,
-    DrafterDiedError,
-    collect_warnings,
-    make_request,
-    within,
-    write,
-)
+from doubles import SMALL, collect_warnings, make_request, within, write
+from light import DrafterDiedError, build_never
 from processes import (
     REQUESTS,
     SCRIPT,
@@ -29,9 +23,8 @@ from processes import (
     TARGET,
     TEXTS,
     Drive,
-    build,
     build_failing,
-    build_never,
+    build_light,
     driven,
     is_gone,
     nothing_left,
@@ -66,7 +59,7 @@ def _nothing_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", [card, pearl, ssd], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
-    worker = ProcessWorker(build, pauses=(0.01, 0.01))
+    worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
     chance = random.Random(5)
     pids = []
 
@@ -93,7 +86,7 @@ def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType)
 
 
 def test_one_that_is_killed_while_it_starts_is_started_again() -> None:
-    worker = ProcessWorker(build, pauses=(0.01,))
+    worker = ProcessWorker(build_light, pauses=(0.01,))
     until(lambda: worker.pid is not None, "a process")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
@@ -104,7 +97,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again() -> None:
 def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None:
     """Rules that key their randomness by node ids are exact only so."""
     met: dict[int, tuple[int, int]] = {}
-    worker = ProcessWorker(build, pauses=(0.01,))
+    worker = ProcessWorker(build_light, pauses=(0.01,))
     request = make_request([1, 2, 3], "greedy", 100_000)
 
     def work() -> None:
@@ -129,7 +122,7 @@ def test_a_request_that_outlives_a_drafter_never_meets_a_node_id_again() -> None
 
 
 def test_a_stopped_process_is_waited_for() -> None:
-    worker = ProcessWorker(build)
+    worker = ProcessWorker(build_light)
 
     def work(drive: Drive) -> None:
         drive.until_drafted()
@@ -146,7 +139,7 @@ def test_a_stopped_process_is_waited_for() -> None:
 
 
 def test_a_process_that_stays_stopped_is_replaced() -> None:
-    worker = ProcessWorker(build, patience=1.0, pauses=(0.01,) * 5)
+    worker = ProcessWorker(build_light, patience=1.0, pauses=(0.01,) * 5)
 
     def work(drive: Drive) -> None:
         drive.until_drafted()
@@ -163,7 +156,7 @@ def test_a_process_that_stays_stopped_is_replaced() -> None:
 
 def test_messages_to_a_stopped_process_hold_nobody_up() -> None:
     """A socket holds some hundred kilobytes; the prompts here are more."""
-    worker = ProcessWorker(build)
+    worker = ProcessWorker(build_light)
     until(lambda: worker.is_ready, "a drafter")
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)
@@ -196,7 +189,7 @@ def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
     class Local(Greedy):
         pass
 
-    worker = ProcessWorker(build)
+    worker = ProcessWorker(build_light)
     until(lambda: worker.is_ready, "a drafter")
     request = replace(REQUESTS[0], rule=Local())
 
@@ -231,7 +224,8 @@ def test_a_child_goes_with_its_killed_owner(when: str) -> None:
 
 @linux
 def test_a_program_that_ends_without_closing_it_ends_whole() -> None:
-    program = run_script(SCRIPT + "print(decode(REQUESTS, 'card', worker=worker, target=TARGET).texts == TEXTS)", "on")
+    decodes = "print(decode(REQUESTS, 'card', worker=worker, target=TARGET).texts == TEXTS)"
+    program = run_script(f"{SCRIPT}from doubles import decode\nfrom processes import *\n{decodes}", "on")
     out, err = program.communicate(timeout=SECONDS)
     pid, equal = out.split()  # once: nothing of the program ran again in the child
     assert equal == "True"

@@ -7,7 +7,7 @@ host, no tensor made from the host's, no buffer that moves between two replays. 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,15 @@ class HostRead(RuntimeError):
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and each operation would pay for being kept from it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         is_chosen = name in ("index", "index_put", "index_put_") and any(
             tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:]
         )
@@ -59,6 +64,15 @@ class _Operations(TorchDispatchMode):
         if name in HOST_OPERATIONS or is_chosen or crosses:
             raise HostRead(f"{func} within a captured pass: a graph cannot wait for the host")
         return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """An operation's tensors: what it is given, and what stands in its lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class _Methods(TorchFunctionMode):
@@ -77,18 +91,22 @@ def guarded(work: Work) -> None:
 
 
 class EagerCapture:
-    """The stand-in: the same callable, run anew and guarded. `buffers`: those that must stay where they are."""
+    """The stand-in: the same callable, run anew. `buffers`: those that must stay where they are.
+
+    Its operations are watched when it is captured; a replay could have others only after a read of the host's, and for
+    these each replay is watched too.
+    """
 
     def __init__(self, work: Work, buffers: Sequence[Tensor]) -> None:
         self._work, self._buffers = work, buffers
         self._places = [buffer.data_ptr() for buffer in buffers]
-        for _ in range(WARM_UPS):
-            guarded(work)
+        guarded(work)
 
     def replay(self) -> None:
         if self._places != [buffer.data_ptr() for buffer in self._buffers]:
             raise HostRead("a static buffer moved after the capture: a graph would write to where it was")
-        guarded(self._work)
+        with _Methods():
+            self._work()
 
 
 class CudaCapture:
