@@ -4,11 +4,14 @@ threads that spin take the processor from the tests beside them, and tiny produc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, and by the processes that tests start
 
 import pytest
 import torch
+
+from outpace.core.available import available_bytes
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with interrupts ignored
@@ -20,4 +23,13 @@ def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.engine.profile.cache_folder", lambda: folder)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _memory_asked_once() -> Iterator[None]:
+    """Each engine asks how much memory is free, which takes as long as three rounds of a toy's: the first answer serves
+    all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outpace.engine.memory.available_bytes", cache(available_bytes))
         yield

@@ -18,6 +18,7 @@ import gpu_checks
 from outpace.models.llama import graph_runtime
 
 
+@pytest.mark.long
 def test_all_parts_run_and_are_written_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = str(model_folder(tmp_path)), tmp_path / "gpu.jsonl"
     given = ["--device", "cpu", "--quick", "--model", folder, "--draft", folder, "--out", str(out)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,13 +66,18 @@ def cascade_chances(kind: str, a: float, asked: str, length: int) -> dict[tuple[
     return found
 
 
-@pytest.mark.parametrize("a", [0.0, 0.15, 0.4])
-@pytest.mark.parametrize(
-    ("asked", "shape"),
-    [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", MIXTURES)
+SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))]
+
+
+def cascades() -> Iterator[Any]:
+    """Each mixture over each shape by one alpha in turn, by all of them in the long tests."""
+    for number, (kind, (asked, shape)) in enumerate(itertools.product(MIXTURES, SHAPES)):
+        for place, a in enumerate((0.15, 0.4, 0.0)):
+            is_long = place != (number + number // len(SHAPES)) % 3
+            yield pytest.param(kind, asked, shape, a, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize(("kind", "asked", "shape", "a"), list(cascades()), ids=str)
 def test_a_cascade_writes_its_pi(kind: str, asked: str, shape: Shape, a: float) -> None:
     """Root, inner tokens, the last ones, and where the budget leaves the root alone."""
     rule = rule_of("cascade", Enumerating(), defer=kind, alpha=a)
@@ -100,19 +105,22 @@ def test_each_mixture_is_the_papers_and_another() -> None:
     assert all(one != other for one, other in itertools.combinations(seen.values(), 2))
 
 
+STRICT = [
+    ("lenience", {"lenience": 0.0}),
+    ("adaptive", {"most_lenience": 0.0}),
+    *(("cascade", {"defer": kind, "alpha": -2.0}) for kind in MIXTURES),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("lenience", {"lenience": 0.0}),
-        ("adaptive", {"most_lenience": 0.0}),
-        *(("cascade", {"defer": kind, "alpha": -2.0}) for kind in MIXTURES),
-    ],
+    ("asked", "length"),
+    [("bare", 1), ("min-p", 2), *(pytest.param(*long, marks=pytest.mark.long) for long in (("bare", 2), ("min-p", 3)))],
 )
-def test_the_strict_end_is_p(name: str, options: dict[str, Any]) -> None:
-    for asked, length in (("bare", 2), ("min-p", 3)):
-        rule = rule_of(name, Enumerating(), **options)
-        found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, TWO), TWO, asked, length)
-        differ(found.texts, asked, length)
+@pytest.mark.parametrize(("name", "options"), STRICT)
+def test_the_strict_end_is_p(name: str, options: dict[str, Any], asked: str, length: int) -> None:
+    rule = rule_of(name, Enumerating(), **options)
+    found = go_every_way(rule, TARGET, lambda: Shaped(DRAFT, TWO), TWO, asked, length)
+    differ(found.texts, asked, length)
 
 
 def emitted(p: Row, q: Row, lenience: float) -> Row:

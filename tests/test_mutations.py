@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from mutation_checks import Mutation, find_difference, judge
+from mutation_checks import CASES, GREEDY_TEXTS, Mutation, compare, find_difference, judge, requests_of
 from mutations import MUTATIONS
 
 
@@ -38,8 +38,11 @@ def test_mutations_leave_nothing_behind() -> None:
 
 
 def test_a_broken_mutation_does_not_count_as_caught() -> None:
+    def find() -> str | None:
+        return next(compare(requests_of(CASES[0]), GREEDY_TEXTS, "greedy"), None)
+
     like = MUTATIONS[0]
-    broken = Mutation("takes nothing", like.owners, like.attribute, lambda original: lambda: None)
-    idle = Mutation("never called", [random], "betavariate", lambda original: original)
-    harmless = Mutation("changes nothing", like.owners, like.attribute, lambda original: original)
+    broken = Mutation("takes nothing", like.owners, like.attribute, lambda original: lambda: None, find)
+    idle = Mutation("never called", [random], "betavariate", lambda original: original, find)
+    harmless = Mutation("changes nothing", like.owners, like.attribute, lambda original: original, find)
     assert [judge(mutation)[0] for mutation in (broken, idle, harmless)] == [False, False, False]

@@ -191,7 +191,15 @@ def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -
     assert run(WHEN_IMPORTED.format(module=module), *ANSWER)[0] == -signal.SIGINT
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(1, "auto"), (1, "float32"), (3, "float32"), (6, "float32")])
+@pytest.mark.parametrize(
+    ("count", "dtype"),
+    [
+        (1, "auto"),
+        (1, "float32"),
+        pytest.param(3, "float32", marks=pytest.mark.long),
+        pytest.param(6, "float32", marks=pytest.mark.long),
+    ],
+)
 def test_while_a_model_is_converted_or_loaded(run: Run, tmp_path: Path, count: int, dtype: str) -> None:
     assert run(AT_STAGE.format(count=count), *ANSWER, "--dtype", dtype)[0] == signals.INTERRUPTED
     left = [file.name for file in (tmp_path / "cache").glob(".*.part-*")]

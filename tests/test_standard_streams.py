@@ -77,7 +77,7 @@ def test_a_closed_input_that_nobody_reads(outpace: Any, redirections: str) -> No
         assert (done.returncode, done.stdout[:8]) == (0, '{"text":'), done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("generate", "-"), ("chat",)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("generate", "-"), ("chat", "--target", "TINY")], ids=" ".join)
 def test_a_closed_input_that_is_read(outpace: Any, arguments: tuple[str, ...]) -> None:
     done = outpace(arguments, "<&-")
     sentence = "error: standard input is closed, there is nothing to read from\n"
