@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from drawing import Shape, Shaped, go_every_way, rule_of
 from enumerating import Enumerating
@@ -63,14 +66,20 @@ def test_chains(name: str, case: str) -> None:
     check(name, *CHAINS[case])
 
 
-@pytest.mark.parametrize("case", TREES)
-@pytest.mark.parametrize("name", FANS)
+def trees() -> Iterator[Any]:
+    """Each rule over every other tree, the next rule over the others; over all of them in the long tests."""
+    for number, name in enumerate(FANS):
+        for place, case in enumerate(TREES):
+            yield pytest.param(name, case, marks=[pytest.mark.long] if (number + place) % 2 else [])
+
+
+@pytest.mark.parametrize(("name", "case"), list(trees()))
 def test_trees(name: str, case: str) -> None:
     check(name, *TREES[case])
 
 
 @pytest.mark.parametrize("draft", ["garbage", "partial"])
-@pytest.mark.parametrize("draws", ["2", "3"])
+@pytest.mark.parametrize("draws", ["2", pytest.param("3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FANS)
 def test_residuals_of_several_tokens(name: str, draws: str, draft: str) -> None:
     """With four tokens more than one is left after a rejection, so that each next q and p counts."""

@@ -294,7 +294,8 @@ def test_every_other_combination_writes_what_it_must(cell: Cell) -> None:
 def test_everything_goes_with_something() -> None:
     """A part that refuses all others would pass above."""
     ran: list[Cell] = []
-    for cell in cells():
+    asked = list({(cell.decoder, cell.drafter, cell.rule): cell for cell in cells()}.values())  # whatever the draft
+    for cell in asked:
         known = any(other.rule == cell.rule and other.decoder == cell.decoder for other in ran)
         if known and not is_keyed(cell.rule):
             continue
@@ -303,7 +304,7 @@ def test_everything_goes_with_something() -> None:
     for kind, place in (("decoders", 0), ("rules", 3)):
         assert {cell[place] for cell in ran} == set(registry.names(kind))
     assert {cell.drafter for cell in ran} == {None, *drafters()}
-    refused = [cell for cell in cells() if cell not in ran and is_keyed(cell.rule)]
+    refused = [cell for cell in asked if cell not in ran and is_keyed(cell.rule)]
     assert [cell for cell in refused if not asks_the_target(cell)] == []
 
 

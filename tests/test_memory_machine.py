@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from machines import DEPTHS, SEARCH
+from machines import DEAR_DEPTHS, SEARCH
 from mutations import MUTATIONS
 from test_memory import GIB, check
 
@@ -111,7 +111,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.engine.close()
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", DEAR_DEPTHS)
 def test_any_traffic_keeps_texts_and_budget(depth: settings) -> None:
     run_state_machine_as_test(MemoryMachine, settings=depth)
 

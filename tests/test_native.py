@@ -110,7 +110,15 @@ def test_every_instruction_set_gives_the_same_bits(name: str, config: LlamaConfi
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("options", [{"threads": 1}, *({"instruction_set": name} for name in SETS)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 1},
+        {"instruction_set": "portable"},
+        *(pytest.param({"instruction_set": name}, marks=pytest.mark.long) for name in SETS if name != "portable"),
+    ],
+    ids=str,
+)
 def test_the_real_model_has_one_set_of_bits(smollm2: NativeLlama, options: dict) -> None:
     tokens = text(smollm2, 13)
     assert torch.equal(fresh(open_smollm2(**options), tokens), fresh(smollm2, tokens))

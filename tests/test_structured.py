@@ -187,10 +187,11 @@ def test_the_command_line_says_what_is_wrong(called: Any, arguments: list[str], 
 
 
 @pytest.mark.smollm2
-def test_the_shipped_pair_writes_the_same_json() -> None:
+@pytest.mark.parametrize("samplings", [SAMPLINGS[1:2], pytest.param(SAMPLINGS, marks=pytest.mark.long)])
+def test_the_shipped_pair_writes_the_same_json(samplings: list[dict[str, Any]]) -> None:
     smollm2_file()
     with outpace.load(profile=False) as llm:
-        for sampling in SAMPLINGS:
+        for sampling in samplings:
             plain = llm.chat(
                 "A green thing.", structured_outputs={"json": SCHEMA}, max_tokens=80, plain=True, **sampling
             )
