@@ -4,6 +4,8 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --cons
 RUN = .venv/bin/python
 # Processes that the tests run in.
 JOBS ?= 2
+# What Python compiles of the tests and of outpace is kept, whatever the shell says: hundreds of processes import it.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-all check check-native mutations mutations-native same-text test-clients bench docs rooms clean
 

@@ -22,5 +22,5 @@ DEPTHS = [
 ]
 DEAR_DEPTHS = [  # where a step is many rounds of an engine
     pytest.param(settings(COMMON, max_examples=12, stateful_step_count=30), id="short"),
-    pytest.param(settings(COMMON, max_examples=100, stateful_step_count=50), id="deep", marks=pytest.mark.long),
+    DEPTHS[1],
 ]

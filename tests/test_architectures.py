@@ -152,7 +152,7 @@ def test_trees_score_as_their_paths_in_transformers_also_after_keep(pair: Pair, 
         written += [tokens[node] for node in keep]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 def test_exact_trees_and_kept_keys_are_bitwise_those_of_fresh_paths(pair: Pair, dtype: torch.dtype) -> None:
     model = pair.ours(dtype)
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():

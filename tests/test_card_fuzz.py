@@ -37,7 +37,7 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # of each met
     "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
     "planned": lambda chance: {"deepest": chance.randrange(5), "trials": chance.choice((0.0, 0.3))},
 }
-ROUNDS = (60, pytest.param(600, marks=pytest.mark.long))
+ROUNDS = (40, pytest.param(600, marks=pytest.mark.long))
 
 
 def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
@@ -120,7 +120,7 @@ def test_simulated_clock_is_deterministic() -> None:
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 4, 5))])
 def test_race_in_earnest(seed: int, method: str) -> None:
     chance = random.Random(seed)
     target = TARGETS[seed]

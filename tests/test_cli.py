@@ -239,6 +239,7 @@ def test_doctor_without_a_model_says_so(run: Run, monkeypatch: pytest.MonkeyPatc
     assert "pip install 'outpace[none]'" in run("doctor")[1]
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_doctor_measures_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     smollm2_file()

@@ -81,6 +81,7 @@ def test_a_tree_scores_as_its_paths_do(model: Llama) -> None:
         assert_same(model, got[node], fresh(model, prompt + path))
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_a_small_tree_of_the_real_model_scores_as_its_paths_do_and_is_kept(smollm2: Llama) -> None:
     prompt = text(smollm2, 12)

@@ -294,7 +294,7 @@ def test_every_other_combination_writes_what_it_must(cell: Cell) -> None:
 def test_everything_goes_with_something() -> None:
     """A part that refuses all others would pass above."""
     ran: list[Cell] = []
-    asked = list({(cell.decoder, cell.drafter, cell.rule): cell for cell in cells()}.values())  # whatever the draft
+    asked = list({cell._replace(draft=None): cell for cell in reversed(list(cells()))}.values())  # with the first draft
     for cell in asked:
         known = any(other.rule == cell.rule and other.decoder == cell.decoder for other in ran)
         if known and not is_keyed(cell.rule):

@@ -275,7 +275,13 @@ ENGLISH = (
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.long),
+        pytest.param({"temperature": 0.8, "seed": 7}, id="sampled"),
+    ],
+)
 def test_every_method_writes_plain_decodings_text(smollm2: NativeLlama, sampling: dict) -> None:
     target = Loaded(smollm2, Tokenizer.from_folder(resolve(None)), "native")
     draft = Loaded(smollm2.shallow([*range(12), *range(16, 30)]), target.tokenizer, "draft")

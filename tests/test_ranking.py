@@ -56,7 +56,9 @@ def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.nda
 
 @needs_kernels
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.8, 0.05, 30.0])
+@pytest.mark.parametrize(
+    "temperature", [0.8, *(pytest.param(other, marks=pytest.mark.long) for other in (1.0, 0.05, 30.0))]
+)
 @pytest.mark.parametrize("held", SIZES)
 def test_rows_are_ranked_as_the_definition_says(held: int, temperature: float, whole: bool) -> None:
     scores, ids = kinds(held, held), np.sort(np.random.default_rng(held).permutation(3 * held)[:held])

@@ -70,11 +70,17 @@ def test_errors_that_nobody_can_be_told(outpace: Any, redirections: str) -> None
     assert (done.returncode, done.stdout) == (2, "")
 
 
-@pytest.mark.parametrize("redirections", ["<&-", "<&- 2>&-"])
-def test_a_closed_input_that_nobody_reads(outpace: Any, redirections: str) -> None:
-    for worker in ("thread", "process"):
-        done = outpace((*GENERATE, "--json", "--method", "card", "--worker", worker), redirections)
-        assert (done.returncode, done.stdout[:8]) == (0, '{"text":'), done.stderr
+@pytest.mark.parametrize(
+    ("redirections", "worker"),
+    [
+        ("<&-", "process"),
+        ("<&- 2>&-", "thread"),
+        *(pytest.param(*long, marks=pytest.mark.long) for long in (("<&-", "thread"), ("<&- 2>&-", "process"))),
+    ],
+)
+def test_a_closed_input_that_nobody_reads(outpace: Any, redirections: str, worker: str) -> None:
+    done = outpace((*GENERATE, "--json", "--method", "card", "--worker", worker), redirections)
+    assert (done.returncode, done.stdout[:8]) == (0, '{"text":'), done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("generate", "-"), ("chat", "--target", "TINY")], ids=" ".join)

@@ -59,8 +59,8 @@ def test_what_answers_by_itself_loads_nothing_heavy(arguments: list[str], tmp_pa
     "options",
     [
         ["--method", "autoregressive"],
-        ["--draft", "none"],
-        ["--method", "speculative"],
+        pytest.param(["--draft", "none"], marks=pytest.mark.long),
+        pytest.param(["--method", "speculative"], marks=pytest.mark.long),
         ["--method", "card", "--temperature", "0.8", "--seed", "3"],
         ["--temperature", "0.8", "--seed", "3", "--threads", "1"],
     ],

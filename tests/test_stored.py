@@ -252,6 +252,7 @@ def test_an_inflated_model_writes_its_own_text(tmp_path: Path) -> None:
     assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_the_real_file_has_one_set_of_bits() -> None:
     models = [model_of(smollm2_file(), instruction_set=name) for name in SETS]

@@ -14,7 +14,7 @@ from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 
 WORK: Counter[str] = Counter()
-LENGTH, WAITING, CHUNK = 8192, 100, 256
+LENGTH, WAITING, CHUNK = 4096, 100, 256
 
 
 class Token(int):
@@ -34,7 +34,7 @@ class Token(int):
 
 
 def prompt(start: int, end: int) -> list[Token]:
-    """8k tokens that begin as `start` says and end in another way than all others."""
+    """LENGTH tokens that begin as `start` says and end in another way than all others."""
     stem = [Token((start + 7 * place + place * place // 3) % 16) for place in range(LENGTH - 4)]
     return [*stem, *(Token(end >> shift & 15) for shift in (12, 8, 4, 0))]
 
