@@ -57,7 +57,8 @@ def decode(place: Place, options: Options) -> Coroutine:
     while True:
         planner.begin()
         while planner.is_worth_waiting:
-            place.order(planner.before)
+            if planner.is_in_turn:
+                place.order(planner.next)
             yield Await(candidates.layers + 1)
             planner.waited()
         tree = candidates.query(planner.rows)
@@ -67,6 +68,8 @@ def decode(place: Place, options: Options) -> Coroutine:
         verdict = place.request.rule.walk(tree, picks)
         hit, correction = candidates.correct(tree, verdict, len(picks))
         place.correct(correction)
+        if not planner.is_in_turn:  # whether the target waits or not, and before it knows
+            place.order(planner.next)
         planner.learn(tree.scores, len(verdict.path) - 1)
         yield Commit(tree, verdict, hit)
 
@@ -81,15 +84,18 @@ class _Planner:
         self._ledger = Ledger(options.trials)
         self._trust = self._costs.trust(BESIDE)  # accepted tokens over the chances that were given them
         self._modes = _Modes(self._costs, self._ledger, options.turns)
+        self._waits = self._costs.mode("waits for a layer")  # seconds: a forward, and the way there and back
         self._layers = 0  # waited for in this round
         self._judged = 0  # rows of the last pass
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it."""
         self._ledger.elapsed(self._costs.latest_round)
-        self._layers = 0
         self._price = self._costs.price(self._place.requests)
         self._step = self._place.turn_seconds()
+        if self._layers:
+            self._waits.learn(self._costs.latest_round - self._costs.latest_pass, self._layers)
+        self._layers = 0
         self._is_miss = self._candidates.missed
         self._look()
         if self._judged:
@@ -121,17 +127,27 @@ class _Planner:
         is_allowed = self._is_miss or self._options.hits
         if self._layers >= most or not is_allowed or self._place.budget < 2 or self._candidates.is_given_up:
             return False
-        return self._pays or self._ledger.is_due(_LAYER, self._step)
+        return self._pays or self._ledger.is_due(_LAYER, self._wait)
+
+    @property
+    def _wait(self) -> float:
+        """Seconds that a wait for one layer is expected to take."""
+        return self._waits.value or self._step
 
     @property
     def _pays(self) -> bool:
-        later = _LATER if self._modes.mode == BESIDE else 1.0
-        return self._gain > later * self._price * self._step
+        later = 1.0 if self.is_in_turn else _LATER
+        return self._gain > later * self._price * self._wait
 
     @property
-    def before(self) -> Orders:
-        """While the target waits: in turn a layer and no more, else on and on, for the next may follow at once."""
-        return Orders(layers=None if self._modes.mode == BESIDE else 1, floor=0.0, share=_SHARE)
+    def is_in_turn(self) -> bool:
+        """Whether the drafter rests while the target runs, as far as was decided."""
+        return self._modes.mode == IN_TURN
+
+    @property
+    def next(self) -> Orders:
+        """Until the target runs: in turn a layer and no more, else on and on, for the next may follow at once."""
+        return Orders(layers=1 if self.is_in_turn else None, floor=0.0, share=_SHARE)
 
     def waited(self) -> None:
         """The wait is over."""
@@ -148,11 +164,11 @@ class _Planner:
         self._judged = rows
         first = max(self._growth.value, 0.05)  # of a round: the walk is at its root in any case
         self._modes.choose(rows + self._place.rows_of_others, self._step, first)
-        if self._modes.mode == IN_TURN:
+        if self.is_in_turn:
             return Orders(layers=0)
         seconds = self._costs.target(rows + self._place.rows_of_others)
         if not (self._options.rests and self._step and seconds):
-            return Orders(share=_SHARE)
+            return self.next
         return Orders(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0, share=_SHARE)
 
     def learn(self, scores: Sequence[float], accepted: int) -> None:

@@ -124,8 +124,10 @@ class Grower:
         return [float(scores[row, token]) if token >= 0 else -math.inf for row, token in enumerate(inside)]
 
     def heed(self, state: GrowState, orders: Orders) -> None:
-        """From now on it drafts as it is told; which nodes are open is found anew."""
-        state.orders, state.open, state.seen = orders, [], 0
+        """From now on it drafts as it is told; which nodes are open is found anew where that depends on it."""
+        before, state.orders = state.orders, orders
+        if orders.floor != before.floor or orders.outcomes or before.outcomes:
+            state.open, state.seen = [], 0
 
     def follow(self, state: GrowState, seen: Observation) -> None:
         """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
