@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +152,34 @@ def test_a_deep_schema_is_refused(grammars: Grammars) -> None:
         grammars.compile(schema_of(deep))
 
 
-def test_a_grammar_that_takes_too_long_is_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_busy", [True, False], ids=["it computes", "it waits"])
+def test_a_grammar_that_takes_too_long_is_given_up(
+    is_busy: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = threading.Event()
+
+    def work(asked: Structure) -> object:
+        while is_busy and not leave.is_set():
+            pass
+        return leave.wait(60)
+
     monkeypatch.setattr(compiler, "SECONDS", 0.05)
+    monkeypatch.setattr(compiler, "BUSY", 1000 if is_busy else 2)
     grammars = Grammars(tokenizer)
-    monkeypatch.setattr(grammars, "_matcher", lambda asked: leave.wait(20))
+    monkeypatch.setattr(grammars, "_matcher", work)
     with pytest.raises(UserError, match="seconds to compile"):
         grammars.compile(Structure("regex", "a"))
     leave.set()
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="the system tells no thread's processor time")
+def test_a_busy_machine_does_not_make_a_grammar_too_slow(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time in which the compiler has no processor is not its own."""
+    monkeypatch.setattr(compiler, "SECONDS", 0.1)
+    monkeypatch.setattr(compiler, "BUSY", 1000)
+    grammars = Grammars(tokenizer)
+    monkeypatch.setattr(grammars, "_matcher", lambda asked: time.sleep(0.3) or "compiled")
+    assert grammars.compile(Structure("regex", "a")) == "compiled"
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from outpace.grammar.structure import NAMES, Structure
 from outpace.grammar.vocabulary import tokenizer_of
 from outpace.models.text.tokenizer import Tokenizer
 
-SECONDS = 5.0  # for one grammar
+SECONDS = 5.0  # of the processor, for one grammar
+BUSY = 6  # times as long on the clock, where the machine has other work
 KEPT = 64  # grammars that are remembered
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 _FREE = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
@@ -32,6 +34,7 @@ _LIMITS = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
+_LOOK = 0.01  # of this time: how often a compilation under way is looked at
 _LONGEST = 300  # characters of llguidance's own words that are shown
 
 
@@ -110,24 +113,44 @@ def _behind(thought: str, text: str) -> str:
 
 
 def _within(seconds: float, structure: Structure, work: Any) -> Any:
-    """What the work gives, done in a thread that is left alone where it takes too long: its own limits end it."""
+    """What the work gives, done in a thread that is left alone where it takes so many seconds of the processor, or
+    `BUSY` times as many on the clock: its own limits end it."""
     results: list[Any] = []
     errors: list[BaseException] = []
+    clocks: list[int] = []  # the thread's own
 
     def body() -> None:
         try:
+            clocks.extend(_own_clock())
             results.append(work(structure))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=body, name="outpace-grammar", daemon=True)
+    began = time.monotonic()
     thread.start()
-    thread.join(seconds)
+    while (
+        thread.is_alive() and (waited := time.monotonic() - began) < BUSY * seconds and _used(clocks, waited) < seconds
+    ):
+        thread.join(_LOOK * seconds)
     if errors:
         raise errors[0]
     if not results:
         raise UserError(f"the {NAMES[structure.kind]} takes more than {seconds:g} seconds to compile, make it simpler")
     return results[0]
+
+
+def _own_clock() -> list[int]:
+    """The clock of this thread's processor time, by which another thread may read it; none on Windows."""
+    return [time.pthread_getcpuclockid(threading.get_ident())] if hasattr(time, "pthread_getcpuclockid") else []
+
+
+def _used(clocks: Sequence[int], waited: float) -> float:
+    """Seconds of the processor that a thread took; those on the clock where the system does not tell."""
+    try:
+        return time.clock_gettime(clocks[0]) if clocks else waited
+    except OSError:  # it has just ended
+        return 0.0
 
 
 def _refused(structure: Structure, said: str) -> UserError:
