@@ -82,7 +82,8 @@ def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "way", ["own", "OMP_NUM_THREADS", pytest.param("MKL_NUM_THREADS", marks=pytest.mark.long), "set"]
+    "way",
+    ["own", "OMP_NUM_THREADS", *(pytest.param(way, marks=pytest.mark.long) for way in ("MKL_NUM_THREADS", "set"))],
 )
 def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
     code = "from outpace.core import lazy; {}print(lazy.threads(), lazy.is_loaded(), lazy.torch.get_num_threads())"
