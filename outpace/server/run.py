@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +23,7 @@ from outpace.server.options import ServerOptions
 from outpace.server.service import Service
 
 GRACE = 3.0  # seconds for the last events to be sent
+_SWITCH = 0.0005  # seconds for which the engine may keep the interpreter while the event loop waits for it; Python has 0.005
 
 
 class Server(uvicorn.Server):
@@ -72,6 +74,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 def serve(llm: LLM, options: ServerOptions, listener: socket.socket, started: Callable[[], None]) -> None:
     """Serves until a signal comes; `started` is called once requests are answered."""
+    sys.setswitchinterval(_SWITCH)
     service = Service(llm, options)
     server = make_server(build(service), service)
 
