@@ -23,7 +23,7 @@ from outpace.server.options import ServerOptions
 from outpace.server.service import Service
 
 GRACE = 3.0  # seconds for the last events to be sent
-_SWITCH = 0.0005  # seconds for which the engine may keep the interpreter while the event loop waits for it; Python has 0.005
+_SWITCH = 0.0005  # seconds: so long may the engine's thread keep the interpreter from the event loop; by default 0.005
 
 
 class Server(uvicorn.Server):
