@@ -95,11 +95,20 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
             query.scores[query.reach.run + i] = query.scores[query.reach.more[i]];
         query.inverse = exponentials(query.scores, query.reach.count());
     }
+    constexpr int kVectors = Q * kMixVectors > 16 ? kMixVectors / 2 : kMixVectors;  // sums stay in registers
     int first = 0;
-    for (; first + kMixVectors * kLanes <= heads.width(); first += kMixVectors * kLanes)
-        mix_values<K, Q, kMixVectors>(values, heads, first, common, queries, out);
+    for (; first + kVectors * kLanes <= heads.width(); first += kVectors * kLanes)
+        mix_values<K, Q, kVectors>(values, heads, first, common, queries, out);
     for (; first < heads.width(); first += kLanes)
         mix_values<K, Q, 1>(values, heads, first, common, queries, out);
+}
+
+/// As attend_queries, for `count` queries of Q at most.
+template <class K, int Q>
+void attend_some(int count, const Heads& heads, const uint8_t* keys, const uint8_t* values, Query* queries, float* out) {
+    if constexpr (Q > 1)
+        if (count < Q) return attend_some<K, Q - 1>(count, heads, keys, values, queries, out);
+    attend_queries<K, Q>(heads, keys, values, queries, out);
 }
 
 template <class K>
@@ -117,13 +126,7 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         queries[q] = {mixed + head * heads.depth, task.reaches[row], scores + static_cast<int64_t>(q) * store.slots, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};
-    static_assert(kQueries <= 4);
-    switch (tile.count) {
-        case 1: attend_queries<K, 1>(heads, keys, values, queries, out); break;
-        case 2: attend_queries<K, 2>(heads, keys, values, queries, out); break;
-        case 3: attend_queries<K, kQueries >= 3 ? 3 : 1>(heads, keys, values, queries, out); break;
-        default: attend_queries<K, kQueries >= 4 ? 4 : 1>(heads, keys, values, queries, out);
-    }
+    attend_some<K, kQueries>(tile.count, heads, keys, values, queries, out);
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();

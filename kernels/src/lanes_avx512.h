@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kTileRows = 6;     // 12 sums in int32 and 12 in float32 leave 8 of 32 registers
 constexpr int kTileVectors = 2;
-constexpr int kQueries = 4;
+constexpr int kQueries = 8;
 constexpr int kMixVectors = 4;
 
 struct Floats {

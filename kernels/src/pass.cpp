@@ -3,6 +3,16 @@
 #include <algorithm>
 
 namespace outpace {
+namespace {
+
+/// Of a tile, where `each` queries are left for every member: whole tiles only while there are several for each.
+int most_queries(int each, int whole) {
+    constexpr int kFew = 4;
+    return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
+}
+
+}  // namespace
+
 Activations ActivationBuffer::view(int rows, int groups) {
     const std::size_t count = static_cast<std::size_t>(rows) * groups;
     values.reserve(count * kGroup);
@@ -91,7 +101,7 @@ void Model::Pass::cut_tiles() {
         first_row += forest_.spans[number].tokens;
         for (int head = 0; head < heads.keys; ++head)
             for (int query = first, count; query < first_row * heads.group(); query += count, left -= count) {
-                const int most = std::clamp(left / team_.size(), 1, kernels_.tile_queries);
+                const int each = left / team_.size(), most = most_queries(each, kernels_.tile_queries);
                 count = std::min(most, first_row * heads.group() - query);
                 scratch_.tiles.push_back({static_cast<int>(number), head, query, count});
             }
