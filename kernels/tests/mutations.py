@@ -92,7 +92,7 @@ MUTATIONS = (
     # rounding
     Mutation("a wrong scale of activations", "rowwise.h", "top / 127.0f;", "top / 128.0f;"),
     Mutation("weights' scales are rounded down", "half.h", "(bits + 0xffffu) >> 16", "bits >> 16"),
-    Mutation("weights are rounded half a step too low", "matrix.cpp", "/ scale + 12582912.0f", "/ scale + 12582911.5f"),
+    Mutation("weights are rounded one step too high", "matrix.cpp", "/ scale + 12582912.0f", "/ scale + 12582913.0f"),
     Mutation("the largest weight of a group is one of the first 56", "matrix.cpp", "i < kGroup; i += 8",
              "i < 56; i += 8"),
     Mutation("a fifth bit of another step is read back", "stored.cpp", "at(kLowSteps + half) >> step",
