@@ -227,6 +227,10 @@ def test_the_command_line_reads_a_prediction_and_tells_its_counts(
         "--json",
         "--nodes",
         "32",
+        "--method",  # not auto, which asks for copies as far as they pay by the clock
+        "speculative",
+        "--drafter",
+        "prediction",
     ]
     assert answered(words, capsys)[0] == 0
     plain = json.loads(answered(words, capsys)[1])
