@@ -67,7 +67,6 @@ class Costs:
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
         self._growth: dict[str, list[Mean]] = {}  # by source
-        self._copied: dict[str, Mean] = {}  # by source
         self._modes: dict[str, Mean] = {}  # see `mode`
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
@@ -104,10 +103,6 @@ class Costs:
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
         return self._trust.setdefault(source, Mean(1.0, 2.0, _TRUST_FADE))
-
-    def copied(self, source: Source) -> Mean:
-        """Tokens that a source without a model gave in a round in which it was asked, of all requests."""
-        return self._copied.setdefault(source.name, Mean(0.2, 8.0, _TRUST_FADE))
 
     def mode(self, name: str, prior: float = 0.0, weight: float = 0.0) -> Mean:
         """What is known of one of several ways of working, whatever that is."""

@@ -87,10 +87,10 @@ def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
 class _Copier:
     """A source that runs no model, and what this request had of it."""
 
-    def __init__(self, source: Source, prior: float) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
-        self.gain = Mean(prior, 4.0)  # tokens that it gave a round in which it was asked
-        self.skipped = _SKIPS - 1  # rounds since it was asked; the first round asks
+        self.gain = Mean(0.2, 8.0)  # tokens that it gave a round in which it was asked
+        self.skipped = 0  # rounds since it was asked
         self.is_asked = False  # in this round
 
 
@@ -120,8 +120,7 @@ class _Planner:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
         self._trust = {source.name: Mean(self._costs.trust(source.name).value, 2.0, _FADE) for source in place.sources}
-        copiers = [source for source in place.sources if not source.runs_model]
-        self.copiers = [_Copier(source, self._costs.copied(source).value) for source in copiers]
+        self.copiers = [_Copier(source) for source in place.sources if not source.runs_model]
         self.growers = [_Grower(source, options.deepest) for source in place.sources if source.runs_model]
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
@@ -250,7 +249,6 @@ class _Planner:
         for copier in self.copiers:
             if copier.is_asked:
                 copier.gain.learn(walked.count(copier.source.name))
-                self._costs.copied(copier.source).learn(walked.count(copier.source.name))
         promised: dict[str, float] = {}
         for node in range(1, len(tree)):
             source = self._sources[tree.ids[node]]
