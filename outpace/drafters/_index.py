@@ -62,10 +62,6 @@ class Index:
             self._tokens.append(token)
             self._forget(place - self._memory)
 
-    def follow(self, text: Sequence[int]) -> None:
-        """Reads what a text that grows has gained since it was read last."""
-        self.extend(text[self._start + len(self._tokens) :])
-
     def matches(self, text: Sequence[int], count: int, longest: int = 0) -> list[Match]:
         """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
         the latest first. Lengths are told up to `longest`, or the longest n-gram."""

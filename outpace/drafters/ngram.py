@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Request
+from outpace.core.types import Observation, Request
 from outpace.drafters._grafter import Grade, Grafter, GraftState
 from outpace.drafters._index import Index
 
@@ -52,15 +52,19 @@ class Ngram(Grafter[NgramState]):
     def open(self, request: Request) -> NgramState:
         state = NgramState(request, list(request.prompt))
         state.index = Index(range(1, self._options.longest + 1), self._options.window)
+        state.index.extend(request.prompt)
         return state
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
         """Branches from the root; the first is the likeliest."""
-        state.index.follow(state.tokens)
         grade = Grade.SURE
         for length, place in state.index.matches(state.tokens, self._options.branches, _COUNTED):
             self.branch(state, tree, state.index.after(place, self._options.copies), length, grade)
             grade = Grade.OTHER
+
+    def observe(self, state: NgramState, seen: Observation) -> None:
+        super().observe(state, seen)
+        state.index.extend(seen.tokens)
 
 
 def build(options: Options, **_: object) -> Ngram:

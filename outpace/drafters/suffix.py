@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Request
+from outpace.core.types import Observation, Request
 from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
@@ -69,12 +69,16 @@ class Suffix(Grafter[SuffixState]):
         state = SuffixState(request, list(request.prompt))
         state.past = self._past.of(request.reuse_key) if self._past is not None else None
         state.index = Index(_LENGTHS, self._options.window)
+        state.index.extend(request.prompt)
         return state
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
         """The tree of what followed at the best places of the text and of past answers."""
-        state.index.follow(state.tokens)
         grow_copies(self, state, tree, list(self._copies(state)), limits_of(self._options))
+
+    def observe(self, state: SuffixState, seen: Observation) -> None:
+        super().observe(state, seen)
+        state.index.extend(seen.tokens)
 
     def close(self, state: SuffixState) -> None:
         if state.past is not None:
