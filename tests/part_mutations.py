@@ -26,7 +26,6 @@ from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine import passes
-from outpace.engine.drafted import Drafted
 from outpace.server import reading
 from outpace.server.admission import Admission
 from outpace.server.engine_thread import EngineThread
@@ -122,22 +121,7 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
     return Mutation(name, [owner], attribute, make, lambda: failed_by(test))
 
 
-def only_the_last(take: Original) -> Original:
-    def mutated(draft: Drafted) -> Any:
-        draft.untold = draft.untold[-1:]
-        return take(draft)
-
-    return mutated
-
-
 PART_MUTATIONS = [
-    mutation(
-        "engine: a drafter that rested is told of the last round alone",
-        Drafted,
-        "take",
-        only_the_last,
-        "test_resting_drafter.py::test_all_that_was_written_is_told_before_the_next_question_and_at_the_end",
-    ),
     mutation(
         "pearl: nobody waits for the chain",
         pearl,

@@ -68,7 +68,6 @@ class Drafting:
         """A request is over."""
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
-            self._tell(run, drafter)
             self._guarded(run.draft.name, drafter.close, run.draft.state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
@@ -127,27 +126,12 @@ class Drafting:
             self._guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
-        """Tells the drafter in turn of a verdict; of what it followed, too. One that was not asked in this round hears
-        of it when it is asked again: in a crowd drafters rest, and each call takes time from all requests."""
+        """Tells the drafter in turn of a verdict; of what it followed, too."""
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))
-            if run.draft.is_asked or drafter.needs != NOTHING:
-                self._tell(run, drafter)
-
-    def _tell(self, run: Running, drafter: Drafter) -> None:
-        """Tells the drafter what it was not told yet."""
-        if (seen := run.draft.take()) is not None:
+            seen = seen._replace(path=[tree.ids[node] for node in path])
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
-
-    def _told(self, runs: Sequence[Running]) -> Drafter | None:
-        """The drafter of these requests when it knows all that was written, unless it was given up."""
-        for run in runs:
-            if (drafter := self._of(run)) is not None:
-                self._tell(run, drafter)
-                run.draft.is_asked = True
-        return self._of(runs[0])
 
     def _of(self, run: Running) -> Drafter | None:
         """A request's drafter in turn, unless it was given up."""
@@ -156,9 +140,9 @@ class Drafting:
     def _grow(self, runs: Sequence[Running], name: str | None, source: Source | None) -> None:
         """One growth of all these requests' trees by a source of their drafter, which they are told."""
         added: list[int] | None = None
-        began = self._clock()
-        drafter = self._told(runs)
+        drafter = self._of(runs[0])
         if drafter is not None:
+            began = self._clock()
             if drafter.needs.session:
                 for run in runs:
                     run.lend()

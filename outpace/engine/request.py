@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from outpace.core.alignment import Alignment
 from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
+from outpace.core.needs import NOTHING, Needs
 from outpace.core.scores import Scores
 from outpace.core.stats import Step
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import Ask, Commit, LogprobsOptions, Request, Row, TokenLogprobs, Verdict
+from outpace.core.types import Ask, Commit, DraftState, LogprobsOptions, Request, Row, TokenLogprobs, Verdict
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
-from outpace.engine.drafted import Drafted
 from outpace.engine.prefixes import Text
 from outpace.models.base import Session
 
@@ -52,6 +52,17 @@ class History:
     rounds: list[Round] = field(default_factory=list)  # where they are asked for
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
+
+
+@dataclass(eq=False)
+class Drafted:
+    """A request's side of a drafter that works in turn, which the engine knows by `name`."""
+
+    name: str | None = None
+    needs: Needs = NOTHING  # the drafter's
+    told: int = 0  # tokens of the prompt that a drafter with such needs was told of
+    state: DraftState | None = None
+    seconds: float = 0.0  # of the round under way
 
 
 @dataclass(eq=False)
