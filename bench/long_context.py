@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections import defaultdict
 from dataclasses import replace
+
+from pass_times import time_pass
 
 from outpace.core.machine import bandwidth
 from outpace.models.base import chain
@@ -38,16 +39,6 @@ def filled(model: NativeLlama, context: int, rows: int) -> NativeSession:
     return session
 
 
-def milliseconds(model: NativeLlama, session: NativeSession, rows: int) -> float:
-    """Of one pass."""
-    part = chain(session, [number * 31 % 1000 + 5 for number in range(rows)], wanted=range(rows))
-    start = time.perf_counter()
-    model.score([part])
-    spent = time.perf_counter() - start
-    session.truncate(session.length)
-    return 1e3 * spent
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +61,7 @@ def main() -> None:
     for _ in range(asked.rounds):
         for (kv, context), session in sessions.items():
             for rows in asked.rows:
-                times[kv, context, rows].append(milliseconds(models[kv], session, rows))
+                times[kv, context, rows].append(time_pass(models[kv], session, rows))
     report(asked, models, sessions, {key: statistics.median(some) for key, some in times.items()})
 
 
