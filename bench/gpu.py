@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import CHECKED, of_forwards, of_texts, random_weights
+from gpu_checks import CHECKED, of_exact, of_forwards, of_texts, random_weights
 from gpu_clock import Bench, Row, bandwidth, joules
 
 from outpace.api.llm import LLM
@@ -100,11 +100,11 @@ def shapes(bench: Bench) -> Iterator[Row]:
             gc.collect()
 
 
-def loaded(bench: Bench, inflate: int = 1) -> tuple[Any, Any]:
-    """Target and draft: the shipped ones, or those that were named."""
+def loaded(bench: Bench, inflate: int = 1, exact: bool = False) -> tuple[Any, Any]:
+    """Target and draft: the shipped ones, or those that were named. The draft is never exact, which nothing needs."""
     dtype = str(bench.dtype).removeprefix("torch.")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": "cuda" if bench.is_cuda else "eager"}
-    target = load_model(bench.args.model, inflate=inflate, **given)
+    target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
     spec = bench.args.draft or shipped_draft(load_name(target.name))
     return target, load_draft(spec or "layers:0", target, **given) if spec or inflate == 1 else None
 
@@ -164,12 +164,23 @@ def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> It
         yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
 
 
+def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
+    """The fast path against the slow ones, then in exact mode."""
+    for check in (of_forwards, of_exact):
+        for dtype in dtypes:
+            yield from check(bench.device, dtype, not bench.is_cuda)
+
+
 def texts(bench: Bench) -> Iterator[Row]:
-    """Answers against plain decoding's."""
-    target, draft = loaded(bench)
-    for options in (METHODS["in turn"], METHODS["beside"]):
-        with LLM(target, draft, **options) as llm:
-            yield from of_texts(llm, bench.args.prompts, bench.args.tokens)
+    """Answers against plain decoding's, without exact mode and with it, and what a pass costs in each: its price."""
+    context = 64 if bench.args.quick else 512
+    for exact in (False, True):
+        target, draft = loaded(bench, exact=exact)
+        for options in (METHODS["in turn"], METHODS["beside"]):
+            with LLM(target, draft, **options) as llm:
+                yield from of_texts(llm, bench.args.prompts, bench.args.tokens)
+        name = "target, exact" if exact else "target"
+        yield from passes(bench, target.model, name, [(1, 1, context), (1, 16, context), (4, 8, context)])
 
 
 def peers(bench: Bench) -> Iterator[Row]:
@@ -229,9 +240,7 @@ def main(given: Sequence[str] | None = None) -> int:
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.bfloat16, torch.float16]
     about = {**machine.describe(args.device), "bandwidth": bandwidth(bench), "known": list(MACHINES)}
     bench.part("machine", lambda: [about])
-    bench.part(
-        "checks", lambda: (row for dtype in dtypes for row in of_forwards(args.device, dtype, not bench.is_cuda))
-    )
+    bench.part("checks", lambda: checks(bench, dtypes))
     bench.part("texts", lambda: texts(bench))
     bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
     bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from outpace.api.llm import LLM
+from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama
 
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest score
+TOLERANCE = {
+    torch.float64: 1e-3,
+    torch.float32: 1e-3,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}  # of the largest score
 NODES = 24
 CHECKED = LlamaConfig(
     vocab_size=1024,
@@ -81,7 +88,7 @@ def fed(model: Llama, prompt: Sequence[int]) -> Any:
 
 def compared(name: str, got: Tensor, expected: Tensor) -> Row:
     """The largest difference, as a share of the largest value; whether it is within what the dtype's rounding gives."""
-    error = float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+    error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
     return {"check": name, "error": error, "passed": error <= TOLERANCE[got.dtype]}
 
 
@@ -98,6 +105,20 @@ def of_forwards(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
             Llama.from_tensors(CHECKED, tensor, exact=False, **given),
         )
     return found
+
+
+def of_exact(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
+    """As `of_forwards`, in exact mode, where equal means bit for bit; against the slow runtime it is to rounding."""
+    given: dict[str, Any] = {"device": device, "dtype": dtype}
+    label = f"exact, {str(dtype).removeprefix('torch.')}"
+    tensor = random_weights(CHECKED, device, dtype)
+    try:
+        model = ExactGraphLlama.from_tensors(CHECKED, tensor, is_eager=is_eager, exact=True, **given)
+    except UserError as refusal:  # said by the device's products, which is no mistake of ours
+        return [{"check": f"exact mode ({label})", "note": str(refusal)}]
+    assert isinstance(model, GraphLlama)
+    first, *rest = _rows(label, model, Llama.from_tensors(CHECKED, tensor, exact=False, **given))
+    return [first, *(row | {"passed": row["error"] == 0} for row in rest)]
 
 
 def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
@@ -144,7 +165,9 @@ def of_texts(llm: LLM, prompts: Sequence[str], count: int) -> list[Row]:
             written += len(one.tokens) if same is None else same + 1
             differing += same is not None
         rate = 1e6 * differing / written
-        name = f"text against plain decoding, temperature {temperature:g} ({llm.target.precision})"
-        passed = differing == 0 or llm.target.precision != "float32"
+        is_exact = llm.target.model.exact
+        mode = f"{llm.target.precision}{', exact' if is_exact else ''}"
+        name = f"text against plain decoding, temperature {temperature:g} ({mode})"
+        passed = differing == 0 or not (is_exact or llm.target.precision == "float32")
         found.append({"check": name, "differing_per_million": rate, "tokens": written, "passed": passed})
     return found

@@ -26,6 +26,7 @@ from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine import passes
+from outpace.models.llama import batched
 from outpace.server import reading
 from outpace.server.admission import Admission
 from outpace.server.engine_thread import EngineThread
@@ -122,6 +123,13 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 PART_MUTATIONS = [
+    mutation(
+        "captured passes: weights of exact attention on no grid",
+        batched,
+        "exact_weights",
+        lambda f: lambda scores: scores.softmax(-1),
+        "test_graph_exact.py::test_exact_attention_has_no_order",
+    ),
     mutation(
         "pearl: nobody waits for the chain",
         pearl,

@@ -34,6 +34,12 @@ def test_captured_forwards_equal_the_slow_ones(dtype: torch.dtype, is_eager: boo
     assert not [row for row in rows if not row["passed"]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_exact_mode_holds_bit_for_bit(dtype: torch.dtype) -> None:
+    rows = gpu_checks.of_exact("cuda", dtype, is_eager=False)
+    assert all(row["passed"] for row in rows), "or refused: then this device has no exact mode"
+
+
 @pytest.mark.parametrize("options", METHODS, ids=str)
 @pytest.mark.parametrize("draft_device", [None, "cpu"])
 def test_texts_are_those_of_plain_decoding(folder: Path, options: dict[str, str], draft_device: str | None) -> None:

@@ -44,10 +44,8 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "cuda:1"}, "device 'cuda:1' is not available here, allowed are cpu, cuda:0"),
         ({"device": "cuda", "dtype": "int8"}, "dtype int8 runs on a CPU, not on cuda"),
         ({"device": "cuda", "dtype": "bfloat16"}, "cuda cannot compute in bfloat16: use float16 or float32"),
-        ({"device": "cuda", "exact": True}, "exact mode is not available with graphs auto"),
-        ({"device": "cuda", "exact": True, "graphs": "off"}, "exact mode is not available on CUDA"),
+        ({"device": "cuda", "exact": True, "graphs": "off"}, "exact mode on CUDA needs graphs"),
         ({"graphs": "cuda"}, "graphs cuda needs a device of CUDA, not cpu"),
-        ({"graphs": "eager", "exact": True}, "exact mode is not available with graphs eager"),
     ],
     ids=str,
 )

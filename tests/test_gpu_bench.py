@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from files import model_folder
+from test_graph_exact import in_float32
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu
 import gpu_checks
 
-from outpace.models.llama import graph_runtime
+from outpace.models.llama import graph_exact, graph_runtime
 
 
 @pytest.mark.long
@@ -55,3 +56,12 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
         monkeypatch.setattr(graph_runtime.Pool, "padding", property(lambda pool: 3))
     rows = gpu_checks.of_forwards("cpu", torch.float32, is_eager=True)
     assert not all(row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize("mistake", [None, "attends by buckets"])
+def test_exact_mode_is_held_to_the_bits(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
+    if mistake:
+        monkeypatch.setattr(graph_exact, "attend_exactly", in_float32)
+    rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
+    assert len(rows) == 5
+    assert all(row["passed"] for row in rows) is (mistake is None)

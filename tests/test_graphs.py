@@ -170,9 +170,7 @@ def test_the_pool_is_what_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.session_bytes(0) == 0
 
 
-def test_it_has_no_exact_mode_and_knows_its_kinds_of_attention() -> None:
-    with pytest.raises(UserError, match="exact mode is not available with graphs"):
-        graphs(exact=True)
+def test_it_knows_its_kinds_of_attention() -> None:
     with pytest.raises(UserError, match="matmul"):
         graphs(attention="flash")
 

@@ -36,7 +36,7 @@ RUNTIMES = [
 LOADED: dict[str, dict[str, Any]] = {
     "native": {"runtime": "native", "dtype": "int8"},
     "llama": {"runtime": "llama", "dtype": "float32"},
-    "graphs": {"runtime": "llama", "dtype": "float32", "graphs": "eager"},  # not exact: sums depend on the bucket
+    "graphs": {"runtime": "llama", "dtype": "float32", "graphs": "eager"},
 }
 METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": "auto"},

@@ -26,6 +26,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
+from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama
 
@@ -225,6 +226,11 @@ def captured_runtime() -> Model:
     return GraphLlama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
 
 
+def exact_captured_runtime() -> Model:
+    tensor = reference.random_tensors(reference.TINY).__getitem__
+    return ExactGraphLlama.from_tensors(reference.TINY, tensor, exact=True, dtype=torch.float16)
+
+
 def native_runtime() -> Model:
     pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
     from outpace.models.llama.native_runtime import NativeLlama
@@ -252,7 +258,10 @@ def walk(make: Callable[[], Model], depth: settings) -> None:
         del Machine.made
 
 
-@pytest.mark.parametrize("make", [toy, torch_runtime, captured_runtime, native_runtime], ids=lambda make: make.__name__)
+RUNTIMES = [toy, torch_runtime, captured_runtime, exact_captured_runtime, native_runtime]
+
+
+@pytest.mark.parametrize("make", RUNTIMES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_session_is_a_list_of_tokens(depth: settings, make: Callable[[], Model]) -> None:
     walk(make, depth)

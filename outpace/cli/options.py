@@ -157,7 +157,8 @@ class Loading:
         if self.options.exact and not llm.target.model.exact:
             llm.close()
             raise UserError(
-                "exact mode is not available here, it needs a CPU and a precision other than float16; leave out --exact"
+                "exact mode is not available here: without graphs it needs a CPU and a precision other than float16;"
+                " leave out --exact"
             )
         names: dict[str, list[str]] = {}
         for loaded in (llm.target, llm.draft):

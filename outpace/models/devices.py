@@ -30,8 +30,6 @@ def check_asked(options: LoadOptions) -> None:
     is_cuda = options.device_map is None and options.device.split(":")[0] == "cuda"
     if options.graphs == CUDA and not is_cuda:
         raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
-    if options.has_graphs and options.exact:
-        raise UserError(f"exact mode is not available with graphs {options.graphs}: leave out exact or the graphs")
     if not is_cuda:
         return
     if options.dtype in (INT8, FILE):
@@ -44,7 +42,7 @@ def check_asked(options: LoadOptions) -> None:
         if not has_it:
             raise UserError(f"{options.device} cannot compute in bfloat16: use float16 or float32")
     if options.exact and options.graphs == OFF:
-        raise UserError("exact mode is not available on CUDA: leave out exact")
+        raise UserError("exact mode on CUDA needs graphs: leave out exact, or graphs off")
 
 
 def check_pair(options: LoadOptions, draft_device: str | None) -> None:

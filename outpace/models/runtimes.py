@@ -112,6 +112,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """By torch; `reason`: why it is not the native runtime, where that was expected."""
+    from outpace.models.llama.graph_exact import ExactGraphLlama
     from outpace.models.llama.graph_runtime import GraphLlama
     from outpace.models.llama.torch_runtime import Llama
 
@@ -120,7 +121,8 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")} | {"dtype": options.torch_dtype}
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
-        build = partial(GraphLlama.from_tensors, is_eager=options.graphs == EAGER, **given)
+        kind = ExactGraphLlama if options.exact else GraphLlama
+        build = partial(kind.from_tensors, is_eager=options.graphs == EAGER, **given)
     return _read(spec, options, progress, build, reason)
 
 

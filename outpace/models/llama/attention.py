@@ -31,27 +31,38 @@ def rotated(mixed: Tensor, turn: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turn).flatten(2)
 
 
+def exact_weights(scores: Tensor) -> Tensor:
+    """The softmax over the last dimension, rounded to grids so that neither its sum nor what it weighs has an order.
+    float64, in place."""
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().add_(_SUM_GRID).sub_(_SUM_GRID)
+    return weights.div_(weights.sum(-1, keepdim=True)).add_(_WEIGHT_GRID).sub_(_WEIGHT_GRID)
+
+
 class ExactAttention:
     """Keys and values in float64 on grids; sums that are exact, hence the same in every order."""
 
     dtype = torch.float64
     turn_dtype = torch.complex128
 
-    def __init__(self, bounds: Tensor) -> None:
+    def __init__(self, bounds: Tensor, device: torch.device) -> None:
         """Bounds on each head's queries and keys (norms), then on each value head (entries): [heads + 2 kv_heads, 2],
         the second column 1 where the row is a value head's."""
         constants = [grid_constant(float(b), _VALUE_BITS if is_value else _HALF_BITS) for b, is_value in bounds]
-        self._grid = torch.tensor(constants, dtype=torch.float64)[:, None]  # [heads + 2 kv_heads, 1]
+        self._grid = torch.tensor(constants, dtype=torch.float64, device=device)[:, None]  # [heads + 2 kv_heads, 1]
 
     def prepare(self, mixed: Tensor, turn: Tensor) -> Tensor:
         """Queries, keys and values side by side, turned and rounded to their grids: float64 [nodes, heads.., d]."""
         return rotated(mixed.double(), turn).add_(self._grid).sub_(self._grid)
 
     def rounded(self, held: Tensor) -> Tensor:
-        """Keys, then values, that were held in fewer bits, on their grids again: float64 [2 kv_heads, slots, d].
+        """Keys, then values, that were held in fewer bits, on their grids again: float64 [2 kv_heads, slots, d], or
+        [2, batch, kv_heads, slots, d].
 
         By fewer bits a key's norm grows by 3 % at most; sums of twice the bound are exact still."""
-        grid = self._grid[-len(held) :, :, None]
+        if held.dim() == 5:
+            grid = self._grid[-2 * held.shape[2] :].view(2, 1, -1, 1, 1)
+        else:
+            grid = self._grid[-len(held) :, :, None]
         return held.add_(grid).sub_(grid)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, out: Tensor) -> None:
@@ -66,9 +77,7 @@ class ExactAttention:
         if hidden is not None:
             tail = scores.view(groups, -1, nodes, scores.shape[-1])[..., -hidden.shape[-1] :]
             tail.add_(hidden)
-        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_().add_(_SUM_GRID).sub_(_SUM_GRID)
-        weights.div_(weights.sum(-1, keepdim=True)).add_(_WEIGHT_GRID).sub_(_WEIGHT_GRID)
-        mixed = torch.bmm(weights, values).view(groups, -1, nodes, width)
+        mixed = torch.bmm(exact_weights(scores), values).view(groups, -1, nodes, width)
         out.view(nodes, groups, -1, width).copy_(mixed.permute(2, 0, 1, 3))
 
 

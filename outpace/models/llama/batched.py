@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.models.llama.attention import exact_weights
+
 KINDS = ("matmul", "sdpa")
+_UNSEEN = -1e300  # finite: a row that sees nothing stays so
 
 
 def tree_mask(bits: Tensor, lengths: Tensor, depths: Tensor, below: Tensor, slots: int, window: int | None) -> Tensor:
@@ -61,6 +64,20 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: str)
         scores.view(batch, groups, shared, nodes, slots).add_(mask[:, None, None])
         weights = scores.softmax(-1).to(values.dtype)
         mixed = torch.bmm(weights, values.view(-1, slots, width))
+    mixed = mixed.view(batch, groups, shared, nodes, width).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(batch * nodes, groups * shared * width)
+
+
+def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """As `attend`, for what `ExactAttention` put on grids, in float64: sums are exact, so a row's bits depend neither
+    on the number of slots, nodes and sessions nor on where its keys lie. `hidden` bool [batch, nodes, slots]."""
+    batch, groups, slots, width = keys.shape
+    nodes = len(query) // batch
+    folded = query.view(batch, nodes, groups, -1, width).permute(0, 2, 3, 1, 4)  # [batch, kv_heads, shared, nodes, d]
+    shared = folded.shape[2]
+    scores = torch.bmm(folded.reshape(-1, shared * nodes, width), keys.view(-1, slots, width).transpose(1, 2))
+    scores.view(batch, groups, shared, nodes, slots).masked_fill_(hidden[:, None, None], _UNSEEN)
+    mixed = torch.bmm(exact_weights(scores), values.view(-1, slots, width))
     mixed = mixed.view(batch, groups, shared, nodes, width).permute(0, 3, 1, 2, 4)
     return mixed.reshape(batch * nodes, groups * shared * width)
 

@@ -4,7 +4,7 @@ A forward runs over static buffers, in buckets of sessions, of nodes a session a
 once, as a CUDA graph or its stand-in (`captures`). All sessions' keys and values lie in one pool. What has no bucket,
 long pieces of prompts and whatever needs more than scores, goes through the runtime that this one is made from, on the
 same sessions; that is also the slow twin against which the fast path is tested. CUDA graphs: Ng et al., "Accelerating
-PyTorch with CUDA Graphs", 2021. Sums depend on the bucket, so there is no exact mode.
+PyTorch with CUDA Graphs", 2021. Sums depend on the bucket here; `graph_exact.py` has those that do not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.errors import UserError, unknown
+from outpace.core.errors import unknown
 from outpace.core.scores import Scored, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.linear import padded
 from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape, power_of_two
 from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
 from outpace.models.llama.torch_runtime import Llama
@@ -51,9 +52,7 @@ class GraphLlama(Llama):
         head_ids: Tensor | None = None,
         kv_dtype: str = AUTO,
     ) -> None:
-        if exact:
-            raise UserError("exact mode is not available with graphs: leave out exact, or say graphs off on a CPU")
-        super().__init__(config, layers, embedding, head, False, head_ids, kv_dtype)
+        super().__init__(config, layers, embedding, head, exact, head_ids, kv_dtype)
         self.pool = Pool(config, self._holding, self.device)
         self.attention = KINDS[0]
         self.captures = Captures(self.device.type != "cuda")
@@ -77,7 +76,7 @@ class GraphLlama(Llama):
     def shallow(self, layers: Sequence[int]) -> GraphLlama:
         chosen = [self._layers[number] for number in layers]
         config = self.config.of_layers(layers)
-        model = GraphLlama(config, chosen, self._embedding, self._head, None, self._head_ids, self.kv_dtype)
+        model = type(self)(config, chosen, self._embedding, self._head, self.exact, self._head_ids, self.kv_dtype)
         model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
         return model
 
@@ -218,11 +217,13 @@ class GraphLlama(Llama):
         places = [(inside[0].place - start) * nodes + node for inside in block for node in inside[1].wanted]
         if not places:
             return self._embedding.new_empty(0, self.vocab_size)
-        count = power_of_two(len(places))
+        count = power_of_two(len(places), *self._head_counts)
         if count > MOST_HEAD_ROWS:
             return self._logits(self._hidden[torch.tensor(places, device=self.device)])
         inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
-        logits: Tensor = self.captures.buffers(("logits", count, self.vocab_size), partial(self._make_logits, count))
+        logits: Tensor = self.captures.buffers(
+            ("logits", count, self.vocab_size), lambda: self._embedding.new_zeros(count, self.vocab_size)
+        )
         key = ("head", count, self.vocab_size)
         host = inputs.begin({})
         host["rows"][: len(places)] = places
@@ -235,8 +236,8 @@ class GraphLlama(Llama):
 
     def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
         """Captured: tokens to hidden states."""
-        x = F.embedding(given["tokens"].flatten(), self._embedding)  # [batch * nodes, hidden]
-        turns = self._turns(given["positions"].flatten())
+        x = F.embedding(padded(given["tokens"].flatten(), self.row_counts), self._embedding)  # [rows, hidden]
+        turns = self._turns(padded(given["positions"].flatten(), self.row_counts))
         masks = {window: self._mask(given, slots, window) for window in self._windows}
         for number in range(len(self._layers)):
             x = self._mix_batch(number, start, x, turns, given["slots"], masks[self.config.window(number)])
@@ -253,21 +254,24 @@ class GraphLlama(Llama):
     ) -> Tensor:
         """A layer's attention, for all sessions at once. `slots` [batch, nodes]: where new keys and values go."""
         layer, heads, (batch, nodes) = self._layers[number], self.config.num_heads, slots.shape
-        mixed = self._turned(number, x, turns)
+        mixed = self._turned(number, x, turns)[: batch * nodes]
         new = mixed[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, width]
         new = self._holding.encode(finite(new))
         kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), new)
-        keys, values = self._holding.decode(kv[:, :, :, : mask.shape[-1]])
-        return self._apply(layer.output, attend(mixed[:, :heads], keys, values, mask, self.attention), x)
+        held = self._holding.decode(kv[:, :, :, : mask.shape[-1]])
+        return self._apply(layer.output, self._attend_all(number, mixed[:, :heads], held, mask), x)
+
+    def _attend_all(self, number: int, query: Tensor, held: Tensor, mask: Tensor) -> Tensor:
+        """Mixed values for the forward's rows: [rows, heads * d]. `held`: keys and values, decoded"""
+        return attend(query, *held, mask, self.attention)
+
+    def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), ()
 
     def _moves_pass(self, start: int, given: dict[str, Tensor]) -> None:
         """Captured: slots `source` of every row go to `goal`, all layers at once."""
-        source, goal = given["source"], given["goal"]  # [batch, moves]
-        kv = self.pool.kv[:, :, start : start + len(source)]  # [layers, 2, batch, kv_heads, slots, width]
-        shape = (*kv.shape[:4], source.shape[1], kv.shape[5])
-        moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
-        kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
+        self.pool.move(start, given["source"], given["goal"])
 
     def _head_pass(self, rows: Tensor, logits: Tensor) -> None:
         """Captured: hidden states of these rows to scores."""
@@ -278,8 +282,10 @@ class GraphLlama(Llama):
         heads, view = self.config.num_heads, span.views[self.config.window(number)]
         kv = self.pool.kv[number, :, span.session.row]  # [2, kv_heads, slots, width]
         kv[:, :, span.slots] = self._holding.encode(finite(mixed[:, heads:].unflatten(1, (2, -1)).permute(1, 2, 0, 3)))
-        keys, values = self._holding.decode(kv[:, :, view.first : span.seen])
-        self._attention[number].attend(mixed[:, :heads], keys, values, view.hidden, out)
+        held, attention = self._holding.decode(kv[:, :, view.first : span.seen]), self._attention[number]
+        if not self._holding.is_own:
+            held = attention.rounded(held[:, None])[:, 0]
+        attention.attend(mixed[:, :heads], *held, view.hidden, out)
 
     def _inputs(self, key: tuple[Any, ...], make: Callable[[], StaticInputs]) -> StaticInputs:
         inputs: StaticInputs = self.captures.buffers(key, make)
@@ -287,9 +293,6 @@ class GraphLlama(Llama):
 
     def _make_hidden(self) -> Tensor:
         return self._embedding.new_zeros(MOST_SESSIONS * MOST_NODES, self.config.hidden_size)
-
-    def _make_logits(self, count: int) -> Tensor:
-        return self._embedding.new_zeros(count, self.vocab_size)
 
 
 def _nodes(block: Sequence[Inside]) -> int:

@@ -27,6 +27,7 @@ class Linear(Protocol):
 # Row counts to try. Fewer than four rows take oneDNN's packed product longer (23, 25, 19 ms for 1, 2, 4).
 COUNTS = (4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 HEAD_COUNTS = COUNTS[:11]  # the output layer is large, and few rows are wanted
+FIXED = 64  # rows of every product where they cannot be tried out at each count: of captured forwards
 SMALLEST = 16  # exact mode is not worth having where no count up to this one is alike
 
 
@@ -78,6 +79,23 @@ def find_row_counts(
             if not (_same(linear, x, reference, 0, count) and _same(linear, x, reference, largest - count, count)):
                 alike.discard(count)
     return tuple(sorted(alike)) if alike and min(alike) <= SMALLEST else ()
+
+
+def rows_stay(linears: Sequence[tuple[Linear, int]], count: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether no row's bits depend on its place among `count` rows or on what the others hold.
+
+    `linears` come with their input widths. Every row is tried at 8 places, and alone among rows of zeros at one.
+    """
+    for linear, inputs in linears:
+        x = torch.randn(count, inputs, generator=torch.Generator().manual_seed(inputs)).to(device, dtype)
+        expected = linear(x)
+        shifts = sorted({1 << bit for bit in range(count.bit_length() - 1)} | {count // 2 + 1, count - 1})
+        turned = [torch.equal(linear(x.roll(shift, 0)), expected.roll(shift, 0)) for shift in shifts]
+        alone = torch.zeros_like(x)
+        alone[count // 3] = x[0]
+        if not all(turned) or not torch.equal(linear(alone)[count // 3], expected[0]):
+            return False
+    return True
 
 
 def padded(x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -83,6 +83,13 @@ class Pool:
             if session.row is not None and session.row >= count:
                 self._swap(session.row, free.pop())
 
+    def move(self, start: int, source: Tensor, goal: Tensor) -> None:
+        """In the rows from `start` on slots `source` go to `goal`, in all layers. [rows, moves] both"""
+        kv = self.kv[:, :, start : start + len(source)]  # [layers, 2, rows, kv_heads, slots, width]
+        shape = (*kv.shape[:4], source.shape[1], kv.shape[5])
+        moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
+        kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
+
     def _leave(self, session: GraphSession) -> None:
         if session.row is not None:
             self._sessions[session.row], session.row = None, None

@@ -36,6 +36,7 @@ class Llama(Model):
     """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
     extras = frozenset(Extra)
+    exact_where = "only for float32 and bfloat16 on a CPU, or with graphs"
 
     def __init__(
         self,
@@ -58,15 +59,14 @@ class Llama(Model):
         self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
         self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
         self._windows = {config.window(number) for number in range(config.num_layers)}
-        probing = can_pack(self.device, self.dtype) and exact is not False
-        self.row_counts, self._head_counts = self._probe() if probing else ((), ())
+        self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
+        if exact is not False:
+            self.row_counts, self._head_counts = self._probe()
         self.exact = bool(self.row_counts)
         if exact and not self.exact:
-            raise UserError(
-                f"exact mode is not available for {self.dtype} on {self.device}, only for float32 and bfloat16 on a CPU"
-            )
+            raise UserError(f"exact mode is not available for {self.dtype} on {self.device}, {self.exact_where}")
         self._attention: list[ExactAttention | FastAttention] = [
-            ExactAttention(layer.bounds) if self.exact else FastAttention(self.dtype) for layer in layers
+            ExactAttention(layer.bounds, self.device) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
         self.kv_dtype = kv_dtype
         self._holding = Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
@@ -256,7 +256,10 @@ class Llama(Model):
         return in_calls(linear, x, residual, self.row_counts)
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Row counts that leave rows alone, for the layers and for the output layer."""
+        """Row counts that leave rows alone, for the layers and for the output layer; none where exact mode is not to
+        be had."""
+        if not can_pack(self.device, self.dtype):
+            return (), ()
         layer, hidden, config = self._layers[0], self.config.hidden_size, self.config
 
         def added(linear: Linear) -> Linear:
