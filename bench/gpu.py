@@ -171,6 +171,19 @@ def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
             yield from check(bench.device, dtype, not bench.is_cuda)
 
 
+def precisions(bench: Bench) -> Iterator[Row]:
+    """Passes with weights in 8 bits beside those in the usual type; as far as torchao is installed."""
+    context = 64 if bench.args.quick else 512
+    for dtype in ("auto", "int8", "fp8"):
+        given = {"device": bench.device, "runtime": "llama", "graphs": "cuda" if bench.is_cuda else "eager"}
+        try:
+            model = load_model(bench.args.model, dtype=dtype, **given).model
+        except UserError as refusal:
+            yield {"model": f"target, {dtype}", "note": str(refusal)}
+            continue
+        yield from passes(bench, model, f"target, {model.precision}", [(1, 1, context), (1, 16, context)])
+
+
 def texts(bench: Bench) -> Iterator[Row]:
     """Answers against plain decoding's, without exact mode and with it, and what a pass costs in each: its price."""
     context = 64 if bench.args.quick else 512
@@ -246,6 +259,7 @@ def main(given: Sequence[str] | None = None) -> int:
     bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
     for factor in (2,) if quick else (8, 30, 200):
         bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
+    bench.part("precisions", lambda: precisions(bench))
     bench.part("shapes", lambda: shapes(bench))
     bench.part("peers", lambda: peers(bench))
     failed = [row for rows in bench.rows.values() for row in rows if row.get("passed") is False]

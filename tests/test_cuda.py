@@ -15,6 +15,7 @@ import gpu_checks
 
 import outpace
 from outpace.core.errors import UserError
+from outpace.models.base import chain
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.load import load_model
 
@@ -66,9 +67,19 @@ def test_a_drafter_in_a_thread_has_a_stream_of_its_own(folder: Path) -> None:
     assert torch.cuda.default_stream().cuda_stream not in streams
 
 
-def test_int8_is_refused_before_anything_is_loaded(folder: Path) -> None:
-    with pytest.raises(UserError, match="int8 runs on a CPU"):
-        load_model(folder, device="cuda", dtype="int8")
+def test_a_files_weights_are_refused_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(UserError, match="file runs on a CPU"):
+        load_model(folder, device="cuda", dtype="file")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_weights_in_8_bits_are_near_to_those_in_more(folder: Path, dtype: str) -> None:
+    pytest.importorskip("torchao")
+    rows = []
+    for given in ("bfloat16", dtype):
+        model = load_model(folder, device="cuda", dtype=given).model
+        rows.append(model.score([chain(model.open(9, 9), [1, 2, 3, 4], range(4))]).float())
+    assert 0 < (rows[1] - rows[0]).norm() < 0.1 * rows[0].norm()
 
 
 def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> None:

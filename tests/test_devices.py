@@ -42,7 +42,11 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "says"),
     [
         ({"device": "cuda:1"}, "device 'cuda:1' is not available here, allowed are cpu, cuda:0"),
-        ({"device": "cuda", "dtype": "int8"}, "dtype int8 runs on a CPU, not on cuda"),
+        ({"device": "cuda", "dtype": "file"}, "dtype file runs on a CPU, not on cuda"),
+        ({"device": "cuda", "dtype": "fp8", "exact": True}, "exact mode is not available with dtype fp8 by torch"),
+        ({"dtype": "fp8", "runtime": "native"}, "dtype fp8 by torch is for the runtime llama"),
+        ({"device": "cuda", "dtype": "int8", "runtime": "transformers"}, "dtype int8 by torch is for the runtime"),
+        ({"dtype": "int8", "device_map": "auto"}, "dtype int8 by torch is for the runtime llama, without"),
         ({"device": "cuda", "dtype": "bfloat16"}, "cuda cannot compute in bfloat16: use float16 or float32"),
         ({"device": "cuda", "exact": True, "graphs": "off"}, "exact mode on CUDA needs graphs"),
         ({"graphs": "cuda"}, "graphs cuda needs a device of CUDA, not cpu"),

@@ -29,7 +29,7 @@ def test_all_parts_run_and_are_written_one_by_one(tmp_path: Path, capsys: pytest
     wrong = [row for part in written for row in part["rows"] if "error" in row and "check" not in row]
     assert (status, last["failed"], wrong) == (0, 0, [])
     parts = [part["part"] for part in written]
-    assert parts == ["machine", "checks", "texts", "passes", "answers", "inflated 2", "shapes", "peers"]
+    assert parts == ["machine", "checks", "texts", "passes", "answers", "inflated 2", "precisions", "shapes", "peers"]
     assert all(part["rows"] == last[part["part"]] for part in written)
     assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
 
@@ -37,7 +37,7 @@ def test_all_parts_run_and_are_written_one_by_one(tmp_path: Path, capsys: pytest
 def test_a_time_limit_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["--device", "cpu", "--quick", "--minutes", "0", "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 8
+    assert len(out.read_text().splitlines()) == 9
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 0
 
 

@@ -115,8 +115,8 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"runtime": "llama", "dtype": "int8"}, "dtype int8 needs the runtime native"),
         ({"runtime": "transformers", "dtype": "int8"}, "dtype int8 needs the runtime native"),
+        ({"runtime": "transformers", "dtype": "fp8"}, "dtype fp8 by torch is for the runtime llama"),
         ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
         ({"dtype": "int4", "runtime": "native"}, "unknown dtype 'int4', allowed are auto, bfloat16, file, float16"),
     ],

@@ -27,7 +27,7 @@ from outpace.core.plan import (
 )
 
 PLAN = "Plan"
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0}
 SHOWN = (1, 2, 4, 8, 16, 32, 64)
 HERE = "here"
 PRODUCT = 1024  # rows and columns of the products by which this machine's operations a second are found

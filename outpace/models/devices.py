@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.options import AUTO, CUDA, FILE, INT8, OFF, LoadOptions
+from outpace.models.options import AUTO, CUDA, FILE, OFF, LoadOptions
 
 GIB = 1 << 30
 ROOM = 1.05  # times the weights: what libraries, and the layout of one tensor at a time, need beside them
@@ -30,12 +31,12 @@ def check_asked(options: LoadOptions) -> None:
     is_cuda = options.device_map is None and options.device.split(":")[0] == "cuda"
     if options.graphs == CUDA and not is_cuda:
         raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
+    if options.quantized:
+        check_quantized(options)
     if not is_cuda:
         return
-    if options.dtype in (INT8, FILE):
-        raise UserError(
-            f"dtype {options.dtype} runs on a CPU, not on {options.device}: use bfloat16, float16 or float32 there"
-        )
+    if options.dtype == FILE:
+        raise UserError(f"dtype file runs on a CPU, not on {options.device}: use bfloat16, float16, int8 or fp8 there")
     if options.dtype == "bfloat16":
         with torch.cuda.device(options.device):
             has_it = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -43,6 +44,16 @@ def check_asked(options: LoadOptions) -> None:
             raise UserError(f"{options.device} cannot compute in bfloat16: use float16 or float32")
     if options.exact and options.graphs == OFF:
         raise UserError("exact mode on CUDA needs graphs: leave out exact, or graphs off")
+
+
+def check_quantized(options: LoadOptions) -> None:
+    """UserError where weights cannot be held in 8 bits by torch."""
+    if options.runtime in ("native", "transformers") or options.device_map is not None:
+        raise UserError(f"dtype {options.dtype} by torch is for the runtime llama, without a device map")
+    if options.exact:
+        raise UserError(f"exact mode is not available with dtype {options.dtype} by torch: leave out exact")
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(f"dtype {options.dtype} by torch needs `pip install 'outpace[torchao]'`")
 
 
 def check_pair(options: LoadOptions, draft_device: str | None) -> None:
@@ -58,11 +69,14 @@ def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) ->
         return
     free = torch.cuda.mem_get_info(options.device)[0]
     count = sum(map(math.prod, shapes.values()))
-    needed = int(ROOM * count * options.torch_dtype.itemsize)
+    size, name = options.torch_dtype.itemsize, str(options.torch_dtype).removeprefix("torch.")
+    if options.quantized:
+        size, name = 1, options.quantized
+    needed = int(ROOM * count * size)
     if needed > free:
-        fitting = int(free / ROOM / options.torch_dtype.itemsize)
+        fitting = int(free / ROOM / size)
         raise UserError(
-            f"the weights need {needed / GIB:.1f} GiB in {str(options.torch_dtype).removeprefix('torch.')}, "
+            f"the weights need {needed / GIB:.1f} GiB in {name}, "
             f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights "
             "fits there, `outpace doctor --plan` shows what fits where"
         )

@@ -11,7 +11,7 @@ from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.footprint import Held, float_bytes, native_bytes
 from outpace.models.llama.inflate import source_of
 from outpace.models.llama.kv import token_bytes
-from outpace.models.options import AUTO, FILE, INT8, LoadOptions
+from outpace.models.options import AUTO, FILE, FP8, INT8, LoadOptions
 
 GIB = 1 << 30
 FEWEST = 0.1  # billions of weights that are worth naming
@@ -51,7 +51,7 @@ def _ways(
     ways = {INT8: native_bytes(shapes, held, formats or (), False)}
     if formats is None:
         name = "float32" if options.dtype == AUTO else options.dtype
-        ways[name] = float_bytes(shapes, 4 if name == "float32" else 2)
+        ways[name] = float_bytes(shapes, {"float32": 4, INT8: 1, FP8: 1}.get(name, 2))
         return name, ways
     kept = native_bytes(shapes, held, formats, True)
     if options.dtype == FILE:

@@ -12,7 +12,7 @@ from outpace.core.numbers import plain
 if TYPE_CHECKING:
     import torch
 
-AUTO, INT8, FILE = "auto", "int8", "file"
+AUTO, INT8, FP8, FILE = "auto", "int8", "fp8", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
 MOST_INFLATED = 256
 CUDA, EAGER, OFF = "cuda", "eager", "off"
@@ -25,6 +25,7 @@ class LoadOptions:
     """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
 
     `dtype` "file": a GGUF file's own weights, on a CPU by the native kernels; what comes in float is int8 there.
+    int8 elsewhere, and fp8, are torchao's: matrices in 8 bits, all else in what "auto" would be.
     "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
@@ -47,8 +48,8 @@ class LoadOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _pythonic(getattr(self, field.name)))
-        if self.dtype not in (AUTO, INT8, FILE, *FLOATS):
-            raise unknown("dtype", str(self.dtype), (AUTO, INT8, FILE, *FLOATS))
+        if self.dtype not in (AUTO, INT8, FP8, FILE, *FLOATS):
+            raise unknown("dtype", str(self.dtype), (AUTO, INT8, FP8, FILE, *FLOATS))
         if self.exact not in (None, True, False):
             raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
         if self.trust_remote_code not in (True, False):
@@ -77,15 +78,21 @@ class LoadOptions:
         return self.device_map is None and self.device.partition(":")[0] == "cpu"
 
     @property
+    def quantized(self) -> str | None:
+        """What torch is to hold matrices in, where that is not what it computes in."""
+        is_torchs = self.dtype == FP8 or (self.dtype == INT8 and (self.runtime == "llama" or not self.is_on_cpu))
+        return self.dtype if is_torchs else None
+
+    @property
     def torch_dtype(self) -> torch.dtype:
-        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for int8 and
-        file."""
+        """What torch computes in. "auto" is bfloat16 on an NVIDIA GPU that has it, else float32; UserError for file,
+        and for int8 where that is the native runtime's."""
         import torch
 
-        if self.dtype in (INT8, FILE):
+        if self.dtype in (INT8, FILE) and not self.quantized:
             raise UserError(f"dtype {self.dtype} needs the runtime native, torch computes in {', '.join(FLOATS)}")
         name = self.dtype
-        if name == AUTO:
+        if name == AUTO or self.quantized:
             is_on_gpu = self.device_map is not None or torch.device(self.device).type == "cuda"
             has_half = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
             name = "bfloat16" if is_on_gpu and has_half else "float32"

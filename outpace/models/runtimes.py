@@ -97,7 +97,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
     """Native on a CPU where no other precision is asked for, else torch."""
     from outpace.models.llama.native_kernels import UnsupportedShape
 
-    if options.dtype in (INT8, FILE):
+    if options.dtype in (INT8, FILE) and not options.quantized:
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
@@ -118,7 +118,9 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
     if options.trust_remote_code or options.device_map is not None:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
-    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")} | {"dtype": options.torch_dtype}
+    given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype", "quantized")} | {
+        "dtype": options.torch_dtype
+    }
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
         kind = ExactGraphLlama if options.exact else GraphLlama

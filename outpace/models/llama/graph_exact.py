@@ -34,7 +34,8 @@ class ExactGraphLlama(GraphLlama):
         assert isinstance(attention, ExactAttention)
         if not self._holding.is_own:
             held = attention.rounded(held)
-        mixed = attend_exactly(query, *held, mask).to(self.dtype)
+        keys, values = held
+        mixed = attend_exactly(query, keys, values, mask).to(self.dtype)
         missing = -len(mixed) % FIXED
         return torch.cat([mixed, mixed.new_zeros(missing, mixed.shape[1])]) if missing else mixed
 

@@ -74,10 +74,10 @@ class GraphLlama(Llama):
         return model
 
     def shallow(self, layers: Sequence[int]) -> GraphLlama:
-        chosen = [self._layers[number] for number in layers]
-        config = self.config.of_layers(layers)
+        chosen, config = [self._layers[number] for number in layers], self.config.of_layers(layers)
         model = type(self)(config, chosen, self._embedding, self._head, self.exact, self._head_ids, self.kv_dtype)
         model.attention, model.captures = self.attention, Captures(self.captures.is_eager)
+        model.quantized = self.quantized
         return model
 
     def open(self, capacity: int, room: int) -> GraphSession:  # type: ignore[override]  # its own storage
@@ -264,7 +264,7 @@ class GraphLlama(Llama):
 
     def _attend_all(self, number: int, query: Tensor, held: Tensor, mask: Tensor) -> Tensor:
         """Mixed values for the forward's rows: [rows, heads * d]. `held`: keys and values, decoded"""
-        return attend(query, *held, mask, self.attention)
+        return attend(query, held[0], held[1], mask, self.attention)
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()
@@ -285,7 +285,7 @@ class GraphLlama(Llama):
         held, attention = self._holding.decode(kv[:, :, view.first : span.seen]), self._attention[number]
         if not self._holding.is_own:
             held = attention.rounded(held[:, None])[:, 0]
-        attention.attend(mixed[:, :heads], *held, view.hidden, out)
+        attention.attend(mixed[:, :heads], held[0], held[1], view.hidden, out)
 
     def _inputs(self, key: tuple[Any, ...], make: Callable[[], StaticInputs]) -> StaticInputs:
         inputs: StaticInputs = self.captures.buffers(key, make)

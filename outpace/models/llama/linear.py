@@ -7,7 +7,7 @@ to which rows may be padded on this machine for this to hold. No product is ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Protocol
@@ -24,6 +24,8 @@ class Linear(Protocol):
         """x [rows, inputs] to x W^T + b (+ residual) [rows, outputs]."""
 
 
+Pack = Callable[[Tensor, "Tensor | None"], Linear]
+
 # Row counts to try. Fewer than four rows take oneDNN's packed product longer (23, 25, 19 ms for 1, 2, 4).
 COUNTS = (4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 HEAD_COUNTS = COUNTS[:11]  # the output layer is large, and few rows are wanted
@@ -38,7 +40,7 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     takes half of float32's. Float16 has no such product on most CPUs and stays with the stock one.
     """
     if not can_pack(weight.device, weight.dtype):
-        return partial(_stock, weight, bias)
+        return partial(stock, weight, bias)
     return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8), bias)
 
 
@@ -51,7 +53,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def _stock(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:
+def stock(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The library's own product."""
     product = F.linear(x, weight, bias)
     return product if residual is None else product.add_(residual)
 

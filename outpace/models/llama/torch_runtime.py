@@ -24,7 +24,8 @@ from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
-from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, padded
+from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
+from outpace.models.llama.quantized import packer
 from outpace.models.llama.rope import Rotary
 from outpace.models.llama.span import Span
 from outpace.models.llama.torch_session import Holding, LlamaSession
@@ -36,6 +37,7 @@ class Llama(Model):
     """A Llama-family model. Sessions are independent; `score` is to be called by one thread at a time."""
 
     extras = frozenset(Extra)
+    quantized: str | None = None  # what its matrices are held in, where that is not its dtype
     exact_where = "only for float32 and bfloat16 on a CPU, or with graphs"
 
     def __init__(
@@ -83,7 +85,11 @@ class Llama(Model):
         shapes = tensor_shapes(self.config)
         if not self.config.tie_embeddings:
             del shapes["model.embed_tokens.weight"]  # one row of it is read, not all
-        return sum(math.prod(shape) for shape in shapes.values()) * self.dtype.itemsize
+        return sum(map(math.prod, shapes.values())) * (1 if self.quantized else self.dtype.itemsize)
+
+    @property
+    def precision(self) -> str:
+        return self.quantized or super().precision
 
     @classmethod
     def from_tensors(
@@ -96,12 +102,15 @@ class Llama(Model):
         exact: bool | None = None,
         head_ids: np.ndarray | Tensor | None = None,
         kv_dtype: str = AUTO,
+        quantized: str | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> Llama:
         """From Hugging Face weight names. `tensor(name)` gives a weight; they are laid out anew, layer by layer.
 
         `head_ids` int64 [rows]: only these tokens' rows of the output layer are held, all other tokens score -inf.
+        `quantized`: its matrices are held in int8 or fp8, by torchao.
         """
+        lay = packer(quantized) if quantized else pack
         held = None if head_ids is None else torch.from_numpy(checked_ids(head_ids, config.vocab_size)).to(device)
 
         def fetch(name: str) -> Tensor:
@@ -109,17 +118,21 @@ class Llama(Model):
 
         layers = []
         for number in range(config.num_layers):
-            layers.append(load_layer(config, number, fetch))
+            layers.append(load_layer(config, number, fetch, lay))
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
-        head = load_head(config, embedding, held, fetch)
-        return cls(config, layers, embedding, head, exact, held, kv_dtype)
+        head = load_head(config, embedding, held, fetch, lay)
+        model = cls(config, layers, embedding, head, False if quantized else exact, held, kv_dtype)
+        model.quantized = quantized
+        return model
 
     def shallow(self, layers: Sequence[int]) -> Llama:
         """A model of these layers alone, sharing their weights: a draft that costs nothing to get."""
         chosen = [self._layers[number] for number in layers]
         config, ends = self.config.of_layers(layers), (self._embedding, self._head)
-        return Llama(config, chosen, *ends, self.exact, self._head_ids, self.kv_dtype)
+        model = Llama(config, chosen, *ends, self.exact, self._head_ids, self.kv_dtype)
+        model.quantized = self.quantized
+        return model
 
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""

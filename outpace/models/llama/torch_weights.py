@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
-from outpace.models.llama.linear import Linear, pack
+from outpace.models.llama.linear import Linear, Pack, pack
 
 Fetch = Callable[[str], Tensor]
 
@@ -45,8 +45,8 @@ class LayerWeights:
     bounds: Tensor
 
 
-def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> LayerWeights:
-    """Layer `number` from Hugging Face weight names."""
+def load_layer(config: LlamaConfig, number: int, fetch: Fetch, pack: Pack = pack) -> LayerWeights:
+    """Layer `number` from Hugging Face weight names; `pack` lays its matrices out."""
     prefix = f"model.layers.{number}."
     input_norm, post_norm = (fetch(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
@@ -56,22 +56,22 @@ def load_layer(config: LlamaConfig, number: int, fetch: Fetch) -> LayerWeights:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
 
     return LayerWeights(
-        qkv=_normed(weight, bias, input_norm),
+        qkv=_normed(weight, bias, input_norm, pack),
         output=linear("self_attn.o_proj", config.output_bias),
-        gate_up=_gate_up(config, prefix + "mlp.", post_norm, fetch),
+        gate_up=_gate_up(config, prefix + "mlp.", post_norm, fetch, pack),
         down=linear("mlp.down_proj", config.mlp_bias),
         head_norm=head_norm,
         bounds=_bounds(config, number, _folded(weight, input_norm), bias, head_norm) * _slack(weight.dtype),
     )
 
 
-def load_head(config: LlamaConfig, embedding: Tensor, rows: Tensor | None, fetch: Fetch) -> Normed:
+def load_head(config: LlamaConfig, embedding: Tensor, rows: Tensor | None, fetch: Fetch, pack: Pack = pack) -> Normed:
     """The final norm and the output layer, which may be the embedding; of it only `rows` [kept], if given."""
     weight = embedding if config.tie_embeddings else fetch("lm_head.weight")
-    return _normed(weight if rows is None else weight[rows], None, fetch("model.norm.weight"))
+    return _normed(weight if rows is None else weight[rows], None, fetch("model.norm.weight"), pack)
 
 
-def _normed(weight: Tensor, bias: Tensor | None, norm: Tensor) -> Normed:
+def _normed(weight: Tensor, bias: Tensor | None, norm: Tensor, pack: Pack) -> Normed:
     if weight.dtype == torch.float32:
         return Normed(pack(_folded(weight, norm), bias), None)
     return Normed(pack(weight, bias), _scaled(norm))
@@ -109,10 +109,10 @@ def _head_norm(config: LlamaConfig, prefix: str, fetch: Fetch) -> Tensor:
     return torch.cat([*rows, torch.ones_like(rows[1])])
 
 
-def _gate_up(config: LlamaConfig, prefix: str, norm: Tensor, fetch: Fetch) -> Normed:
+def _gate_up(config: LlamaConfig, prefix: str, norm: Tensor, fetch: Fetch, pack: Pack) -> Normed:
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")
     bias = torch.cat([fetch(f"{name}.bias") for name in names]) if config.mlp_bias else None
-    return _normed(torch.cat([fetch(f"{name}.weight") for name in names]), bias, norm)
+    return _normed(torch.cat([fetch(f"{name}.weight") for name in names]), bias, norm, pack)
 
 
 def _bounds(config: LlamaConfig, number: int, weight: Tensor, bias: Tensor | None, head_norm: Tensor | None) -> Tensor:
