@@ -55,6 +55,17 @@ def blindly_trusting(weigh: Original) -> Original:
     return mutated
 
 
+def corrected_in_any_case(init: Original) -> Original:
+    """Chances that a drafter fits itself are corrected too."""
+
+    def mutated(self: Any, place: Any, options: Any) -> None:
+        init(self, place, options)
+        for source in place.sources:
+            self._trust.setdefault(source.name, _costs.Mean(1.0, 2.0))
+
+    return mutated
+
+
 def rows_for_nothing(best: Original) -> Original:
     def mutated(self: Any, chances: Sequence[float]) -> Any:
         price, self._price = self._price, 0.0
@@ -124,6 +135,7 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 PLANNER_MUTATIONS = [
     mutation("planner: a drafter's chances are taken at their word", auto._Planner, "_weigh", blindly_trusting),
+    mutation("planner: fitted chances are corrected too", auto._Planner, "__init__", corrected_in_any_case),
     mutation("planner: rows cost nothing", auto._Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", auto._Planner, "pays", always_deeper),
     mutation("planner: all nodes are the first source's", auto._Planner, "_note", of_one_source),

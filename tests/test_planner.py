@@ -193,6 +193,27 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     assert costs.draft(guesses) == 0.04
 
 
+@pytest.mark.parametrize("comes_true", [True, False])
+def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true: bool) -> None:
+    """Where short copies came true a common factor would take a long one for sure, and pay for rows that it is not
+    worth; where they failed it would leave out what the drafter has learnt to offer more rarely."""
+    costs, copies = Costs(), Source("suffix", False, is_fitted=True)
+    for _ in range(3):
+        for rows in range(1, 9):
+            costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
+    planner = auto._Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
+    for _ in range(20):
+        tree = TokenTree(RIGHT)
+        planner.begin()
+        node = 0
+        for chance in (0.9, 0.8, 0.7, 0.45):
+            node = tree.add(node, RIGHT, math.log(chance)) or 0
+        planner.copied(tree, planner.copiers[0])
+        assert planner.chosen(tree) == [0, 1, 2, 3]
+        planner.learn(tree, [0, 1, 2, 3, 4] if comes_true else [0])
+    assert copies.name not in costs.remember()["trust"]
+
+
 def test_a_draft_slower_than_the_target_is_not_used() -> None:
     world = World(0.9, lambda place: True, step=9.0)
     assert world.run(512) > 0.97

@@ -166,10 +166,11 @@ class Verdict(NamedTuple):
 
 class Source(NamedTuple):
     """Where proposals come from: a drafter by its file's name, and whether it runs a model for them. Costs and trust
-    are kept by source."""
+    are kept by source. `is_fitted`: its chances follow what came true in this request already."""
 
     name: str
     runs_model: bool
+    is_fitted: bool = False
 
 
 class Draft(NamedTuple):
@@ -232,12 +233,13 @@ class Drafter(TakesOrders):
 
     name = "drafter"  # its file's
     runs_model = True  # False: what it proposes costs next to nothing
+    is_fitted = False  # see `Source`
     needs: Needs = NOTHING  # the same for all its requests
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """What `grow_by` may be asked for: itself, or its parts."""
-        return (Source(self.name, self.runs_model),)
+        return (Source(self.name, self.runs_model, self.is_fitted),)
 
     def weight_bytes(self, source: Source) -> int | None:
         """Bytes of weights that a step of a source reads; None where it does not tell."""

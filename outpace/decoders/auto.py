@@ -5,7 +5,8 @@ Our own: each draft layer and each verified row must bring more tokens than its 
 
 A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
 the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
-adds outweighs its seconds. The drafter's chances are trusted as far as they came true. Rows are tried from few to many,
+adds outweighs its seconds. The drafter's chances are trusted as far as they came true, and taken at their word where
+the drafter fits them itself. Rows are tried from few to many,
 twice as many as are known at most. Where a layer does not pay it is tried again now and then, so seldom that all
 trials together cost a small share of the time.
 """
@@ -119,7 +120,8 @@ class _Planner:
     def __init__(self, place: Place, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
-        self._trust = {source.name: Mean(self._costs.trust(source.name).value, 2.0, _FADE) for source in place.sources}
+        names = [source.name for source in place.sources if not source.is_fitted]
+        self._trust = {name: Mean(self._costs.trust(name).value, 2.0, _FADE) for name in names}
         self.copiers = [_Copier(source) for source in place.sources if not source.runs_model]
         self.growers = [_Grower(source, options.deepest) for source in place.sources if source.runs_model]
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
@@ -252,8 +254,8 @@ class _Planner:
         promised: dict[str, float] = {}
         for node in range(1, len(tree)):
             source = self._sources[tree.ids[node]]
-            if tree.roles[node] is Role.PROBE:
-                continue  # it promises nothing in this round
+            if source not in self._trust or tree.roles[node] is Role.PROBE:
+                continue  # a probe promises nothing in this round
             promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
         for source, chances in promised.items():
             self._trust[source].learn(walked.count(source), chances)
@@ -264,9 +266,15 @@ class _Planner:
         exceeds the parent's, so the best n are closed under ancestors."""
         chances = self._chances
         for node in range(len(chances), len(tree)):
-            own = exp(tree.scores[node]) * self._trust[self._sources[tree.ids[node]]].value if node else 1.0
+            own = exp(tree.scores[node]) * self._trusted(self._sources[tree.ids[node]]) if node else 1.0
             chances.append(min(own, chances[tree.parents[node]]) if node else own)
         return chances
+
+    def _trusted(self, source: str) -> float:
+        """How far this source's chances are trusted. One factor for short and long branches would make long ones sure
+        where short ones came true: who fits chances to each length is not corrected."""
+        trust = self._trust.get(source)
+        return 1.0 if trust is None else trust.value
 
     def _reach(self, tree: TokenTree, grower: _Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
@@ -277,7 +285,5 @@ class _Planner:
                 leaves.append(chances[node])
         reach = sum(nlargest(_BEAM, leaves))
         if not grower.layers:
-            reach += self._trust[grower.source.name].value * max(
-                0.0, 1.0 - sum(chances[node] for node in tree.children(0))
-            )
+            reach += self._trusted(grower.source.name) * max(0.0, 1.0 - sum(chances[node] for node in tree.children(0)))
         return min(1.0, reach)

@@ -57,6 +57,7 @@ class Grafter(Drafter, Generic[State]):
     """A drafter that copies. What it copies is `propose`'s to say, in a class for each source."""
 
     runs_model = False
+    is_fitted = True
 
     def __init__(self, origins: int = 1) -> None:
         """`origins`: places of different worth that it copies from."""

@@ -78,6 +78,7 @@ class Ouroboros(Grafter[OuroborosState]):
 
     name = "ouroboros"
     runs_model = True
+    is_fitted = False  # the draft model's nodes stand among its phrases
     needs = Needs(top=1)
 
     def __init__(self, model: Model, options: Options, given: Given | None = None) -> None:
