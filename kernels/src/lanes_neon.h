@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = 1;
+constexpr int kFetchingRows = 3;
 constexpr int kQueries = 2;
 constexpr int kMixVectors = 2;
 
@@ -152,6 +153,8 @@ inline Weights lookup(const Bytes& a) {
 }
 
 /// Numbers up to 63 are the same with a sign.
+using NibbleSums = Ints;
+
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], vreinterpretq_s8_u8(q.v[i]), a.v);
     return sums;

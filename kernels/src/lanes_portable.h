@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kTileRows = 2;     // rows of a product that are worked on together; more take long to compile
 constexpr int kTileVectors = 1;  // times 16 outputs
+constexpr int kFetchingRows = 3;  // from so many rows in a single tile on, what comes next is fetched ahead
 constexpr int kQueries = 2;      // queries of attention that are worked on together
 constexpr int kMixVectors = 2;   // times 16 entries of a value
 
@@ -171,6 +172,8 @@ inline Weights lookup(const Bytes& a) {
 }
 
 /// sums + q * a over four inputs, for 16 outputs.
+using NibbleSums = Ints;
+
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < kLanes; ++i)
         for (int j = 0; j < 4; ++j) sums.v[i] += static_cast<int32_t>(q.v[4 * i + j]) * a.v[j];

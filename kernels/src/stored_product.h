@@ -7,6 +7,8 @@
 // fused multiply-add: which rows travel together, and how they are cut into tiles, changes nothing.
 #pragma once
 
+#include <type_traits>
+
 #include "formats.h"
 #include "kernels.h"
 
@@ -78,10 +80,26 @@ inline void fetch_ahead(const uint8_t* group, int step, int first, const Tile& t
         if (V > 1 || line % 2 == first) __builtin_prefetch(group + tile.ahead + line * 64, 0, 2);
 }
 
-/// The int32 sums of part `Part` of a group, from its first step on.
-template <class F, int R, int V, int Part, int Step>
+/// What a part's products are summed in: int32, or sums of nibbles as the lanes like them.
+template <class F>
+using PartSums = std::conditional_t<F::kBits == 4 && !F::kHasTable, NibbleSums, Ints>;
+
+template <class Sums>
+inline Sums first_sums(Ints start) {
+    if constexpr (std::is_same_v<Sums, Ints>) return start;
+    else return {};
+}
+
+template <class Sums>
+inline Ints all_sums(const Sums& sums, Ints start) {
+    if constexpr (std::is_same_v<Sums, Ints>) return sums;
+    else return start + sums.to_ints();
+}
+
+/// The sums of part `Part` of a group, from its step `Step` on.
+template <class F, int R, int V, int Part, int Step, class Sums>
 inline void add_steps(const uint8_t* group, int first, const int8_t* const (&values)[R], const Tile& tile,
-                      Ints (&sums)[R][V]) {
+                      Sums (&sums)[R][V]) {
     constexpr int kPartSteps = F::kPart / 4, kAt = Part * kPartSteps + Step;
     if constexpr (Step < kPartSteps) {
         fetch_ahead<F, V>(group, kAt, first, tile);
@@ -98,18 +116,21 @@ template <class F, int R, int V, int Part>
 inline void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in, int group,
                       const Tile& tile, Floats (&total)[R][V]) {
     if constexpr (Part < F::kParts) {
+        using Sums = PartSums<F>;
+        const auto start = [&](int r) { return start_of<F>(in.row_sums(tile.first + r) + group * kSums, Part); };
         const int8_t* values[R];
-        Ints sums[R][V];
+        Sums sums[R][V];
         for (int r = 0; r < R; ++r) {
             values[r] = in.row_values(tile.first + r) + group * kGroup;
-            const Ints start = start_of<F>(in.row_sums(tile.first + r) + group * kSums, Part);
-            for (int v = 0; v < V; ++v) sums[r][v] = start;
+            const Sums none = first_sums<Sums>(start(r));
+            for (int v = 0; v < V; ++v) sums[r][v] = none;
         }
         add_steps<F, R, V, Part, 0>(place, first, values, tile, sums);
         for (int v = 0; v < V; ++v) {
             const Floats c = numbers<F>(header, place, Part, 0, first + v);
             for (int r = 0; r < R; ++r)
-                total[r][v] = fma(sums[r][v].to_floats(), c * Floats::all(in.row_scales(tile.first + r)[group]), total[r][v]);
+                total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
+                                  c * Floats::all(in.row_scales(tile.first + r)[group]), total[r][v]);
             if constexpr (F::kHasMin) {
                 const Floats m = numbers<F>(header, place, Part, 1, first + v);
                 for (int r = 0; r < R; ++r)

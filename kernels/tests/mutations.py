@@ -89,6 +89,10 @@ MUTATIONS = (
     Mutation("avx2 looks weights up with their offset", "lanes_avx2.h",
              "_mm256_broadcastsi128_si256(_mm_xor_si128(stored, _mm_set1_epi8(-128)))",
              "_mm256_broadcastsi128_si256(stored)"),
+    Mutation("avx2 adds the lower half's nibbles twice", "lanes_avx2.h", "add_pairs(_mm256_setzero_si256(), hi)",
+             "add_pairs(_mm256_setzero_si256(), lo)"),
+    Mutation("numbers of five bits are summed as nibbles are", "stored_product.h", "F::kBits == 4 && !F::kHasTable",
+             "F::kBits <= 5 && !F::kHasTable"),
     # rounding
     Mutation("a wrong scale of activations", "rowwise.h", "top / 127.0f;", "top / 128.0f;"),
     Mutation("weights' scales are rounded down", "half.h", "(bits + 0xffffu) >> 16", "bits >> 16"),

@@ -116,6 +116,22 @@ uint64_t test_products(const Matrix& matrix, const std::vector<float>& bias, con
     return hash;
 }
 
+/// The largest numbers of a format times the largest activations, all of one sign: sums in few bits must hold them.
+void test_extremes(Format format) {
+    Random random(12);
+    const int inputs = 512;
+    std::vector<float> x(static_cast<std::size_t>(kRows) * inputs), none(kOutputs);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = i / inputs % 2 ? -1.0f : 1.0f;
+    for (uint8_t byte : {0xff, 0x80, 0x00}) {
+        Source source(random, format, kOutputs, inputs);
+        const FileBlock block = file_block(format);
+        const std::size_t scales = format == Format::q6_k ? 0 : 4, numbers = format == Format::q6_k ? 192 : block.bytes;
+        for (std::size_t start = 0; start < source.bytes.size(); start += block.bytes)
+            for (std::size_t i = scales; i < numbers; ++i) source.bytes[start + i] = byte;
+        test_products(Matrix(source.stored, nullptr), none, x, inputs);
+    }
+}
+
 /// Chunks of 32 of a group of 64: the other half is zeros, and inputs there change nothing.
 void test_padding(Random& random) {
     for (Format format : {Format::q4_1, Format::q8_0, Format::iq4_nl}) {
@@ -197,6 +213,7 @@ uint64_t test_stored() {
         bits ^= test_products(Matrix(source.stored, bias.data()), bias, x, inputs);
     }
     test_padding(random);
+    for (Format format : kFormats) test_extremes(format);
     bits ^= test_sections(random);
     test_refusals(random);
     return bits;
