@@ -27,6 +27,7 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine import passes
 from outpace.models.llama import batched
+from outpace.rules import base as rules_base
 from outpace.server import reading
 from outpace.server.admission import Admission
 from outpace.server.engine_thread import EngineThread
@@ -123,6 +124,13 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 PART_MUTATIONS = [
+    mutation(
+        "offers on a device: the host waits for each row",
+        rules_base,
+        "_best_on_device",
+        nothing,
+        "test_waiting.py::test_the_host_waits_once_for_a_batch",
+    ),
     mutation(
         "captured passes: weights of exact attention on no grid",
         batched,

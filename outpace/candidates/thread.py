@@ -108,5 +108,7 @@ def own_stream(device: torch.device | str | None) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))  # the weights may still be on their way
     with torch.cuda.stream(stream):
-        yield stream
-        stream.synchronize()  # what it works on may be freed next
+        try:
+            yield stream
+        finally:
+            stream.synchronize()  # what it works on may be freed next, after a fault too

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.lazy import torch
+from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +52,8 @@ def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
 
 def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
-    low = torch.tensor([_signed(key) for key in keys], dtype=torch.int32, device=device)[:, None]
-    high = torch.tensor([_signed(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
+    words = [[_signed(key), _signed(key >> 32)] for key in keys]
+    low, high = uploaded(words, np.int32, device).view(len(keys), 2, 1).unbind(1)  # [rows, 1] each
     bits = torch.arange(vocab, dtype=torch.int32, device=device) ^ low  # [rows, vocab]
     _mix(bits, 0x7FEB352D)
     bits.bitwise_xor_(high)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from outpace.core.errors import check_range, check_share, check_whole
 from outpace.core.lazy import torch
+from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +58,8 @@ def filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """What `processed` takes the softmax of: logits over temperature, -inf where filtered out. [rows, vocab]"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
-    scale = torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)
+    own = np.float64 if logits.dtype == torch.float64 else np.float32
+    scale = uploaded(temperatures, own, logits.device)
     logits = logits / scale[:, None]
     for row, sampling in enumerate(samplings):
         if sampling.filters:
@@ -66,17 +70,19 @@ def filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
     """The lowest logit that stays; equal logits stay or go together, whatever order a sort gave them. [vocab] to []."""
-    count = min(sampling.top_k or _NUCLEUS, len(logits))
+    # on a device all are sorted: whether fewer would do, the host would have to wait to know
+    most = _NUCLEUS if logits.device.type == "cpu" else len(logits)
+    count = min(sampling.top_k or most, len(logits))
     top = torch.topk(logits, count).values  # [count], descending
-    floor = top[-1] if sampling.top_k else logits.new_tensor(float("-inf"))
+    floor = top[-1] if sampling.top_k else logits.new_full((), float("-inf"))
     if sampling.top_p < 1.0:
         total = torch.logsumexp(top if sampling.top_k else logits, dim=-1)
         mass = torch.exp(top - total).cumsum(0)
-        if not sampling.top_k and mass[-1] < sampling.top_p:
+        if not sampling.top_k and count < len(logits) and mass[-1] < sampling.top_p:
             top = torch.sort(logits, descending=True).values
             mass = torch.exp(top - total).cumsum(0)
-        kept = int((mass < sampling.top_p).sum())  # the token that crosses top_p stays
-        floor = torch.maximum(floor, top[min(kept, len(top) - 1)])
+        kept = (mass < sampling.top_p).sum().clamp(max=len(top) - 1)  # the token that crosses top_p stays
+        floor = torch.maximum(floor, top.gather(0, kept[None])[0])
     if sampling.min_p:
-        floor = torch.maximum(floor, top[0] + torch.log(top.new_tensor(sampling.min_p)))
+        floor = torch.maximum(floor, top[0] + torch.log(top.new_full((), sampling.min_p)))
     return floor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from outpace.core.lazy import torch
+from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,7 @@ class Held(NamedTuple):
         if self.ids is None:
             return values
         wide = values.new_full((len(values), self.vocab), -torch.inf)
-        return wide.index_copy_(1, torch.from_numpy(self.ids).to(values.device), values)
+        return wide.index_copy_(1, uploaded(self.ids, np.int64, values.device), values)
 
 
 def tensor_of(scores: Scores) -> Tensor:

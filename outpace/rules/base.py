@@ -100,6 +100,8 @@ def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
     """By the rule's `best` for rows on the host; by its `rank` for those left empty."""
     rule, host = rows[0].request.rule, host_rows(held.values)
     is_adjusted = any(row.request.adjustments is not None for row in rows)
+    if host is None and (together := _best_on_device(held, rows, count)) is not None:
+        return together
     offers = None if host is None or is_adjusted else rule.best(host, held, rows, count)
     if offers is None:
         return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
@@ -110,6 +112,18 @@ def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
         offer if offer[0] else _best_by_rank(held, number, row, count)
         for number, (offer, row) in enumerate(zip(offers, rows, strict=True))
     ]
+
+
+def _best_on_device(held: Held, rows: Sequence[Row], count: int) -> list[Offer] | None:
+    """By the rule's `rank` of all rows at once: the host waits for the device once. None where a row's constraint
+    failed, which must not spoil the others."""
+    try:
+        ranks = rows[0].request.rule.rank(held.wide(), rows)
+    except UserError:
+        return None
+    best = torch.topk(ranks, min(count, ranks.shape[-1]))
+    values, tokens = torch.stack([best.values, best.indices.to(best.values)]).tolist()  # exact below 2^24 tokens
+    return [offer_of([int(token) for token in some], its) for some, its in zip(tokens, values, strict=True)]
 
 
 def _best_by_rank(held: Held, number: int, row: Row, count: int) -> Offer:

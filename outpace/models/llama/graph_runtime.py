@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outpace.core.errors import unknown
 from outpace.core.scores import Scored, tensor_of
+from outpace.core.upload import uploaded
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
@@ -219,14 +220,13 @@ class GraphLlama(Llama):
             return self._embedding.new_empty(0, self.vocab_size)
         count = power_of_two(len(places), *self._head_counts)
         if count > MOST_HEAD_ROWS:
-            return self._logits(self._hidden[torch.tensor(places, device=self.device)])
+            return self._logits(self._hidden[uploaded(places, np.int64, self.device)])
         inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
         logits: Tensor = self.captures.buffers(
             ("logits", count, self.vocab_size), lambda: self._embedding.new_zeros(count, self.vocab_size)
         )
         key = ("head", count, self.vocab_size)
-        host = inputs.begin({})
-        host["rows"][: len(places)] = places
+        inputs.begin({})["rows"][: len(places)] = places
         inputs.send()
         self.captures.prepare(
             key, partial(self._head_pass, inputs.device["rows"], logits), inputs.buffer, self._hidden, logits

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.upload import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.torch_session import Holding
@@ -166,7 +167,7 @@ class GraphSession(Session):
             return
         (source, start), self.moves = self.moves, None
         mine = self.pool.kv[:, :, self.row]
-        index = torch.from_numpy(source).to(mine.device)
+        index = uploaded(source, np.int64, mine.device)
         mine[:, :, :, start : start + len(source)] = mine[:, :, :, index]
 
     def _resize(self, slots: int) -> None:

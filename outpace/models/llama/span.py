@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.upload import uploaded
 from outpace.models.base import Part
 
 
@@ -65,4 +66,4 @@ def _view(
 
 
 def _hidden(seen: np.ndarray, device: torch.device) -> Tensor | None:
-    return None if seen.all() else torch.from_numpy(np.where(seen, 0.0, -np.inf)).to(device)
+    return None if seen.all() else uploaded(np.where(seen, 0.0, -np.inf), np.float64, device)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.core.scores import Held, Scored, tensor_of
+from outpace.core.upload import uploaded
 from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
@@ -163,14 +164,14 @@ class Llama(Model):
         for part in forest:
             first_row = spans[-1].rows.stop if spans else 0
             spans.append(Span(part, first_row, self.max_positions - 1, self._windows, self.device))
-        tokens = torch.tensor([token for part in forest for token in part.tokens], device=self.device)
-        positions = torch.tensor([place for span in spans for place in span.positions], device=self.device)
+        tokens = uploaded([token for part in forest for token in part.tokens], np.int64, self.device)
+        positions = uploaded([place for span in spans for place in span.positions], np.int64, self.device)
         x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
         turns = self._turns(padded(positions, self.row_counts))
         for span in spans:
             if span.inputs is not None:
                 x[span.rows] = span.inputs.to(x)
-        shown = torch.tensor(shown_numbers(forest), dtype=torch.int64, device=self.device) if layers else None
+        shown = uploaded(shown_numbers(forest), np.int64, self.device) if layers else None
         taps = {}
         for number in range(len(self._layers) + 1):
             if shown is not None and number in layers:
@@ -178,7 +179,7 @@ class Llama(Model):
             if number < len(self._layers):
                 x = self._forward(number, x, turns, spans)
         rows = row_numbers(forest)
-        logits = self._logits(x[torch.tensor(rows, dtype=torch.int64, device=self.device)])
+        logits = self._logits(x[uploaded(rows, np.int64, self.device)])
         return Scored(logits, torch.stack([taps[layer] for layer in layers]) if layers else None)
 
     def _forward(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.upload import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import SCALED, num_scales
@@ -80,7 +81,7 @@ class LlamaSession(Session):
 
     @torch.inference_mode()
     def _move(self, source: np.ndarray, start: int) -> None:
-        index = torch.from_numpy(source).to(self.kv[0].device)
+        index = uploaded(source, np.int64, self.kv[0].device)
         for layer in self.kv:
             layer[:, start : start + len(source)] = layer[:, index]
 

@@ -1,0 +1,111 @@
+"""How often the host waits for a device: once for a batch's picks, once for a drafter's offers. A stand-in counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from outpace.core import noise
+from outpace.core.sampling import Sampling, filtered
+from outpace.core.scores import Held
+from outpace.core.types import Request, Row
+from outpace.core.upload import uploaded
+from outpace.rules import greedy, gumbel, match
+from outpace.rules.base import best_rows, reduce_rows
+
+READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
+COPIES = {"tensor", "as_tensor", "new_tensor"}  # from memory that is not pinned: they wait too
+SAMPLED = [
+    Sampling(0.8),
+    Sampling(0.8, top_p=0.9),
+    Sampling(0.7, top_k=20),
+    Sampling(1.2, top_k=30, top_p=0.8, min_p=0.01),
+    Sampling(1.0, min_p=0.05),
+]
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would make the host wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.seen[name] += name in READS | COPIES
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def count(self) -> int:
+        return sum(self.seen.values())
+
+
+def rows_of(rule: Any, samplings: list[Sampling]) -> list[Row]:
+    requests = [Request((1, 2), rule, 9, sampling, n) for n, sampling in enumerate(samplings)]
+    return [Row(request, [1, 2], path) for request in requests for path in ((), (3,), (3, 4))]
+
+
+def scores(count: int, vocab: int = 3000) -> torch.Tensor:
+    """In half precision, which goes the way of a device's rows on a CPU too."""
+    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.core.sampling._NUCLEUS", 1 << 30)  # as where it is not a CPU
+
+
+@pytest.mark.parametrize(
+    ("module", "samplings"), [(greedy, [Sampling()] * 5), (gumbel, SAMPLED)], ids=["greedy", "gumbel"]
+)
+def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling]) -> None:
+    rows = rows_of(module.build(module.Options()), samplings)
+    given = scores(len(rows))
+    with Waits() as waits:
+        picks = reduce_rows(given, rows)
+    assert len(picks) == len(rows)
+    assert waits.count == 1, waits.seen
+    with Waits() as waits:
+        offers = best_rows(Held(given, None, given.shape[1]), rows, 8)
+    assert [len(tokens) for tokens, _ in offers] == [8] * len(rows)
+    assert waits.count == 1, waits.seen
+
+
+def test_a_second_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "uploaded", lambda values, dtype, device: torch.tensor(values, dtype=torch.int32))
+    with pytest.raises(AssertionError, match="tensor"):
+        test_the_host_waits_once_for_a_batch(gumbel, SAMPLED)
+
+
+@pytest.mark.parametrize("module", [gumbel, match], ids=["gumbel", "match"])
+def test_offers_of_many_rows_are_those_of_each(module: Any) -> None:
+    rows = rows_of(module.build(module.Options()), SAMPLED)
+    given = scores(len(rows))
+    together = best_rows(Held(given, None, given.shape[1]), rows, 8)
+    for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
+        ((alone, its),) = best_rows(Held(given[number : number + 1], None, given.shape[1]), [row], 8)
+        assert tokens == alone
+        assert values == pytest.approx(its, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+def test_filters_that_ask_nobody_leave_the_same_tokens(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = scores(6).float()
+    asked_nobody = filtered(given, [sampling] * 6)
+    monkeypatch.setattr("outpace.core.sampling._NUCLEUS", 64)
+    assert torch.equal(filtered(given, [sampling] * 6), asked_nobody)
+
+
+def test_what_is_uploaded_is_what_was_given() -> None:
+    import numpy as np
+
+    found = uploaded([[1, -2], [3, 4]], np.int32, "cpu")
+    assert (found.dtype, found.tolist()) == (torch.int32, [[1, -2], [3, 4]])
+    assert noise.exponential([], 5).shape == (0, 5)
+    empty = uploaded([], np.int64, torch.device("cpu"))
+    assert (empty.dtype, len(empty)) == (torch.int64, 0)
