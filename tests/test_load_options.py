@@ -121,14 +121,14 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
         def __fspath__(self) -> str:
             return str(folder)
 
-    given = LoadOptions(torch.device("cpu"), torch.bfloat16, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
-    assert given == LoadOptions("cpu", "bfloat16", True, "llama", inflate=2)
+    given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
+    assert given == LoadOptions("cpu", "float32", True, "llama", inflate=2)
     assert [type(value) for value in vars(given).values()] == [str, str, bool, str, bool, type(None), int, str, str]
     assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
     loaded = load_model(Named(), given)
-    assert (loaded.precision, loaded.inflate, loaded.name) == ("bfloat16", 2, f"{folder} (cost x 2)")
-    draft = load_draft(Named(), loaded, dtype=torch.float32, exact=torch.tensor(False))
-    assert (draft.precision, draft.model.exact) == ("float32", False)
+    assert (loaded.precision, loaded.inflate, loaded.name) == ("float32", 2, f"{folder} (cost x 2)")
+    draft = load_draft(Named(), loaded, dtype=torch.bfloat16, exact=torch.tensor(False))
+    assert (draft.precision, draft.model.exact) == ("bfloat16", False)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Llama(Model):
 
     extras = frozenset(Extra)
     quantized: str | None = None  # what its matrices are held in, where that is not its dtype
-    exact_where = "only for float32 and bfloat16 on a CPU, or with graphs"
+    exact_where = "only for float32, for bfloat16 where this CPU's products keep a row's bits, or with graphs"
 
     def __init__(
         self,
