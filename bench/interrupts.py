@@ -1,12 +1,14 @@
 """Programs are interrupted at random moments of loading and of streaming: how they end, and what they leave behind.
 
-Run: python bench/interrupts.py [--count 100] [--models tiny,shipped,converted] [--limit 2] [--seed 1]. The interrupts
-(SIGINT to the program's process group, as Ctrl-C in a terminal sends it) are shared out among all models and all ways
-of WAYS; half of them come before the first text, half up to a second after it. `tiny` is a random model that is made
-here, `shipped` the shipped one, `converted` the shipped one with an empty cache, so that it is converted first. A
-program must end with status 130 or by the signal, without a traceback, and leave no process and no half-written file;
-exit 1 where one does not. How many took longer than `--limit` seconds is shown and is no failure, because it says as
-much about the machine. A table, and one JSON line last. Linux only: processes are found by /proc.
+Run: python bench/interrupts.py [--count 100] [--models tiny,shipped,converted] [--limit 2] [--seed 1] [--state
+FOLDER] [--seconds 100]. The interrupts (SIGINT to the program's process group, as Ctrl-C in a terminal sends it) are
+shared out among all models and all ways of WAYS; half of them come before the first text, half up to a second after
+it. `tiny` is a random model that is made here, `shipped` the shipped one, `converted` the shipped one with an empty
+cache, so that it is converted first. A program must end with status 130 or by the signal, without a traceback, and
+leave no process and no half-written file; exit 1 where one does not. How many took longer than `--limit` seconds is
+shown and is no failure, because it says as much about the machine. With `--state` a folder keeps what is known, and a
+later call with the same models and seed goes on from there; with `--seconds` none begins after that time, so that
+many are made in portions. A table, and one JSON line last. Linux only: processes are found by /proc.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -87,8 +89,10 @@ class Ending:
 
 
 def make_tiny(folder: Path) -> Path:
-    """A random model with a token for each byte."""
-    folder.mkdir()
+    """A random model with a token for each byte, if there is none yet."""
+    if (folder / "tokenizer_config.json").exists():
+        return folder
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     shapes = tensor_shapes(from_dict(CONFIG))
     save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
@@ -224,6 +228,46 @@ def _counts(endings: Sequence[Ending], limit: float) -> dict[str, Any]:
     }
 
 
+class Known:
+    """What is known so far, kept in a file: how long each kind takes to its first text, and how each program ended."""
+
+    def __init__(self, file: Path, asked: dict[str, Any]) -> None:
+        self._file, self._asked = file, asked
+        self.spans: dict[str, float] = {}
+        self.endings: list[Ending] = []
+        if file.is_file():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            if kept["asked"] != asked:
+                raise SystemExit(f"error: {file} is of {kept['asked']}, not of {asked}: name another --state folder")
+            self.spans, self.endings = kept["spans"], [Ending(**ending) for ending in kept["endings"]]
+
+    def save(self) -> None:
+        """Writes the file, whole or not at all."""
+        kept = {"asked": self._asked, "spans": self.spans, "endings": [asdict(ending) for ending in self.endings]}
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(kept), encoding="utf-8")
+        new.replace(self._file)
+
+
+def interrupt_all(known: Known, kinds: Sequence[Programs], args: argparse.Namespace) -> None:
+    """All that are not known yet, as far as there is time. The moments depend on the seed and the number alone."""
+    until = time.monotonic() + args.seconds
+    for number in range(len(known.endings), args.count):
+        kind, chance = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
+        if time.monotonic() > until:
+            return
+        name = f"{kind.model}, {kind.way}"
+        if name not in known.spans:
+            known.spans[name] = kind.first_text()
+            known.save()
+        before = chance.uniform(0.0, known.spans[name]) if number // len(kinds) % 2 else None
+        ending = kind.interrupt(before, chance.uniform(0.0, 1.0))
+        known.endings.append(ending)
+        known.save()
+        if not ending.is_well:
+            print(f"{name}, {before=}: {ending}\n{ending.traceback}", file=sys.stderr)
+
+
 def main() -> None:
     """Interrupts, the table, the line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -231,22 +275,21 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--limit", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--state", type=Path, help="a folder for what is known so far")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no interrupt begins")
     args = parser.parse_args()
-    chance, endings = random.Random(args.seed), []
     with tempfile.TemporaryDirectory() as name:
-        make_tiny(Path(name) / "tiny")
-        kinds = [Programs(model, way, Path(name)) for model in args.models.split(",") for way in WAYS]
-        spans = {kind: kind.first_text() for kind in kinds}
-        for number in range(args.count):
-            kind = kinds[number % len(kinds)]
-            before = chance.uniform(0.0, spans[kind]) if number // len(kinds) % 2 else None
-            ending = kind.interrupt(before, chance.uniform(0.0, 1.0))
-            endings.append(ending)
-            if not ending.is_well:
-                print(f"{ending.model}, {ending.way}, {before=}: {ending}\n{ending.traceback}", file=sys.stderr)
-    Console(width=140).print(_table(endings, args.limit))
-    well = all(ending.is_well for ending in endings)
-    print(json.dumps({"well": well, "limit": args.limit, "seed": args.seed, **_counts(endings, args.limit)}))
+        folder = args.state or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        known = Known(folder / "known.json", {"models": args.models, "seed": args.seed})
+        make_tiny(folder / "tiny")
+        kinds = [Programs(model, way, folder) for model in args.models.split(",") for way in WAYS]
+        interrupt_all(known, kinds, args)
+    if not known.endings:
+        raise SystemExit("error: no interrupt was made: give more --seconds")
+    Console(width=140).print(_table(known.endings, args.limit))
+    well = all(ending.is_well for ending in known.endings)
+    print(json.dumps({"well": well, "limit": args.limit, "seed": args.seed, **_counts(known.endings, args.limit)}))
     sys.exit(0 if well else 1)
 
 
