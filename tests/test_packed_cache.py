@@ -149,3 +149,19 @@ def test_processes_that_want_it_at_once_make_it_once(target: Path, draft: Path, 
     assert sorted(count for _, count in said) == ["0", "1"]
     assert {place for place, _ in said} == {str(cache / "drafts" / copies(cache)[0])}
     assert [file.name for file in (cache / "drafts").iterdir() if file.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("stages", range(3))
+def test_what_is_interrupted_leaves_nothing(target: Path, draft: Path, cache: Path, stages: int) -> None:
+    """At each stage; the next start makes it whole."""
+    seen: list[str] = []
+
+    def progress(stage: str, fraction: float) -> None:
+        if len(seen) == stages:
+            raise KeyboardInterrupt
+        seen.append(stage)
+
+    with pytest.raises(KeyboardInterrupt):
+        whole(draft, target, cache, progress)
+    assert not (cache / "drafts").exists() or not copies(cache)
+    assert files_of(whole(draft, target, cache)).keys() >= {"config.json", "model.safetensors"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 from functools import partial
+from threading import Event
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -15,6 +16,8 @@ from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 from outpace.models.load import LAYERS, Progress, fitted, load_draft, load_model, open_draft
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
+
+_LOOK_SECONDS = 0.1
 
 
 def load_pair(
@@ -83,10 +86,24 @@ def _load_several(
 def _shipped(
     draft: str, options: LoadOptions, of_draft: LoadOptions, progress: Progress, same_tokens: bool
 ) -> tuple[Loaded, Loaded]:
-    """The shipped pair, both loaded at once."""
+    """The shipped pair, both loaded at once. What ends the one, an interrupt above all, ends the other at its next
+    stage."""
+    ended = Event()
+
+    def go_on(stage: str, fraction: float) -> None:
+        if ended.is_set():
+            raise CancelledError
+
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(open_draft, draft, shipped_model().stem, partial(locate, None), of_draft)
-        target = load_model(None, options, progress=progress)
+        files = partial(locate, None)
+        other = pool.submit(open_draft, draft, shipped_model().stem, files, of_draft, progress=go_on)
+        try:
+            target = load_model(None, options, progress=progress)
+            while not wait([other], _LOOK_SECONDS).done:
+                progress("loading", 1.0)  # which takes interrupts
+        except BaseException:
+            ended.set()
+            raise
         return target, fitted(other.result(), target) if same_tokens else other.result()
 
 

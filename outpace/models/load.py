@@ -92,7 +92,7 @@ def open_draft(
     """A draft that is a model of its own, for the target of this name and these `files`, which may be loading still."""
     if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
         return load_model(spec, options, tokenizer=tokenizer, progress=progress)
-    found = _whole(Path(spec), target, files)
+    found = _whole(Path(spec), target, files, progress)
     return replace(load_model(found, options, tokenizer=tokenizer, progress=progress), name=str(spec))
 
 
@@ -106,14 +106,14 @@ def fitted(draft: Loaded, target: Loaded) -> Loaded:
     return draft
 
 
-def _whole(spec: Path, target: str, files: Callable[[], Path] | None) -> Path:
+def _whole(spec: Path, target: str, files: Callable[[], Path] | None, progress: Progress) -> Path:
     """The folder of a packed draft, whole with its target's embeddings."""
     if files is None:
         raise UserError(
             f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
             " the draft whole with the target's files by `outpace distill --unpack`"
         )
-    return whole(spec.expanduser(), files())
+    return whole(spec.expanduser(), files(), progress=progress)
 
 
 def _shallow(spec: str, target: Loaded) -> Model:

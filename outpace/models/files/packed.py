@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ TOKENIZER_FILES = (
 )
 USED = (".safetensors", ".json")  # files that say what a model is
 FORMAT_VERSION = 2  # part of an unpacked draft's name in the cache
+
+
+def _silent(stage: str, fraction: float) -> None:
+    """Progress that nobody sees."""
 
 
 def is_packed(spec: Path | str) -> bool:
@@ -99,8 +103,8 @@ def unpack(draft: Path, target: Path, out: Path) -> None:
     _unpack(draft, target, out)
 
 
-def _unpack(draft: Path, target: Path, out: Path) -> None:
-    """`target` may be a .gguf file."""
+def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = _silent) -> None:
+    """`target` may be a .gguf file. What `progress` raises ends it, and nothing is left."""
     config = read_json(draft / "config.json")
     if not lacks_embedding(config):
         raise UserError(f"{draft} is not packed: it has its own embeddings, and loads as it is")
@@ -114,7 +118,10 @@ def _unpack(draft: Path, target: Path, out: Path) -> None:
         large.check_shapes(shared)
         tensors = {name: small.tensor(name) for name in shapes}
         dtype = next(iter(tensors.values())).dtype
-        tensors |= {name: large.tensor(name).to(dtype) for name in shared}
+        for name in shared:
+            progress("converting", 0.0)
+            tensors[name] = large.tensor(name).to(dtype)
+        progress("converting", 0.5)
         with new_folder(out) as made:
             _write(made, config, tensors)
             if isinstance(large, GgufSource):
@@ -124,13 +131,16 @@ def _unpack(draft: Path, target: Path, out: Path) -> None:
                     shutil.copyfile(file, made / file.name)
 
 
-def whole(draft: Path, target: Path, cache: Path | None = None) -> Path:
+def whole(
+    draft: Path, target: Path, cache: Path | None = None, progress: Callable[[str, float], None] = _silent
+) -> Path:
     """The folder of this packed draft with the embeddings of `target`, a folder or a .gguf file, made once under
-    `cache`."""
+    `cache`, with `progress(stage, fraction)`."""
     cache = cache or cache_folder()
     folder = cache / DRAFTS / f"{_content(draft, target, cache / DRAFTS / DIGESTS)}-v{FORMAT_VERSION}"
     mark_used(folder)
-    if made_once(folder, _is_whole, lambda: _unpack(draft, target, folder)):
+    progress("converting", 0.0)
+    if made_once(folder, _is_whole, lambda: _unpack(draft, target, folder, progress)):
         remove_unused(cache)
     return folder
 
