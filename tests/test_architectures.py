@@ -136,7 +136,7 @@ def test_a_text_scores_as_in_transformers(pair: Pair, exact: bool | None) -> Non
     assert_near(model.score([chain(model.open(100, 100), tokens, range(75))]), pair.logits(tokens))
 
 
-@pytest.mark.parametrize("exact", [None, False])
+@pytest.mark.parametrize("exact", [None, pytest.param(False, marks=pytest.mark.long)])  # the test above has both
 def test_trees_score_as_their_paths_in_transformers_also_after_keep(pair: Pair, exact: bool | None) -> None:
     model = pair.ours(exact=exact)
     written = text(model, 21)

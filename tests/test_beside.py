@@ -36,7 +36,7 @@ def plain_over(outcome: Outcome) -> float:
 
 
 @pytest.mark.parametrize("gamma", [2, pytest.param(6, marks=pytest.mark.long)])
-@pytest.mark.parametrize("alpha", [0.5, 0.9])
+@pytest.mark.parametrize("alpha", [pytest.param(0.5, marks=pytest.mark.long), 0.9])
 def test_pearl_gives_what_its_formula_says(alpha: float, gamma: int) -> None:
     """A pass takes gamma draft steps, rows cost nothing; 4,000 tokens leave some 2 % to chance."""
     outcome = simulated("pearl", alpha, gamma, float(gamma))

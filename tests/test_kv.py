@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,8 @@ if HAS_KERNELS:
 
 HELD = list(ENTRY_BYTES)
 IS_NEW = HAS_KERNELS and hasattr(kernels, "KV_DTYPES")
-RUNTIMES = [
-    pytest.param("native", marks=pytest.mark.skipif(not IS_NEW, reason="outpace-kernels is missing or older")),
-    "llama",
-    "graphs",
-]
+NEEDS_KERNELS = pytest.mark.skipif(not IS_NEW, reason="outpace-kernels is missing or older")
+RUNTIMES = [pytest.param("native", marks=NEEDS_KERNELS), "llama", "graphs"]
 LOADED: dict[str, dict[str, Any]] = {
     "native": {"runtime": "native", "dtype": "int8"},
     "llama": {"runtime": "llama", "dtype": "float32"},
@@ -54,9 +53,16 @@ def open_pair(folder: Path, runtime: str, kv_dtype: str, **options: Any) -> LLM:
     return outpace.load(folder, folder, kv_dtype=kv_dtype, profile=False, **LOADED[runtime], **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kv_dtype", HELD)
-@pytest.mark.parametrize("runtime", RUNTIMES[:2])
+def pairs() -> Iterator[Any]:
+    """Each runtime and precision, greedy or sampled in turn, both in the long tests."""
+    for number, (runtime, kv_dtype) in enumerate(itertools.product(("native", "llama"), HELD)):
+        needed = [NEEDS_KERNELS] if runtime == "native" else []
+        for place, temperature in enumerate((0.0, 1.0)):
+            marks = [*needed, *([pytest.mark.long] if (number + place) % 2 else [])]
+            yield pytest.param(runtime, kv_dtype, temperature, marks=marks)
+
+
+@pytest.mark.parametrize(("runtime", "kv_dtype", "temperature"), list(pairs()))
 def test_every_method_writes_what_plain_decoding_does(
     folder: Path, runtime: str, kv_dtype: str, temperature: float
 ) -> None:

@@ -82,8 +82,15 @@ class Guarded(LayerSkip):
         return added
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("sampling", "width"),
+    [
+        pytest.param(GREEDY, 3, id="greedy-3"),
+        pytest.param(Sampling(0.9), 1, id="sampled-1"),
+        pytest.param(GREEDY, 1, id="greedy-1", marks=pytest.mark.long),
+        pytest.param(Sampling(0.9), 3, id="sampled-3", marks=pytest.mark.long),
+    ],
+)
 def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     model: Model, sampling: Sampling, width: int
 ) -> None:

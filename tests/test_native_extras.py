@@ -3,8 +3,9 @@ and against the emulation, bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,8 +75,15 @@ def everything(model: NativeLlama) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("kv_dtype", ENTRY_BYTES)
-@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
+def in_turn() -> Iterator[Any]:
+    """Each model with one precision of keys and values in turn, with all of them in the long tests."""
+    for number, (name, config) in enumerate(TINIES.items()):
+        for place, kv_dtype in enumerate(ENTRY_BYTES):
+            marks = [pytest.mark.long] if (number + place) % len(ENTRY_BYTES) else []
+            yield pytest.param(config, kv_dtype, id=f"{name}-{kv_dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("config", "kv_dtype"), list(in_turn()))
 def test_the_kernels_are_what_their_emulation_says(
     config: object, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,8 @@ def test_plain_decoding_is_the_slow_twin(option: str) -> None:
     assert bites >= 3, "the option changes next to nothing here: the test would not notice if it were ignored"
 
 
-LONG = ("ngram chain", "model chain", "perfect chain")  # a tree's rows are chains too
+# A tree's rows are chains too; the others propose by what "both" and the thread propose by, and take each option alone.
+LONG = ("ngram chain", "model chain", "perfect chain", "ngram tree", "card, simulated")
 
 
 def methods() -> Iterator[Any]:
