@@ -157,6 +157,11 @@ def test_it_says_what_it_does_with_trees(name: str) -> None:
     assert model.exact is False
 
 
+@pytest.mark.parametrize("name", sorted(set(tiny.CONFIGS) - set(tiny.TREES)))
+def test_half_precision_hides_no_misread_mask(name: str) -> None:
+    assert not adapt(tiny.build(name).to(torch.bfloat16)).trees
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "mixtral"])

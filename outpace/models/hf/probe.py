@@ -1,7 +1,8 @@
 """Finds out by trying how a transformers model takes tokens back and whether it takes trees: twelve short passes.
 
 The model's own passes over whole texts, without a cache, are what everything is held against. How much they differ
-from one another by the shape of the pass alone says how much rounding is.
+from one another by the shape of the pass alone says how much rounding is, and some steps of the model's precision are
+allowed beside it: over other numbers of keys attention may add otherwise, which these short texts need not show.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outpace.models.hf.passes import Passes, TransformersSession
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
 BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
 BEFORE = 4  # tokens of prefix
+STEPS = 4  # of the model's precision at the largest score; one was seen where a CPU has no bfloat16 products
 
 
 class Found(NamedTuple):
@@ -58,7 +60,8 @@ def _probe(passes: Passes) -> Found:
             f"{name} scores differently with its cache than without (by {off:.2g}), so drafted tokens could not be"
             " taken back"
         )
-    limit = min(most, 8 * rounding + 64 * torch.finfo(torch.float32).eps * fresh.abs().max().item())
+    step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    limit = min(most, 8 * rounding + step * fresh.abs().max().item())
     return Found(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
 
 
