@@ -50,6 +50,9 @@ async def rates(url: str, peer: str | None, counts: list[int], each: int, max_to
             asked = [[request(draw, way == "plain", max_tokens) for _ in range(each)] for _ in range(count)]
             for body in (body for bodies in asked for body in bodies if way == "peer"):
                 del body["outpace"]
+            for bodies in asked:  # or the second way would find the prompts of the first in the cache
+                for body in bodies:
+                    await ask(where, {**body, "max_tokens": 1}, Seen())
 
             async def client(bodies: list[dict[str, Any]], seen: Seen = seen, where: str = where) -> None:
                 for body in bodies:

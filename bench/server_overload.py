@@ -1,11 +1,14 @@
 """Ten times the requests that a server can answer: what it writes meanwhile, and how soon it refuses the rest.
 
-python bench/server_overload.py             # clients that come anew all the time, and clients that keep to Retry-After
+python bench/server_overload.py [--only impatient]
 
-As many clients as the batch holds ask all the time; beside them, in every second window, the flood. `impatient`: they
-arrive at ten times the rate that was answered, whatever was refused before. `patient`: ten times as many clients as the
-batch holds, each of which waits as long as it was told and asks again, as the OpenAI and Anthropic clients do. A table,
-and one JSON line last; status 1 where less than .9 of the tokens are left, or a refusal takes more than .2 s.
+As many clients as the batch holds ask all the time, but a second after they were refused; beside them, in every second
+window, the flood. `impatient`: they arrive at ten times the rate that was answered, whatever was refused before.
+`patient`: ten times as many clients as the batch holds, each of which waits as long as it was told and asks again, as
+the OpenAI and Anthropic clients do. `elsewhere`: as `impatient`, but a program of its own refuses them, with one write
+for each and no look at it: what the clients themselves take from a server on the same cores. All clients keep their
+connections. A table, and one JSON line last; status 1 where less than .9 of the tokens are left, or a refusal takes
+more than .2 s.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import random
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +31,6 @@ from server_client import (
     Server,
     compared,
     cpu_seconds,
-    crowd,
     loop_seconds,
     quantile,
     request,
@@ -94,14 +99,15 @@ class Flood:
         data = json.dumps({**asked, "stream": True}).encode()
         return f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
-    async def patient(self, clients: int) -> None:
-        """So many, until they are cancelled."""
+    async def patient(self, clients: int, most: float = 3600.0) -> None:
+        """So many, until they are cancelled. They stay away as long as they are told, at most so many seconds."""
 
         async def one(number: int) -> None:
-            caller = await self._caller()
+            caller, draw = await self._caller(), random.Random(number)
             try:
                 while True:
-                    await asyncio.sleep(await caller.ask(self._asked[number % len(self._asked)], self.seen))
+                    asked = draw.choice(self._asked)  # not its own: or short answers would be asked for more often
+                    await asyncio.sleep(min(await caller.ask(asked, self.seen), most))
             finally:
                 caller.close()
 
@@ -152,14 +158,51 @@ class Flood:
             self.seconds += time.perf_counter() - began
 
 
-async def overload(server: Server, is_patient: bool, windows: int, seconds: float) -> dict[str, Any]:
+class Refusing(asyncio.Protocol):
+    """Refuses whatever comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        assert isinstance(self._transport, asyncio.Transport)
+        self._transport.write(b'HTTP/1.1 429 Too Many Requests\r\ncontent-length: 12\r\n\r\n{"error":{}}')
+
+
+def refuse(listener: socket.socket) -> None:
+    """In a process of its own."""
+
+    async def run() -> None:
+        server = await asyncio.get_running_loop().create_server(Refusing, sock=listener)
+        await server.serve_forever()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def elsewhere(is_asked: bool) -> Iterator[str | None]:
+    """The address of a program that refuses, where it is asked for."""
+    if not is_asked:
+        yield None
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = multiprocessing.get_context("fork").Process(target=refuse, args=(listener,))
+        process.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            process.kill()
+            process.join()
+
+
+async def overload(server: Server, way: str, windows: int, seconds: float, where: str) -> dict[str, Any]:
     """The share of tokens a second that is left under a flood, and how soon it is refused."""
-    seen, flood, draw = Seen(), Flood(server.url, server.pid), random.Random(7)
-    full = asyncio.create_task(crowd(server.url, BATCH, lambda number: request(draw, False, 60), seen))
+    usual, flood = Flood(server.url, server.pid), Flood(where, server.pid)
+    full = asyncio.create_task(usual.patient(BATCH, most=1.0))
     await asyncio.sleep(6.0)
-    each = 6.0 / max(seen.statuses.get(200, 0), 1) / TIMES
+    each = 6.0 / max(usual.seen.statuses.get(200, 0), 1) / TIMES
     work: Callable[[], Awaitable[None]] = lambda: (  # noqa: E731
-        flood.patient(TIMES * BATCH) if is_patient else flood.impatient(each)
+        flood.patient(TIMES * BATCH) if way == "patient" else flood.impatient(each)
     )
     rows = await compared(server.url, lambda: asyncio.sleep(3600), work, windows, seconds, SETTLE)
     full.cancel()
@@ -171,19 +214,20 @@ async def overload(server: Server, is_patient: bool, windows: int, seconds: floa
         told["refused_a_second"] = round(flood.seen.statuses.get(429, 0) / flood.seconds, 1)
         told["client_cpu"] = round(flood.client / flood.seconds, 3)
         told["loop_cpu"] = round(flood.loop / flood.seconds, 3)
-    return {**told, "arrivals_a_second": None if is_patient else round(1 / each, 1), "server_faults": server.faults}
+    told["arrivals_a_second"] = None if way == "patient" else round(1 / each, 1)
+    return {**told, "rates": [[round(rate) for rate in row] for row in rows], "server_faults": server.faults}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")
-    parser.add_argument("--only", choices=("patient", "impatient"))
+    parser.add_argument("--only", choices=("patient", "impatient", "elsewhere"))
     given = parser.parse_args()
     told = {}
-    for name in [given.only] if given.only else ["impatient", "patient"]:
-        with serving("--max-queue", str(BATCH)) as server:
-            told[name] = asyncio.run(overload(server, name == "patient", given.windows, given.seconds))
+    for name in [given.only] if given.only else ["impatient", "patient", "elsewhere"]:
+        with elsewhere(name == "elsewhere") as other, serving("--max-queue", str(BATCH)) as server:
+            told[name] = asyncio.run(overload(server, name, given.windows, given.seconds, other or server.url))
         print(f"{name}: {told[name]}", flush=True)
     print(json.dumps(told))
     return 1 if any(part["bad"] for part in told.values()) else 0

@@ -115,6 +115,23 @@ class Found:
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     slowest: float = 0.0
+    stood_still: int = 0  # requests that were sent again
+
+
+class Pulse:
+    """Tells a server that hangs from a machine, or a process, that stood still."""
+
+    def __init__(self) -> None:
+        self.lost = 0.0  # seconds
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            before, used = time.monotonic(), time.process_time()
+            time.sleep(0.1)
+            late = time.monotonic() - before - 0.1
+            if late > 1.0 and time.process_time() - used < 0.1 * late:  # else it computed, and kept others from it
+                self.lost += late
 
 
 def sent(seed: int) -> Iterator[tuple[str, bytes, str]]:
@@ -160,30 +177,44 @@ def spoilt(data: bytes, draw: random.Random) -> bytes:
     )
 
 
-def fuzz(site: Served, count: int, seed: int, found: Found) -> None:
-    """Sends so many, one after the other, over one connection as long as it lasts."""
+def fuzz(site: Served, count: int, seed: int, found: Found, pulse: Pulse) -> None:
+    """Sends so many, one after the other, over one connection as long as it lasts. What is not answered while all
+    processes stand still is sent again."""
     connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
     for (path, data, kind), _ in zip(sent(seed), range(count), strict=False):
-        began = time.monotonic()
-        try:
-            connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
-            reply = connection.getresponse()
-            text = reply.read()
-            found.statuses[reply.status] += 1
-            if reply.status >= 500 or b'"internal_error"' in text:
-                found.faults.append(f"{reply.status} {path} {data[:2000]!r} {text[:300]!r}")
-        except (OSError, http.client.HTTPException) as error:
-            found.faults.append(f"{type(error).__name__} {path} {data[:2000]!r}")
-            connection.close()
-            connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
-        found.slowest = max(found.slowest, time.monotonic() - began)
+        while True:
+            lost, began = pulse.lost, time.monotonic()
+            try:
+                fault = answered(connection, path, data, kind, found)
+            except (OSError, http.client.HTTPException) as error:
+                fault = type(error).__name__
+                connection.close()
+                connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
+                time.sleep(0.5)  # so that a pulse that was missed is counted
+                if isinstance(error, TimeoutError) and pulse.lost > lost:
+                    found.stood_still += 1
+                    continue
+            break
+        if fault is not None:
+            found.faults.append(f"{fault} {path} {data[:2000]!r}")
+        found.slowest = max(found.slowest, time.monotonic() - began - (pulse.lost - lost))
     connection.close()
+
+
+def answered(connection: http.client.HTTPConnection, path: str, data: bytes, kind: str, found: Found) -> str | None:
+    """Sends one body; the fault that its answer tells of."""
+    connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
+    reply = connection.getresponse()
+    text = reply.read()
+    found.statuses[reply.status] += 1
+    is_fault = reply.status >= 500 or b'"internal_error"' in text
+    return f"{reply.status} {text[:300]!r}" if is_fault else None
 
 
 def own(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
     """Our own bodies from several clients at once."""
-    found, each = Found(), -(-count // workers)
-    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found)) for n in range(workers)]
+    found, pulse, each = Found(), Pulse(), -(-count // workers)
+    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found, pulse)) for n in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -191,7 +222,8 @@ def own(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
     site.wait_idle()
     assert site.ask("/health").status == 200
     statuses = dict(sorted(found.statuses.items()))
-    return {"bodies": each * workers, "statuses": statuses, "faults": found.faults, "slowest": round(found.slowest, 3)}
+    told = {"bodies": each * workers, "statuses": statuses, "faults": found.faults, "slowest": round(found.slowest, 3)}
+    return {**told, "sent_again": found.stood_still}
 
 
 def of_others(site: Served, examples: int, seed: int) -> dict[str, Any]:

@@ -84,11 +84,14 @@ def test_the_coloured_share_is_the_api_s(site: Served, page: Any) -> None:
     )
 
 
-def test_an_answer_can_be_stopped(site: Served, page: Any) -> None:
+def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = site.llm.engine.step
+    monkeypatch.setattr(site.llm.engine, "step", lambda: (time.sleep(0.01), step()))  # or it may end before the click
     ask(page, "hello", 4000)
     until(page, "Number(document.body.dataset.tokens) > 3")
     page.click("#stop")
     until(page, "document.querySelector('.foot').textContent.includes('stopped after')")
+    monkeypatch.undo()
     site.wait_idle()
     ask(page, "12", 10)
     page.wait_for_selector("button.compare:visible")

@@ -15,6 +15,7 @@ LONGEST = 10.0  # seconds that a refused client is told to stay away, or as long
 WINDOW = 30.0  # seconds of writing that the rate is taken from
 USUAL = 128.0  # tokens of an answer, before any has ended
 FORGETS = 0.9
+MOMENT = 0.01  # seconds for which a count is kept
 
 
 class Admission:
@@ -25,8 +26,10 @@ class Admission:
         self.groups: set[Group] = set()
         self._keys: Counter[str] = Counter()
         self._recent: deque[tuple[float, int]] = deque()
+        self._recently = 0  # tokens of those
         self._usual = USUAL
         self._preparing = 0  # requests whose prompts are being read
+        self._counts, self._counts_until = (0, 0), 0.0  # those that wait and that run, as they were a moment ago
         self._promised = 0.0  # when the client that was refused last was told to come back
 
     @property
@@ -51,10 +54,19 @@ class Admission:
     @property
     def is_full(self) -> bool:
         """Whether there is no place for one more."""
+        return self._ahead() > 0
+
+    def _ahead(self) -> int:
+        """Choices that wait where there is no place for one more, else 0. A flood asks this for every request, so what
+        the engine does is looked at once in a moment, or when it told something."""
         if not self.groups and not self._preparing:
-            return False
-        waiting, running = self._counted()
-        return waiting + self._preparing >= self._room(running)
+            return 0
+        now = time.monotonic()
+        if now >= self._counts_until:
+            self._counts, self._counts_until = self._counted(), now + MOMENT
+        waiting, running = self._counts
+        waiting += self._preparing
+        return waiting if waiting >= self._room(running) else 0
 
     def _room(self, running: int) -> int:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
@@ -62,8 +74,7 @@ class Admission:
 
     def check(self) -> None:
         """ApiError 429 where there is no place for one more."""
-        if self.is_full:
-            waiting = self.waiting + self._preparing
+        if waiting := self._ahead():
             raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
 
     @contextmanager
@@ -88,12 +99,14 @@ class Admission:
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:
             raise self._refusal(f"the queue is full: prompts of {tokens} tokens wait for room", "queue_full")
         self.groups.add(group)
+        self._counts_until = 0.0
         self._keys[group.key] += 1
 
     def leave(self, group: Group) -> None:
         """It is over."""
         if group in self.groups:
             self.groups.remove(group)
+            self._counts_until = 0.0
             self._keys[group.key] -= 1
             self._keys += Counter()  # without those at zero
             for choice in group.choices:
@@ -103,9 +116,11 @@ class Admission:
     def wrote(self, tokens: int) -> None:
         """So many tokens were written now, by all."""
         now = time.monotonic()
+        self._counts_until = 0.0
         self._recent.append((now, tokens))
+        self._recently += tokens
         while self._recent[0][0] < now - WINDOW:
-            self._recent.popleft()
+            self._recently -= self._recent.popleft()[1]
 
     def _refusal(self, why: str, code: str) -> ApiError:
         return ApiError(429, f"{why}; ask again later", code=code, retry_after=self.wait())
@@ -119,8 +134,7 @@ class Admission:
 
     def _each(self) -> float:
         """Seconds in which there is room for one more, by what was written lately."""
-        tokens = sum(count for _, count in self._recent)
-        if len(self._recent) < 2 or not tokens:
+        if len(self._recent) < 2 or not self._recently:
             return 1.0
-        rate = tokens / max(self._recent[-1][0] - self._recent[0][0], 0.1)
+        rate = self._recently / max(self._recent[-1][0] - self._recent[0][0], 0.1)
         return min(max(self._usual / rate, 0.05), 60.0)

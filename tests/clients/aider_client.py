@@ -27,6 +27,7 @@ known = {
     f"- name: {name}\n  edit_format: whole\n  extra_params:\n    max_tokens: 200\n    temperature: 0\n"
 )
 (folder / "add.py").write_text("def add(a, b):\n    return a - b\n")
+HISTORY = ("--chat-history-file", "chat.md", "--input-history-file", "input.txt")  # else in the repository around
 
 
 def written() -> float:
@@ -41,7 +42,7 @@ def aider(*more: str) -> str:
     command += ["--openai-api-key", "none", "--model-metadata-file", "models.json", "--model-settings-file"]
     command += ["settings.yml", "--no-git", "--yes-always", "--no-check-update", "--analytics-disable", "--no-pretty"]
     command += ["--no-show-release-notes", "--no-show-model-warnings", "--map-tokens", "0", "--no-auto-lint"]
-    command += ["--no-suggest-shell-commands", "--no-detect-urls", "--no-gitignore", *more]
+    command += ["--no-suggest-shell-commands", "--no-detect-urls", "--no-gitignore", *HISTORY, *more]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
