@@ -122,7 +122,7 @@ def _best_on_device(held: Held, rows: Sequence[Row], count: int) -> list[Offer] 
     except UserError:
         return None
     best = torch.topk(ranks, min(count, ranks.shape[-1]))
-    values, tokens = torch.stack([best.values, best.indices.to(best.values)]).tolist()  # exact below 2^24 tokens
+    values, tokens = torch.stack([best.values.double(), best.indices.double()]).tolist()  # in one copy, exactly
     return [offer_of([int(token) for token in some], its) for some, its in zip(tokens, values, strict=True)]
 
 
