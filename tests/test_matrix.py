@@ -31,6 +31,8 @@ from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters import _store
 from outpace.engine.build import build_drafter, check_rule, drafter_modules, find_rule
 
+pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
+
 TARGET = QuickToy(16, 3, 0)
 NEAR = QuickToy(16, 3, 0)
 NEAR._tables = 0.75 * TARGET._tables + 0.25 * QuickToy(16, 3, 1)._tables
@@ -283,6 +285,13 @@ def test_a_combination_writes_what_it_must(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_a_combination_writes_longer_texts(cell: Cell) -> None:
     check_cell(cell, requests_of(cell.rule))
+
+
+@pytest.mark.parametrize("decoder", ["speculative", "bild"])
+def test_a_draft_grows_on_where_another_drafter_raises_scores(decoder: str) -> None:
+    """Phrases that ouroboros' own draft agrees with rise above their parents' old scores in the other draft's order."""
+    cell = Cell(decoder, "model+ouroboros", "partial", "greedy" if decoder == "speculative" else "match")
+    check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
 
 
 @pytest.mark.long

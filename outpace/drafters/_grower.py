@@ -7,7 +7,7 @@ the drafter's own affair.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -149,7 +149,7 @@ class Grower:
             state.session.keep(path, [slots[node] for node in live])
         state.slots = {node: slot for slot, node in enumerate(live)}
 
-    def _frontier(self, state: GrowState, tree: TokenTree) -> list[int]:
+    def _frontier(self, state: GrowState, tree: TokenTree, is_anew: bool = False) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
         child, so a node comes after its parent or together with it."""
         count = len(tree)
@@ -172,6 +172,9 @@ class Grower:
         if self._on_base:
             most = min(most, state.session.free)
         best = [heappop(state.open)[1] for _ in range(most)]
+        if not is_anew and not _stand_together(best, tree, state.slots):  # another drafter has raised scores meanwhile
+            state.open, state.seen = [], 0
+            return self._frontier(state, tree, is_anew=True)
         return sorted([node for node in best if scores[node] >= bound])
 
     def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
@@ -221,6 +224,13 @@ class Grower:
         """A target padded further than the draft may write ids that the draft has no embedding for."""
         last = self.model.vocab_size - 1
         return tokens if max(tokens) <= last else [min(token, last) for token in tokens]
+
+
+def _stand_together(nodes: Sequence[int], tree: TokenTree, known: Mapping[int, int]) -> bool:
+    """Whether each node's parent is among them, or among those whose ids are known."""
+    places = set(nodes)
+    above = [tree.parents[node] for node in nodes if node]
+    return all(parent in places or tree.ids[parent] in known for parent in above)
 
 
 def _log(chance: float) -> float:
