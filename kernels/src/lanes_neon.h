@@ -152,9 +152,9 @@ inline Weights lookup(const Bytes& a) {
     return {{vqtbl1q_s8(table, a.v[0]), vqtbl1q_s8(table, a.v[1]), vqtbl1q_s8(table, a.v[2]), vqtbl1q_s8(table, a.v[3])}};
 }
 
-/// Numbers up to 63 are the same with a sign.
 using NibbleSums = Ints;
 
+/// Numbers up to 63 are the same with a sign.
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], vreinterpretq_s8_u8(q.v[i]), a.v);
     return sums;

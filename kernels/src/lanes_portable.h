@@ -171,9 +171,9 @@ inline Weights lookup(const Bytes& a) {
     return r;
 }
 
-/// sums + q * a over four inputs, for 16 outputs.
 using NibbleSums = Ints;
 
+/// sums + q * a over four inputs, for 16 outputs.
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < kLanes; ++i)
         for (int j = 0; j < 4; ++j) sums.v[i] += static_cast<int32_t>(q.v[4 * i + j]) * a.v[j];

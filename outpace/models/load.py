@@ -16,14 +16,10 @@ from outpace.models.devices import check_asked
 from outpace.models.files.find import locate
 from outpace.models.files.packed import is_packed, whole
 from outpace.models.files.pairs import find_draft
-from outpace.models.options import AUTO, LoadOptions
+from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 
 LAYERS = "layers:"  # a draft made of some of the target's own layers: layers:0,1,28,29
-
-
-def silent(stage: str, fraction: float) -> None:
-    """Progress that nobody sees."""
 
 
 def load_model(

@@ -104,3 +104,7 @@ def _pythonic(value: Any) -> Any:
     """A scalar of numpy or torch as Python's own, a type or a device of torch by its name; anything else as it is."""
     value = plain(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
+def silent(stage: str, fraction: float) -> None:
+    """Progress of a load that nobody sees."""

@@ -36,6 +36,7 @@ from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
 from outpace.models.llama.stored import Stored
+from outpace.models.options import silent
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 TOKENIZER_FILES = (
@@ -51,10 +52,6 @@ TOKENIZER_FILES = (
 )
 USED = (".safetensors", ".json")  # files that say what a model is
 FORMAT_VERSION = 2  # part of an unpacked draft's name in the cache
-
-
-def _silent(stage: str, fraction: float) -> None:
-    """Progress that nobody sees."""
 
 
 def is_packed(spec: Path | str) -> bool:
@@ -103,7 +100,7 @@ def unpack(draft: Path, target: Path, out: Path) -> None:
     _unpack(draft, target, out)
 
 
-def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = _silent) -> None:
+def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float], None] = silent) -> None:
     """`target` may be a .gguf file. What `progress` raises ends it, and nothing is left."""
     config = read_json(draft / "config.json")
     if not lacks_embedding(config):
@@ -132,7 +129,7 @@ def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float
 
 
 def whole(
-    draft: Path, target: Path, cache: Path | None = None, progress: Callable[[str, float], None] = _silent
+    draft: Path, target: Path, cache: Path | None = None, progress: Callable[[str, float], None] = silent
 ) -> Path:
     """The folder of this packed draft with the embeddings of `target`, a folder or a .gguf file, made once under
     `cache`, with `progress(stage, fraction)`."""
