@@ -15,7 +15,8 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _costs, auto
+from outpace.decoders import _costs, _row_times, auto
+from outpace.decoders.base import Place
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -101,6 +102,10 @@ def as_often_as_before(learn: Original) -> Original:
     return mutated
 
 
+def rows_unpaid(learn_copies: Original) -> Original:
+    return lambda self, rows, walked: learn_copies(self, {}, walked)
+
+
 def whole_trees(chosen: Original) -> Original:
     return lambda self, tree: list(range(min(len(tree), self._place.budget)))
 
@@ -109,10 +114,22 @@ def with_its_drafting(round_: Original) -> Original:
     return lambda self, requests, rows, tokens, seconds, drafting: round_(self, requests, rows, tokens, seconds, 0.0)
 
 
-def falling(rising: Original) -> Original:
+def falling(convex: Original) -> Original:
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        counts = sorted(self._rounds)
-        return counts, [_costs.median(self._rounds[rows]) for rows in counts]
+        counts = sorted(self._samples)
+        return counts, [_row_times.median(self._samples[rows]) for rows in counts]
+
+    return mutated
+
+
+def medians_joined(convex: Original) -> Original:
+    """The medians as they are, made not to fall."""
+
+    def mutated(self: Any) -> tuple[list[int], list[float]]:
+        known = {rows: _row_times.median(times) for rows, times in self._samples.items() if len(times) > 1}
+        if not known:
+            return convex(self)
+        return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
 
     return mutated
 
@@ -145,8 +162,14 @@ PLANNER_MUTATIONS = [
     mutation("planner: any prompt is worth reading", auto._Planner, "_is_worth_reading", lambda f: lambda *parts: True),
     mutation("costs: means instead of medians", _costs, "median", lambda f: fmean),
     mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
-    mutation("costs: more rows may be cheaper", _costs.Costs, "_rising", falling),
-    mutation("costs: rows that were never timed are free", _costs.Costs, "_slope", lambda f: lambda *parts: 0.0),
+    mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),
+    mutation("costs: rows are free where few samples say so", _row_times.RowTimes, "_convex", medians_joined),
+    mutation(
+        "costs: what a busy machine took is kept", _row_times.RowTimes, "_forget_old", lambda f: lambda self: None
+    ),
+    mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
+    mutation("planner: copies' rows cost nothing", auto._Planner, "_learn_copies", rows_unpaid),
+    mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
     mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", _costs.Mean, "learn", never_forgetting),
     mutation("costs: a source was asked just now", _costs.Costs, "idle", lambda f: lambda self, source: 0.0),

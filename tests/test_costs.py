@@ -29,10 +29,28 @@ def test_medians_stand_against_outliers() -> None:
 
 
 def test_times_between_known_rows_are_interpolated_and_never_fall() -> None:
-    costs = costs_of((1, 6.0), (1, 6.0), (9, 10.0), (9, 10.0), (5, 12.0), (5, 12.0))
-    assert costs.target(5) == 10.0
-    assert costs.target(3) == pytest.approx(8.0)
+    costs = costs_of((1, 6.0), (1, 6.0), (7, 9.0), (7, 9.0), (5, 12.0), (5, 12.0))
+    assert costs.target(7) == 9.0
+    assert costs.target(3) == pytest.approx(7.0)
     assert [costs.target(rows) for rows in range(1, 12)] == sorted(costs.target(rows) for rows in range(1, 12))
+
+
+def test_no_row_is_free_because_few_samples_say_so() -> None:
+    """True times of 6 + rows, but those of 4 rows were taken in a slow moment: up to 6 nothing would cost anything."""
+    times = [(rows, 6.0 + rows + (2.0 if rows == 4 else 0.0)) for rows in (1, 2, 3, 4, 5, 6, 8)]
+    costs = costs_of(*times, *times)
+    assert costs.more(3, 4) == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    slopes = [costs.more(rows, 1)[0] for rows in range(1, 12)]
+    assert slopes == pytest.approx(sorted(slopes)), "what a row costs never falls with the rows before it"
+
+
+def test_what_many_rows_took_long_ago_is_forgotten_and_what_few_took_is_not() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0), (4, 7.0), (4, 7.0), (8, 100.0), (8, 100.0))
+    assert costs.target(8) == 100.0
+    for _ in range(600):
+        costs.round(1, 4, 1, 7.0, 0.0)
+    assert costs.target(8) < 9.0, "the machine was busy then"
+    assert costs.target(1) == 6.0
 
 
 def test_unknown_rows_are_held_to_be_cheap_so_that_they_are_tried() -> None:

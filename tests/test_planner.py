@@ -15,6 +15,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.decoders._costs import Costs
+from outpace.decoders.base import Load, Place
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2
@@ -246,6 +247,57 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     assert planner.chosen(tree) == [0, 1]
     place.rows_of_others = 7
     assert planner.chosen(tree) == [0]  # from eight to nine it costs two
+
+
+def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
+    """How many rows a planner asks for, of a chain whose tokens come true with this chance."""
+    planner.begin()
+    tree = TokenTree(RIGHT)
+    for node in range(nodes):
+        tree.add(node, RIGHT, (node + 1) * math.log(chance))
+    planner.grown(tree, planner.growers[0])
+    rows = len(planner.chosen(tree))
+    place.asks_for(rows)
+    return rows
+
+
+def test_requests_share_the_rows_that_cost_little() -> None:
+    """Up to eight rows cost nothing, each beyond them half a pass: four requests, each of which would take all eight,
+    take eight together, in the first round already."""
+    costs, load = Costs(), Load(4)
+    for _ in range(3):
+        for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
+            costs.round(4, rows, 4, seconds, 0.0)
+    places = [Place(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)]
+    planners = [auto._Planner(place, auto.Options()) for place in places]
+    for _ in range(3):
+        rows = [chosen_rows(planner, place, 0.9, 7) for planner, place in zip(planners, places, strict=True)]
+        assert sum(rows) == load.rows == 8
+        assert [place.rows_of_others for place in places] == [8 - its for its in rows]
+
+
+@pytest.mark.parametrize(("accepted", "is_asked"), [(0, False), (2, True)])
+def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) -> None:
+    """A row costs half a token: who gains nothing is asked in one round of many, who copies goes on."""
+    costs = Costs()
+    for _ in range(3):
+        for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
+            costs.round(4, rows, 4, seconds, 0.0)
+    place = place_of(None, 8, costs, (COPIES,))
+    place.requests, place.rows_of_others = 4, 3
+    planner = auto._Planner(place, auto.Options())
+    asked = 0
+    for _ in range(200):
+        planner.begin()
+        tree = TokenTree(RIGHT)
+        if not planner.is_plain and planner.copies_pay(planner.copiers[0]):
+            asked += 1
+            costs.drafted(0.001, 1, COPIES)
+            tree.add(tree.add(0, RIGHT, math.log(0.95)), RIGHT, math.log(0.9))
+            planner.copied(tree, planner.copiers[0])
+        planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
+        costs.round(4, 4, 4, 6.0, 0.0)
+    assert asked > 150 if is_asked else 4 < asked < 20, asked
 
 
 def test_rules_that_judge_draws_are_refused() -> None:

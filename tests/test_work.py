@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ from torch import Tensor
 
 from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
-from outpace.core.types import Request, Row, Verdict
+from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
+from outpace.decoders.base import Coroutine, Place
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.engine.engine import EngineOptions
+from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
 from outpace.models.toy import ToySession
 from outpace.rules.greedy import Greedy
@@ -69,9 +73,16 @@ class CountedRule(Greedy):
 
 
 class CountedEmpty(Empty):
-    """Offers nothing, and counts how often it is asked."""
+    """Offers nothing, and counts how often it is asked, and told what was written."""
 
-    asked = 0
+    asked = told = 0
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        self.told += 1
+        assert len(seen.path) == len(seen.tokens), "a path that is walked, one token behind each node"
+        assert len(set(seen.path)) == len(seen.path)
+        assert seen.tree.tokens == [seen.tokens[-1]]
+        super().observe(state, seen)
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
         self.asked += 1
@@ -146,6 +157,38 @@ def test_a_drafter_without_anything_to_offer_is_asked_once_a_round() -> None:
     target, empty = Counted(), CountedEmpty()
     run(target, requests_of(3, 9), "speculative", empty)
     assert (empty.asked, target.work["passes"]) == (9, 1 + 9)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """None."""
+
+
+def seldom(place: Place, options: NoOptions) -> Coroutine:
+    """A decoder that drafts in every fourth round."""
+    tree = TokenTree(place.last_token)
+    for number in itertools.count(1):
+        if number % 4 == 0:
+            yield Draft(tree)
+        picks = yield Verify(tree)
+        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+
+
+def test_rounds_without_drafts_are_told_together() -> None:
+    """Of 30 tokens the drafter is asked, and told, in every fourth round; at the end it knows the whole text."""
+    decoder = ModuleType("seldom")
+    vars(decoder).update(decode=seldom, NEEDS="drafter", Options=NoOptions)
+    target, empty, texts = Counted(), CountedEmpty(), []
+    empty.close = lambda state: texts.append(state.tokens)  # type: ignore[method-assign]
+    with Engine(target, empty, options=WHOLE) as engine:
+        request = requests_of(1, 30)[0]
+        run = engine.submit(request, decoder, NoOptions())
+        while run.finish_reason is None:
+            engine.step()
+    assert (empty.asked, empty.told) == (7, 8), "before each draft, and at the end"
+    whole = [*request.prompt, *write(target, request)]
+    assert run.committed == whole
+    assert texts == [whole[:-1]], "the end of a text is not followed by a draft"
 
 
 def test_card_is_a_pass_a_round_and_drafts_while_it_runs() -> None:

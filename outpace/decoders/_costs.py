@@ -6,25 +6,22 @@ was never measured is taken to go on as what is known does: so it is tried, and 
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.core.types import Source
+from outpace.decoders._row_times import RowTimes
 
 _KEPT = 9  # samples of one kind; their median counts
 _TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
-_RENEWED = 4  # rounds after which medians are taken anew
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
-_STALE = 96  # rounds after which a row count is measured again
+_COPIES, _HELD = 0.2, 8.0  # tokens that copies are held to give a round, and of how many rounds' weight that is
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
-_FIRST = 4  # nodes that may be verified before any times are known
-_ROW = 0.05  # of a pass: what one more row is held to cost, until two row counts are known
 
 
 class Mean:
@@ -42,6 +39,15 @@ class Mean:
         self._below = self._below * self._fade + below
 
 
+class Prices(NamedTuple):
+    """What plans of a round go by."""
+
+    second: float  # tokens that are written in one
+    row: float  # seconds of one more than each request's root
+    is_known: bool  # whether a plain round was timed
+    is_stale: bool  # whether all requests should write plainly for once, because none did for long
+
+
 class Costs:
     """Seconds by what is done, tokens by seconds, and how far the drafter's promises are kept. Not for two threads.
 
@@ -49,15 +55,11 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self._rounds: dict[int, deque[float]] = {}  # rows -> seconds of a round without its drafting
-        self._last: dict[int, int] = {}  # rows -> the round in which they were seen last
+        self._rounds = RowTimes()
         self.latest_draft = 0.0  # seconds of the last growth, a request's share of them
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
-        self.seen = 0  # rounds
         self._tried = 0  # the last of them that was for the sake of knowing its time
-        self._curve: tuple[list[int], list[float]] | None = None
-        self._more: dict[int, list[float]] = {}  # see `more`
         self._draft: dict[str, deque[float]] = {}  # by source
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
         self._most_read: dict[str, int] = {}  # by source: tokens of a text that it reads at most
@@ -67,42 +69,51 @@ class Costs:
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
         self._growth: dict[str, list[Mean]] = {}  # by source
+        self._prices: dict[int, Prices] = {}  # by requests, until a round is over
+        self._copies: dict[tuple[str, int], Mean] = {}  # by source and requests
         self._modes: dict[str, Mean] = {}  # see `mode`
+
+    @property
+    def seen(self) -> int:
+        """Rounds so far."""
+        return self._rounds.seen
 
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
         self.latest_round, self.latest_pass = seconds, seconds - drafting
-        bucket = _bucket(rows)
-        samples = self._rounds.setdefault(bucket, deque(maxlen=_KEPT))
-        samples.append(seconds - drafting)
+        self._rounds.learn(rows, seconds - drafting)
         self._elapsed += seconds - drafting
-        self._last[bucket] = self.seen
-        self.seen += 1
-        if len(samples) <= _TRIED or self.seen % _RENEWED == 0:
-            self._forget_curve()
+        self._prices.clear()
         self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
-
-    def knows(self, rows: int, samples: int = _TRIED) -> bool:
-        """Whether a pass over so many rows was timed, so often."""
-        return len(self._rounds.get(_bucket(rows), ())) >= samples
 
     def is_worth_trying(self, rows: int) -> bool:
         """Whether the time of so many rows is not known, or not any more; one round in `_EVERY` at most."""
-        due = self.seen - self._tried >= _EVERY and (not self.knows(rows) or self._is_stale(rows))
+        is_known = self._rounds.knows(rows) and not self._rounds.is_stale(rows)
+        due = self.seen - self._tried >= _EVERY and not is_known
         if due:
             self._tried = self.seen
         return due
 
-    def is_plain_stale(self, requests: int) -> bool:
-        """Whether all requests should write plainly for once: the same answer to all who ask in one round."""
-        return self.seen % _EVERY == 0 and self._is_stale(requests)
-
-    def _is_stale(self, rows: int) -> bool:
-        return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
+    def prices(self, requests: int) -> Prices:
+        """What holds in the next round of so many requests: the same answer to all of them."""
+        if requests not in self._prices:
+            is_stale = self.seen % _EVERY == 0 and self._rounds.is_stale(requests)
+            row = self.more(requests, 1)[0]
+            self._prices[requests] = Prices(self.price(requests), row, self.knows(requests, 1), is_stale)
+        return self._prices[requests]
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
         return self._trust.setdefault(source, Mean(1.0, 2.0, _TRUST_FADE))
+
+    def copies(self, source: str, requests: int) -> Mean:
+        """What this source, which runs no model, gives a round in which it is asked, while so many requests write:
+        tokens, less what their rows cost."""
+        return self._copies.setdefault((source, requests), Mean(_COPIES, _HELD, _TRUST_FADE))
+
+    def copies_of_one(self, source: str, requests: int) -> Mean:
+        """The same for a request that begins."""
+        return Mean(self.copies(source, requests).value, _HELD)
 
     def mode(self, name: str, prior: float = 0.0, weight: float = 0.0) -> Mean:
         """What is known of one of several ways of working, whatever that is."""
@@ -152,53 +163,26 @@ class Costs:
         read = min(tokens, self._most_read.get(source.name, tokens))
         return self._shares.get(source.name, 0.0) * self._reading.value * read
 
+    def knows(self, rows: int, samples: int) -> bool:
+        """Whether a pass over so many rows was timed, so often."""
+        return self._rounds.knows(rows, samples)
+
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows, its drafting not counted; 0 until anything is known."""
-        if not self._rounds:
-            return 0.0
-        if self._curve is None:
-            self._curve = self._rising()
-        counts, seconds = self._curve
-        place = bisect.bisect_left(counts, rows)
-        if place == len(counts):
-            return seconds[-1] + (rows - counts[-1]) * self._slope(counts, seconds)
-        if place == 0:
-            return seconds[0]
-        share = (rows - counts[place - 1]) / (counts[place] - counts[place - 1])
-        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
-
-    @staticmethod
-    def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """What one more row costs beyond the widest known: what the last did, or all, whichever is more: between two
-        counts of few samples there may be no slope by chance."""
-        if len(counts) < 2:
-            return _ROW * seconds[0]
-        return max((seconds[-1] - seconds[place]) / (counts[-1] - counts[place]) for place in (0, -2))
-
-    @property
-    def widest(self) -> int:
-        """The most rows whose time is known."""
-        return max(self._rounds, default=0)
+        return self._rounds.target(rows)
 
     def more(self, rows: int, count: int) -> Sequence[float]:
         """By how much rounds over 1, 2, ... up to `count` more rows than `rows` take longer than one over `rows`."""
-        known = self._more.setdefault(rows, [])
-        if len(known) < count:
-            base = self.target(rows)
-            known += [self.target(rows + more) - base for more in range(len(known) + 1, count + 1)]
-        return known[:count]
+        return self._rounds.more(rows, count)
 
     def most_more(self, others: int) -> int:
         """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
-        return max(_FIRST, 2 * self.widest - others - 1)
+        return self._rounds.most_more(others)
 
     def best(self, chances: Sequence[float], others: int, price: float) -> tuple[int, float]:
         """The best rows of nodes with these falling chances, with so many rows of others: see `best_rows`."""
         more = self.more(others + 1, min(self.most_more(others), len(chances)))
         return best_rows(chances, more, price)
-
-    def _forget_curve(self) -> None:
-        self._curve, self._more = None, {}
 
     def price(self, requests: int) -> float:
         """Tokens a second: what a second is worth. What is written now, at least plain decoding's; 0: unknown."""
@@ -212,37 +196,22 @@ class Costs:
         plain = self.target(requests)
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
-    def _rising(self) -> tuple[list[int], list[float]]:
-        """Row counts and their times; a pass over more rows never counts as the cheaper one."""
-        known = {rows: median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
-        if not known:  # so far nothing was done twice
-            known = {rows: min(times) for rows, times in self._rounds.items()}
-        counts = sorted(known)
-        seconds = [known[rows] for rows in counts]
-        for place in range(len(counts) - 2, -1, -1):
-            seconds[place] = min(seconds[place], seconds[place + 1])
-        return counts, seconds
-
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
-        rounds = {str(rows): median(times) for rows, times in self._rounds.items() if len(times) >= _TRIED}
         draft = {name: median(times) for name, times in self._draft.items() if len(times) >= _TRIED}
         growth = {name: [mean.value for mean in layers] for name, layers in self._growth.items()}
         trust = {name: mean.value for name, mean in self._trust.items()}
-        return {"rounds": rounds, "draft": draft, "trust": trust, "growth": growth}
+        return {"rounds": self._rounds.remember(), "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
-        for rows, seconds in profile["rounds"].items():
-            bucket = _bucket(int(rows))
-            self._rounds[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
-            self._last[bucket] = self.seen
+        self._rounds.recall(profile["rounds"])
         for name, seconds in profile["draft"].items():
             self._draft.setdefault(name, deque(maxlen=_KEPT)).extend([float(seconds)] * _TRIED)
         self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
             self._growth[name] = [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]
-        self._forget_curve()
+        self._prices.clear()
 
 
 def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> tuple[int, float]:
@@ -255,9 +224,3 @@ def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> 
         if worth > best_worth:
             best, best_worth = count, worth
     return best + 1, best_worth
-
-
-def _bucket(rows: int) -> int:
-    """Row counts that share their samples: all to 8, then in steps of 2, 4, 16, 64."""
-    step = 1 if rows <= 8 else 2 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
-    return -(-rows // step) * step

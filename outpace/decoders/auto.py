@@ -13,7 +13,8 @@ trials together cost a small share of the time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from math import exp
@@ -23,6 +24,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders._costs import Costs, Mean
+from outpace.decoders._sources import Copier, Grower
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
@@ -85,35 +87,6 @@ def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
             planner.grown(tree, grower)
 
 
-class _Copier:
-    """A source that runs no model, and what this request had of it."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.gain = Mean(0.2, 8.0)  # tokens that it gave a round in which it was asked
-        self.skipped = 0  # rounds since it was asked
-        self.is_asked = False  # in this round
-
-
-class _Grower:
-    """A source that runs a model, and how its layers did for this request."""
-
-    def __init__(self, source: Source, deepest: int) -> None:
-        self.source = source
-        self.layers = 0  # that it grew in this round
-        self.is_trial = False  # the last of them does not pay, as far as is known
-        self.grown = [0.0] * deepest  # by layer: when it was grown last, in seconds of rounds
-        self.failures = 0  # trials since a layer last paid
-        self.trial_cost = 0.0  # seconds that the last trial took: it reads what was written since the one before
-        self.is_following = False  # it has read all but what was written in the last round
-        self.has_read = False  # the prompt
-
-    @property
-    def tries(self) -> bool:
-        """Whether its first layer is a trial."""
-        return self.is_trial and self.layers == 1
-
-
 class _Planner:
     """The choices of one request, by the engine's costs and what this request's drafts were worth so far."""
 
@@ -122,8 +95,9 @@ class _Planner:
         self._costs: Costs = place.costs
         names = [source.name for source in place.sources if not source.is_fitted]
         self._trust = {name: Mean(self._costs.trust(name).value, 2.0, _FADE) for name in names}
-        self.copiers = [_Copier(source) for source in place.sources if not source.runs_model]
-        self.growers = [_Grower(source, options.deepest) for source in place.sources if source.runs_model]
+        copiers = [source for source in place.sources if not source.runs_model]
+        self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
+        self.growers = [Grower(source, options.deepest) for source in place.sources if source.runs_model]
         self._chances: list[float] = []  # of this round's nodes, see `_weigh`
         self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._worth = 0.0  # of this round's tree
@@ -131,38 +105,39 @@ class _Planner:
         self._seconds = 0.0  # of rounds so far
         self._at_leaves = 1.0
         self._rounds = 0
+        self._is_look = False  # this round asks whatever pays or not
         self.is_plain = False  # this round writes plainly in any case
 
     def begin(self) -> None:
-        """A round begins: the prices that hold in it. It is plain where that has no price yet."""
+        """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
+        at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
+        but for who copies."""
         self._chances, self._sources, self._worth, self._has_copies = [], {}, 0.0, False
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
             copier.is_asked = False
-        self._price = _DOUBT * self._costs.price(self._place.requests)
         requests = self._place.requests
-        is_new = self._rounds < _PLAIN and not self._costs.knows(requests, 1)
-        is_due = is_new or self._costs.is_plain_stale(requests)
-        self.is_plain = self._place.budget < 2 or is_due or self._is_crowded()
+        prices = self._costs.prices(requests)
+        self._price = _DOUBT * prices.second
+        self._is_look = self._costs.seen % _LOOKS == 0
+        is_crowded = requests > 1 and self._price * prices.row > _CROWDED
+        gains = self._is_look or not is_crowded or any(self._gains(copier) for copier in self.copiers)
+        is_new = self._rounds < _PLAIN and not prices.is_known
+        self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
         self._rounds += 1
 
-    def _is_crowded(self) -> bool:
-        """Whether so many write at once that one more row costs a good part of a token: what may still be gained is not
-        worth the host's time. Asked anew in one round of some."""
-        requests = self._place.requests
-        if requests < 2 or self._costs.widest <= requests or self._costs.seen % _LOOKS == 0:
-            return False
-        return self._price * self._costs.more(requests, 1)[0] > _CROWDED
+    def _gains(self, copier: Copier) -> bool:
+        """Whether a source that runs no model gives more than it takes of the host's time."""
+        return copier.gain.value > self._price * self._costs.draft(copier.source)
 
-    def copies_pay(self, copier: _Copier) -> bool:
-        """Whether a source that runs no model is asked: it takes some of the host's time."""
-        cost = self._price * self._costs.draft(copier.source)
-        copier.skipped = 0 if copier.gain.value > cost else (copier.skipped + 1) % _SKIPS
-        copier.is_asked = not copier.skipped
+    def copies_pay(self, copier: Copier) -> bool:
+        """Whether a source that runs no model is asked: where it gains nothing, in one round of some."""
+        copier.skipped = 0 if self._gains(copier) else (copier.skipped + 1) % _SKIPS
+        copier.is_asked = self._is_look or not copier.skipped
         return copier.is_asked
 
-    def copied(self, tree: TokenTree, copier: _Copier) -> None:
+    def copied(self, tree: TokenTree, copier: Copier) -> None:
         """The source has added what it has."""
         self._note(tree, copier.source)
         self._has_copies = sum(self._weigh(tree)[node] for node in tree.children(0)) > _LITTLE
@@ -171,7 +146,7 @@ class _Planner:
         """The nodes that are new in the tree are the source's."""
         self._sources.update(dict.fromkeys(tree.ids[1 + len(self._sources) :], source.name))
 
-    def pays(self, tree: TokenTree, grower: _Grower) -> bool:
+    def pays(self, tree: TokenTree, grower: Grower) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
         cost = self._price * self._costs.draft(grower.source)
         if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
@@ -184,13 +159,13 @@ class _Planner:
         grower.is_trial = self._is_due(grower)
         return grower.is_trial
 
-    def _is_worth_reading(self, grower: _Grower) -> bool:
+    def _is_worth_reading(self, grower: Grower) -> bool:
         """Whether what may still be written is long enough for the draft to read all that stands before it."""
         place = self._place
         saved = _SAVED * place.left * self._costs.target(place.requests) / place.requests
         return self._costs.reading(grower.source, len(place.committed)) <= saved
 
-    def grown(self, tree: TokenTree, grower: _Grower) -> None:
+    def grown(self, tree: TokenTree, grower: Grower) -> None:
         """The model has added a layer."""
         grower.has_read = True
         self._costs.asked(grower.source)
@@ -208,7 +183,7 @@ class _Planner:
             grower.trial_cost = self._costs.latest_draft
         grower.layers += 1
 
-    def _is_due(self, grower: _Grower) -> bool:
+    def _is_due(self, grower: Grower) -> bool:
         """Whether a layer that does not pay is tried again."""
         cost = self._costs.draft(grower.source)
         if not grower.layers:
@@ -247,10 +222,10 @@ class _Planner:
             grower.grown[: grower.layers] = [self._seconds] * grower.layers
             if grower.layers:
                 grower.failures = grower.failures + 1 if grower.tries else 0
+        if len(tree) == 1 and not any(copier.is_asked for copier in self.copiers):
+            return
         walked = [self._sources[tree.ids[node]] for node in path[1:]]
-        for copier in self.copiers:
-            if copier.is_asked:
-                copier.gain.learn(walked.count(copier.source.name))
+        self._learn_copies(Counter(self._sources[node] for node in tree.ids[1:]), Counter(walked))
         promised: dict[str, float] = {}
         for node in range(1, len(tree)):
             source = self._sources[tree.ids[node]]
@@ -260,6 +235,17 @@ class _Planner:
         for source, chances in promised.items():
             self._trust[source].learn(walked.count(source), chances)
             self._costs.trust(source).learn(walked.count(source), chances)
+
+    def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
+        """What sources without a model gave, by their names, and what their rows cost."""
+        count = sum(rows.values())
+        price = self._price * self._costs.more(self._place.rows_of_others + 1, count)[-1] / count if count else 0.0
+        for copier in self.copiers:
+            if copier.is_asked:
+                name = copier.source.name
+                gain = walked.get(name, 0) - price * rows.get(name, 0)
+                copier.gain.learn(gain)
+                self._costs.copies(name, self._place.requests).learn(gain)
 
     def _weigh(self, tree: TokenTree) -> list[float]:
         """The chance that the target walks to each node, trusted as far as those of its source came true. It never
@@ -276,7 +262,7 @@ class _Planner:
         trust = self._trust.get(source)
         return 1.0 if trust is None else trust.value
 
-    def _reach(self, tree: TokenTree, grower: _Grower) -> float:
+    def _reach(self, tree: TokenTree, grower: Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root."""
         chances, leaves = self._weigh(tree), []

@@ -18,6 +18,14 @@ def _to_nobody(message: Correction | Orders) -> None:
     """There is no worker."""
 
 
+@dataclass
+class Load:
+    """The rows of the pass that is being put together: of each request what it asks for in this round, or, until it
+    has chosen, what it had in the last pass. Who plans later knows what was planned before."""
+
+    rows: int = 0
+
+
 @dataclass(eq=False)
 class Place:
     """One running request as its decoder sees it. `budget` is the number of nodes that the load allows it in this
@@ -29,12 +37,23 @@ class Place:
     sources: Sequence[Source] = ()  # of drafts in turn
     budget: int = 1
     requests: int = 1  # running at once, this one included
-    rows_of_others: int = 0  # of the last pass
+    rows: int = 1  # of this request, see `Load`
+    load: Load = field(default_factory=lambda: Load(1), repr=False)  # of all requests
     left: int = 1  # tokens that may still be written
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
     turn_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
     order: Callable[[Orders], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
+
+    @property
+    def rows_of_others(self) -> int:
+        """Rows that the pass has for other requests."""
+        return self.load.rows - self.rows
+
+    def asks_for(self, rows: int) -> None:
+        """It is known how many rows this request has in the pass."""
+        self.load.rows += rows - self.rows
+        self.rows = rows
 
     @property
     def last_token(self) -> int:

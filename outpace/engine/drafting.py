@@ -66,6 +66,7 @@ class Drafting:
 
     def close(self, run: Running) -> None:
         """A request is over."""
+        self._tell(run)
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
             self._guarded(run.draft.name, drafter.close, run.draft.state)
@@ -127,10 +128,23 @@ class Drafting:
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
         """Tells the drafter in turn of a verdict; of what it followed, too."""
-        drafter = self._of(run)
-        if run.draft.state is not None and drafter is not None:
-            path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            seen = seen._replace(path=[tree.ids[node] for node in path])
+        if run.draft.state is None:
+            return
+        path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
+        seen = seen._replace(path=[tree.ids[node] for node in path])
+        before = run.draft.untold
+        if before is not None:
+            seen = seen._replace(path=[*before.path, *seen.path], tokens=[*before.tokens, *seen.tokens])
+        run.draft.untold = seen
+        if len(tree) > 1 or seen.seen is not None:
+            self._tell(run)
+
+    def _tell(self, run: Running) -> None:
+        """Tells a drafter what was written since it was told last. Rounds without drafts are told together, when it is
+        asked next: a request that writes plainly for long costs it nothing."""
+        seen, drafter = run.draft.untold, self._of(run)
+        run.draft.untold = None
+        if seen is not None and drafter is not None:
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
     def _of(self, run: Running) -> Drafter | None:
@@ -140,6 +154,8 @@ class Drafting:
     def _grow(self, runs: Sequence[Running], name: str | None, source: Source | None) -> None:
         """One growth of all these requests' trees by a source of their drafter, which they are told."""
         added: list[int] | None = None
+        for run in runs:
+            self._tell(run)
         drafter = self._of(runs[0])
         if drafter is not None:
             began = self._clock()

@@ -20,6 +20,7 @@ from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Observation, Request, Verify
 from outpace.decoders._costs import Costs
+from outpace.decoders.base import Load
 from outpace.engine.admission import Admission
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.drafting import Drafting
@@ -144,8 +145,9 @@ class Engine(AbstractContextManager["Engine"]):
     def _draft(self) -> None:
         """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
         try:
+            load = Load(sum(run.rows for run in self.running))
             for run in self.running:
-                self._allot(run)
+                self._allot(run, load)
             for run in self.running:
                 run.begin_round()
             self.drafting.serve(self.running)
@@ -212,13 +214,13 @@ class Engine(AbstractContextManager["Engine"]):
             run.is_due, run.ask = True, None
             self.drafting.observe(run, tree, verdict, Observation((), tokens, run.root, judged.seen))
 
-    def _allot(self, run: Running) -> None:
-        """Tells a request how much room the load leaves it."""
+    def _allot(self, run: Running, load: Load) -> None:
+        """Tells a request how much room there is for it beside the others."""
         place = run.place
         place.requests = len(self.running)
         most = min(self.options.nodes, run.request.nodes or self.options.nodes)
         place.budget = max(1, min(most, self.options.rows // place.requests))
-        place.rows_of_others = sum(other.rows for other in self.running) - run.rows
+        place.load, place.rows = load, run.rows
         place.left = run.left
 
     def _parts(self) -> tuple[list[tuple[Running, Part]], list[tuple[Running, TokenTree]]]:

@@ -15,7 +15,18 @@ from outpace.core.needs import NOTHING, Needs
 from outpace.core.scores import Scores
 from outpace.core.stats import Step
 from outpace.core.tree import Role, TokenTree, depths
-from outpace.core.types import Ask, Commit, DraftState, LogprobsOptions, Request, Row, TokenLogprobs, Verdict
+from outpace.core.types import (
+    Ask,
+    Commit,
+    DraftState,
+    LogprobsOptions,
+    Observation,
+    Request,
+    Row,
+    TokenLogprobs,
+    Verdict,
+    Verify,
+)
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefixes import Text
@@ -62,6 +73,7 @@ class Drafted:
     needs: Needs = NOTHING  # the drafter's
     told: int = 0  # tokens of the prompt that a drafter with such needs was told of
     state: DraftState | None = None
+    untold: Observation | None = None  # rounds that it was not told of yet
     seconds: float = 0.0  # of the round under way
 
 
@@ -191,6 +203,8 @@ class Running:
             self.ask = self.coroutine.send(answer)
         except Exception as error:
             self.fail(error)
+        if isinstance(self.ask, Verify):
+            self.place.asks_for(len(self.ask.tree))
 
     def fail(self, error: Exception) -> None:
         """Ends this request, unless it is over; what it wrote stays."""

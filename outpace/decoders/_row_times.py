@@ -1,0 +1,131 @@
+"""How long rounds take by the rows that they verify, learnt while they run."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+_KEPT = 9  # samples of one row count; their median counts
+_TRIED = 2  # so many samples make a row count known
+_RENEWED = 4  # rounds after which medians are taken anew
+_STALE = 96  # rounds after which a row count is measured again
+_FORGOTTEN = 512  # rounds after which the time of more rows than were met since is not known any more
+_FIRST = 4  # nodes that may be verified before any times are known
+_ROW = 0.05  # of a pass: what one more row is held to cost, until two row counts are known
+Point = tuple[int, float]
+
+
+class RowTimes:
+    """Seconds of a round, its drafting not counted, by the rows of all requests together."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}  # by bucket
+        self._last: dict[int, int] = {}  # by bucket: the round in which it was met last
+        self._curve: tuple[list[int], list[float]] | None = None
+        self._more: dict[int, list[float]] = {}  # see `more`
+        self.seen = 0  # rounds
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """A round is over."""
+        bucket = _bucket(rows)
+        samples = self._samples.setdefault(bucket, deque(maxlen=_KEPT))
+        samples.append(seconds)
+        self._last[bucket] = self.seen
+        self.seen += 1
+        if self.seen % _RENEWED == 0:
+            self._forget_old()
+        if len(samples) <= _TRIED or self.seen % _RENEWED == 0:
+            self._curve, self._more = None, {}
+
+    def _forget_old(self) -> None:
+        """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
+        where fewer rows say that they might pay."""
+        widest = max(bucket for bucket, last in self._last.items() if self.seen - last <= _FORGOTTEN)
+        for bucket in [bucket for bucket in self._samples if bucket > widest]:
+            del self._samples[bucket], self._last[bucket]
+
+    def knows(self, rows: int, samples: int = _TRIED) -> bool:
+        """Whether a pass over so many rows was timed, so often."""
+        return len(self._samples.get(_bucket(rows), ())) >= samples
+
+    def is_stale(self, rows: int) -> bool:
+        """Whether a pass over so many rows was timed, and then not for long."""
+        return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
+
+    def target(self, rows: int) -> float:
+        """Seconds of a round over so many rows; 0 until anything is known."""
+        if not self._samples:
+            return 0.0
+        if self._curve is None:
+            self._curve = self._convex()
+        counts, seconds = self._curve
+        place = bisect.bisect_left(counts, rows)
+        if place == len(counts):
+            return seconds[-1] + (rows - counts[-1]) * self._slope(counts, seconds)
+        if place == 0:
+            return seconds[0]
+        share = (rows - counts[place - 1]) / (counts[place] - counts[place - 1])
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+    def more(self, rows: int, count: int) -> Sequence[float]:
+        """By how much rounds over 1, 2, ... up to `count` more rows than `rows` take longer than one over `rows`."""
+        known = self._more.setdefault(rows, [])
+        if len(known) < count:
+            base = self.target(rows)
+            known += [self.target(rows + more) - base for more in range(len(known) + 1, count + 1)]
+        return known[:count]
+
+    def most_more(self, others: int) -> int:
+        """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
+        return max(_FIRST, 2 * max(self._samples, default=0) - others - 1)
+
+    def remember(self) -> dict[str, float]:
+        """What a profile keeps."""
+        return {str(rows): median(times) for rows, times in self._samples.items() if len(times) >= _TRIED}
+
+    def recall(self, kept: Mapping[str, float]) -> None:
+        """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
+        for rows, seconds in kept.items():
+            bucket = _bucket(int(rows))
+            self._samples[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
+            self._last[bucket] = self.seen
+        self._curve, self._more = None, {}
+
+    def _convex(self) -> tuple[list[int], list[float]]:
+        """Row counts and their times: the lower convex hull of what was measured, made not to fall.
+
+        A pass is bound by memory first and by arithmetic later, so its time is convex in its rows but for the kernels'
+        tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and all that
+        drafts hold would be verified.
+        """
+        known = {rows: median(times) for rows, times in self._samples.items() if len(times) >= _TRIED}
+        if not known:  # so far nothing was done twice
+            known = {rows: min(times) for rows, times in self._samples.items()}
+        hull: list[Point] = []
+        for rows in sorted(known):
+            point = rows, min(seconds for count, seconds in known.items() if count >= rows)
+            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        return [rows for rows, _ in hull], [seconds for _, seconds in hull]
+
+    @staticmethod
+    def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """What one more row costs beyond the widest known: what the last of these did."""
+        if len(counts) < 2:
+            return _ROW * seconds[0]
+        return (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+
+
+def _is_above(point: Point, left: Point, right: Point) -> bool:
+    """Whether a point between two others lies on the line between them, or above it."""
+    rise, run = right[1] - left[1], right[0] - left[0]
+    return (point[1] - left[1]) * run >= rise * (point[0] - left[0])
+
+
+def _bucket(rows: int) -> int:
+    """Row counts that share their samples: all to 8, then in steps of 2, 4, 16, 64."""
+    step = 1 if rows <= 8 else 2 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step
