@@ -11,7 +11,8 @@ from functools import cached_property
 from outpace.api.prepared import Prepared
 from outpace.core.stats import Figures, Step, fold, together
 from outpace.core.types import TokenLogprobs
-from outpace.engine.request import History, Round, Running
+from outpace.engine.history import History, Round
+from outpace.engine.request import Running
 
 
 @dataclass(frozen=True)
