@@ -7,10 +7,12 @@ python tests/rooms.py --check   # says whether they are stale
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,9 +88,14 @@ def module_files() -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), file
 
 
-def all_edges() -> Iterator[Edge]:
-    for name, file in module_files():
-        yield from edges_of(name, file.read_text(), file.stem == "__init__" and file.parent != ROOT)
+@cache
+def all_edges() -> tuple[Edge, ...]:
+    """Of the whole package, read once."""
+    found = [
+        edges_of(name, file.read_text(), file.stem == "__init__" and file.parent != ROOT)
+        for name, file in module_files()
+    ]
+    return tuple(itertools.chain.from_iterable(found))
 
 
 def room(name: str) -> str:

@@ -28,6 +28,7 @@ from outpace.models.toy import Toy
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = {"task", "method", "peer", "tokens_per_second", "speedup", "mean_accepted_length", "hit_rate", "equal_text"}
+MAX_TOKENS = 8
 PROMPTS = (("a", "one", "hello world 12 hello"), ("b", "two", "12 12 12"), ("c", "two", "world or world"))
 
 
@@ -44,12 +45,32 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def answers(tiny: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The prompts and what the tiny model answers, as the stand-ins know it."""
+    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
+        prompts = [tuple(llm.target.tokenizer.encode_prompt(text)) for _, _, text in PROMPTS]
+        results = llm.generate([list(prompt) for prompt in prompts], max_tokens=MAX_TOKENS)
+    return [(prompt, result.tokens) for prompt, result in zip(prompts, results, strict=True)]
+
+
 @contextmanager
-def benching(tiny: Path, asked: Path, folder: Path) -> Iterator[Run]:
+def benching(tiny: Path, asked: Path, answers: stand_ins.Answers, folder: Path) -> Iterator[Run]:
     """What runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
     (folder / "peers").mkdir()
     threads = torch.get_num_threads()
-    common = ("--target", tiny, "--runtime", "llama", "--dtype", "float32", "--tasks", asked, "--max-tokens", 8)
+    common = (
+        "--target",
+        tiny,
+        "--runtime",
+        "llama",
+        "--dtype",
+        "float32",
+        "--tasks",
+        asked,
+        "--max-tokens",
+        MAX_TOKENS,
+    )
 
     def call(*arguments: object) -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
@@ -60,7 +81,7 @@ def benching(tiny: Path, asked: Path, folder: Path) -> Iterator[Run]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTPACE_CACHE", str(folder / "cache"))
-        stand_ins.install(folder / "peers", patch)
+        stand_ins.install(folder / "peers", answers, patch)
         patch.setattr(bench_run, "REST", 0.0)
         patch.setattr("outpace.core.machine.BUFFER", 8192)
         yield call
@@ -68,16 +89,18 @@ def benching(tiny: Path, asked: Path, folder: Path) -> Iterator[Run]:
 
 
 @pytest.fixture
-def run(tiny: Path, asked: Path, tmp_path: Path) -> Iterator[Run]:
+def run(tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path: Path) -> Iterator[Run]:
     """Runs a bench: exit code, stdout, stderr."""
-    with benching(tiny, asked, tmp_path) as call:
+    with benching(tiny, asked, answers, tmp_path) as call:
         yield call
 
 
 @pytest.fixture(scope="module")
-def troubled(tiny: Path, asked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str]:
+def troubled(
+    tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, str, str]:
     """A bench of peers with all kinds of troubles, and of one that is right: exit code, stdout, stderr."""
-    with benching(tiny, asked, tmp_path_factory.mktemp("troubled")) as call:
+    with benching(tiny, asked, answers, tmp_path_factory.mktemp("troubled")) as call:
         return call("--methods", "speculative", "--peers", "wrong,failing,silent,dying,absent,crashing,right")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
+import runpy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -140,17 +140,9 @@ def test_the_model_scores_a_tree_as_it_scores_each_path(drafter: str) -> None:
     assert outcome.texts == [write(Slow, request)] * 2  # type: ignore[arg-type]
 
 
-def test_the_models_script_runs(package: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, package / "my_package" / "run.py"],
-        env={"PYTHONPATH": f"{package}:{GUIDE.parent}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split(",")) == 20
+def test_the_models_script_runs(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(package / "my_package" / "run.py"), run_name="__main__")
+    assert len(capsys.readouterr().out.split(",")) == 20
 
 
 def test_the_entry_of_a_family_is_the_code_s_own() -> None:
