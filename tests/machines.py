@@ -17,10 +17,10 @@ COMMON = settings(
 )
 SEARCH = settings(COMMON, max_examples=300, stateful_step_count=30, phases=[Phase.generate])  # what it finds stays long
 DEPTHS = [
-    pytest.param(settings(COMMON, max_examples=30, stateful_step_count=30), id="short"),
+    pytest.param(settings(COMMON, max_examples=10, stateful_step_count=30), id="short"),
     pytest.param(settings(COMMON, max_examples=300, stateful_step_count=50), id="deep", marks=pytest.mark.long),
 ]
 DEAR_DEPTHS = [  # where a step is many rounds of an engine
-    pytest.param(settings(COMMON, max_examples=12, stateful_step_count=30), id="short"),
+    pytest.param(settings(COMMON, max_examples=6, stateful_step_count=30), id="short"),
     DEPTHS[1],
 ]

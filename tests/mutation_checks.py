@@ -161,10 +161,12 @@ def distribution_differences() -> Iterator[str]:
             yield f"{name}: pairs over many {part}s are {deviation:.0f} standard deviations off"
 
 
+CHECKS = (text_differences, end_differences, filter_differences, distribution_differences)
+
+
 def find_difference() -> str | None:
     """The first difference that any check finds; None for a lossless library."""
-    checks = (text_differences, end_differences, filter_differences, distribution_differences)
-    return next((difference for check in checks for difference in check()), None)
+    return next((difference for check in CHECKS for difference in check()), None)
 
 
 def judge(mutation: Mutation) -> tuple[bool, str]:

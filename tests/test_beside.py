@@ -66,7 +66,7 @@ def test_ssd_gives_what_its_paper_expects(alpha: float, length: int, width: int)
 
 
 def test_ssd_gains_by_the_outcomes_that_it_drafts_for() -> None:
-    few, many = (plain_over(simulated("ssd", 0.7, 4, 6.0, width, 800)) for width in (1, 12))
+    few, many = (plain_over(simulated("ssd", 0.7, 4, 6.0, width, 300)) for width in (1, 12))
     assert many > 1.2 * few
 
 

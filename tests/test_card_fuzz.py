@@ -22,6 +22,7 @@ from doubles import (
     within,
     write,
 )
+from turns import in_turn
 
 from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.candidates.thread import ThreadWorker
@@ -37,7 +38,7 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # of each met
     "ssd": lambda chance: {"draft_length": chance.randint(1, 6)},
     "planned": lambda chance: {"deepest": chance.randrange(5), "trials": chance.choice((0.0, 0.3))},
 }
-ROUNDS = (40, pytest.param(600, marks=pytest.mark.long))
+ROUNDS = (24, pytest.param(600, marks=pytest.mark.long))
 
 
 def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
@@ -102,7 +103,8 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_random_interleavings(rounds: int, method: str) -> None:
     met: Counter[str] = Counter()
-    rounds *= 2 if method == "planned" else 1  # which hits a secondary candidate seldom
+    if method == "planned":  # which hits a secondary candidate seldom
+        rounds = max(80, 2 * rounds)
     for seed in range(rounds):
         run_once(seed, met, method)
     print(f"\n{rounds} interleavings of {method}:", ", ".join(f"{kind} {count}" for kind, count in sorted(met.items())))
@@ -120,7 +122,7 @@ def test_simulated_clock_is_deterministic() -> None:
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4, 5))])
 def test_race_in_earnest(seed: int, method: str) -> None:
     chance = random.Random(seed)
     target = TARGETS[seed]
@@ -140,8 +142,7 @@ def test_race_in_earnest(seed: int, method: str) -> None:
         assert run.figures.drafted > 0
 
 
-@pytest.mark.parametrize("method", OPTIONS)
-@pytest.mark.parametrize("verb", ["grow", "observe", "open"])
+@pytest.mark.parametrize(("method", "verb"), in_turn(OPTIONS, ["grow", "observe", "open"]))
 def test_thread_that_raises_mid_text(verb: str, method: str) -> None:
     target = TARGETS[0]
     requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]

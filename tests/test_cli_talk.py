@@ -116,6 +116,7 @@ def test_demo_fails_when_the_texts_differ(
     assert (code, "DIFFERENT TEXT" in out) == (1, True)
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_demo_on_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     smollm2_file()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from constraints import Failing, Table, rings
 from doubles import DRAFTERS, SMALL, QuickToy, decode, make_drafter, make_request, make_rule, write
+from turns import in_turn
 from twins import LETTERS, TEXTS
 
 from outpace.core.adjust import adjusted
@@ -53,8 +54,7 @@ def masked_slowly(request: Request) -> list[int]:
     return text[len(request.prompt) :]
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("method", ["autoregressive", "speculative", "auto", "card"])
+@pytest.mark.parametrize(("name", "method"), in_turn(RULES, ["autoregressive", "speculative", "auto", "card"]))
 def test_the_text_is_that_of_masked_rows_by_every_method(name: str, method: str) -> None:
     for drafter in DRAFTERS if method != "autoregressive" else [None]:
         request = request_of(name, last=frozenset({11}) if drafter == "perfect" else frozenset())

@@ -10,6 +10,7 @@ from drawing import Shape, Shaped, go_every_way, rule_of
 from enumerating import Enumerating
 from test_every_way import LENGTH
 from test_rejection import Planted, copied, draft_of, siblings
+from turns import in_turn
 from ways import ASKED, TARGETS, Ways
 
 from outpace.core import registry
@@ -59,10 +60,10 @@ def differ(found: dict[tuple[int, ...], float], asked: str, length: int, vocab: 
 
 
 def chains() -> Iterator[Any]:
-    """Each rule over every other chain, the next rule over the others; over all of them in the long tests."""
+    """Each rule over every third chain, the next rule over the next; over all of them in the long tests."""
     for number, name in enumerate(RATIO):
         for place, case in enumerate(CHAINS):
-            is_long = case.startswith("longer") or (number + place) % 2
+            is_long = case.startswith("longer") or (number + place) % 3
             yield pytest.param(name, case, marks=[pytest.mark.long] if is_long else [])
 
 
@@ -72,10 +73,10 @@ def test_chains(name: str, case: str) -> None:
 
 
 def trees() -> Iterator[Any]:
-    """Each rule over every other tree, the next rule over the others; over all of them in the long tests."""
+    """Each rule over every third tree, the next rule over the next; over all of them in the long tests."""
     for number, name in enumerate(FANS):
         for place, case in enumerate(TREES):
-            yield pytest.param(name, case, marks=[pytest.mark.long] if (number + place) % 2 else [])
+            yield pytest.param(name, case, marks=[pytest.mark.long] if (number + place) % 3 else [])
 
 
 @pytest.mark.parametrize(("name", "case"), list(trees()))
@@ -83,9 +84,8 @@ def test_trees(name: str, case: str) -> None:
     check(name, *TREES[case])
 
 
-@pytest.mark.parametrize("draft", ["garbage", "partial"])
+@pytest.mark.parametrize(("name", "draft"), in_turn(FANS, ["garbage", "partial"]))
 @pytest.mark.parametrize("draws", ["2", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FANS)
 def test_residuals_of_several_tokens(name: str, draws: str, draft: str) -> None:
     """With four tokens more than one is left after a rejection, so that each next q and p counts."""
     check(name, Shape(draws), "bare", 1, draft, vocab=4)

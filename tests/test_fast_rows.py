@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from turns import in_turn, one_of
 
 from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import exponential, gumbel, gumbel_of, hashes, row_key
@@ -78,7 +79,7 @@ def test_winners_are_those_of_the_whole_race(vocab: int, sampling: Sampling, see
     assert found or vocab == 1 or sampling.temperature < 0.1, "nothing was decided on the fast path"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_of(4, range(4)))
 def test_a_token_that_the_noise_lifts_wins_from_any_depth(seed: int, way: str) -> None:
     """The luckiest token of all, as far below the top as it can be and still win, or just lose."""
     vocab = 4096
@@ -141,8 +142,7 @@ def test_the_largest_of_a_row(vocab: int) -> None:
             assert np.array_equal(row[got], -np.sort(-row)[:count])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), *FILTERS], ids=str)
-@pytest.mark.parametrize("vocab", [64, 2048, 20000])
+@pytest.mark.parametrize(("sampling", "vocab"), in_turn([Sampling(), *FILTERS], [64, 2048, 20000]), ids=str)
 def test_offers_are_the_top_of_the_rank(vocab: int, sampling: Sampling, way: str) -> None:
     """From all rows or from held ones; values to float32's precision, tokens where these differ."""
     ids = np.sort(np.random.default_rng(3).permutation(vocab)[: max(vocab // 5, 8)])

@@ -14,6 +14,7 @@ import torch
 from files import model_folder
 from passes import branch, random_parents, text
 from test_llama import TINIES
+from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
@@ -284,8 +285,11 @@ def test_numbers_that_overflow_spoil_nobody_else(kv_dtype: str) -> None:
     near(after(model, [1, 2, 3]), expected)  # in the row that the other had
 
 
-@pytest.mark.parametrize("options", [{"method": "speculative", "drafter": "ngram"}, {"method": "speculative"}], ids=str)
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    in_turn([{"method": "speculative", "drafter": "ngram"}, {"method": "speculative"}], [0.0, 0.9]),
+    ids=str,
+)
 def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, str], temperature: float) -> None:
     folder = model_folder(tmp_path)
     draft = None if "drafter" in options else "layers:0"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from files import model_folder
 from passes import fresh, text
+from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
@@ -56,8 +57,7 @@ def test_a_window_and_a_gain_stay_with_their_layers(dtype: str, tmp_path: Path) 
     assert torch.equal(fresh(large, tokens), fresh(own, tokens))
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("asking", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("runtime", "asking"), in_turn(RUNTIMES, [{}, {"temperature": 0.9, "seed": 4}]), ids=str)
 def test_the_text_is_its_own_by_every_method(folder: Path, runtime: str, asking: dict[str, Any]) -> None:
     texts = set()
     for options in (

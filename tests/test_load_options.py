@@ -14,6 +14,7 @@ import pytest
 import torch
 from files import model_folder
 from test_runtimes import PROMPT, needs_kernels
+from turns import in_turn
 
 import outpace
 from outpace.cli.generate import generate
@@ -37,8 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_kernels
-@pytest.mark.parametrize("how", METHODS)
-@pytest.mark.parametrize("dtypes", [("int8", "float32"), ("float32", "int8"), ("auto", "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("dtypes", "how"), in_turn([("int8", "float32"), ("float32", "int8"), ("auto", "bfloat16")], METHODS), ids=str
+)
 def test_a_draft_has_a_precision_of_its_own(folder: Path, dtypes: tuple[str, str], how: str) -> None:
     for temperature in (0.0, 1.0):
         asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}

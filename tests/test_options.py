@@ -162,9 +162,9 @@ LONG = ("ngram chain", "model chain", "perfect chain", "ngram tree", "card, simu
 
 
 def methods() -> Iterator[Any]:
-    """Each method with every option for one of the prompts, with both in the long tests."""
+    """Each method with every option and one of the six wishes for it in turn, with all of them in the long tests."""
     for name in METHODS:
-        yield pytest.param(name, 2, marks=pytest.mark.long if name in LONG else ())
+        yield pytest.param(name, 6, marks=pytest.mark.long if name in LONG else ())
         yield pytest.param(name, 1, marks=pytest.mark.long)
 
 
@@ -172,9 +172,11 @@ def methods() -> Iterator[Any]:
 def test_every_option_at_once(method: str, every: int) -> None:
     """All wishes in one batch: a row that is adjusted by its neighbour's options would show."""
     decoder, drafter, worker, width = METHODS[method]
-    wishes = [wish for option in OPTIONS for wish, _ in wishes_of(option)[::every]]
-    names = [option for option in OPTIONS for _ in wishes_of(option)[::every]]
-    plain = [written for option in OPTIONS for written in expected(option)[::every]]
+    first = list(METHODS).index(method)
+    parts = [(option, slice((number + first) % every, None, every)) for number, option in enumerate(OPTIONS)]
+    wishes = [wish for option, part in parts for wish, _ in wishes_of(option)[part]]
+    names = [option for option, part in parts for _ in wishes_of(option)[part]]
+    plain = [written for option, part in parts for written in expected(option)[part]]
     proposer = make_drafter(drafter, TARGET, width=width)
     run = answer_all(wishes, decoder, proposer, worker, target=TARGET)
     for name, mine, alone in zip(names, run, plain, strict=True):

@@ -31,6 +31,7 @@ from processes import (
     run_script,
     until,
 )
+from turns import one_of
 
 from outpace.candidates.cache import CandidateCache
 from outpace.candidates.child import portable
@@ -57,7 +58,7 @@ def _nothing_left() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", [card, pearl, ssd], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("method", one_of(3, [card, pearl, ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_started_again_and_then_given_up(method: ModuleType) -> None:
     worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
     chance = random.Random(5)

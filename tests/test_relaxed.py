@@ -23,7 +23,7 @@ PICKED: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
     ("rollback", {"rollback": 3.0}, {"rollback": 0.0}, 0.0),
 ]
 
-SEEDS = (30, pytest.param(120, marks=pytest.mark.long))
+SEEDS = (20, pytest.param(120, marks=pytest.mark.long))
 
 
 def first_round(name: str, options: dict[str, Any], temperature: float, seed: int) -> tuple[Step, list[int]]:

@@ -195,9 +195,7 @@ def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -
     ("count", "dtype"),
     [
         (1, "auto"),
-        (1, "float32"),
-        pytest.param(3, "float32", marks=pytest.mark.long),
-        pytest.param(6, "float32", marks=pytest.mark.long),
+        *(pytest.param(count, "float32", marks=pytest.mark.long) for count in (1, 3, 6)),
     ],
 )
 def test_while_a_model_is_converted_or_loaded(run: Run, tmp_path: Path, count: int, dtype: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import turns
 from doubles import collect_warnings, decode, make_drafter, write
 from test_card_fuzz import TARGETS, random_clock, random_requests
 
@@ -49,8 +50,7 @@ def in_turn(length: int) -> Setup:
     return Setup("chain", "chain", "speculative", length + 1, CHAIN)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("name", "devices"), turns.in_turn(SETUPS, [1, 2]))
 def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
     setup = replace(SETUPS[name], lengths=SETUPS[name].lengths[:2])
     plain = SETUPS[PLAIN]
@@ -61,7 +61,7 @@ def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
     assert (outcome.figures.accepted > 0) == (name != PLAIN)
 
 
-@pytest.mark.parametrize("ratio", [3.5, 15.0])
+@pytest.mark.parametrize("ratio", [pytest.param(3.5, marks=pytest.mark.long), 15.0])
 def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> None:
     """Rows that cost nothing, which it does not know before it has tried them; the best length of all for the other."""
     trace, sizes = stated_trace(0.6, 4, 150), Sizes(nodes=16, width=4, tree_nodes=64)
@@ -288,9 +288,10 @@ def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
     assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))
 
 
-def test_switches_never_change_the_text() -> None:
+@pytest.mark.parametrize("seeds", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_switches_never_change_the_text(seeds: int) -> None:
     """Random switches under random interleavings, on toy targets that have rows off the path too."""
-    for seed in range(40):
+    for seed in range(seeds):
         chance = random.Random(seed)
         target = chance.choice(TARGETS)
         requests = random_requests(chance, target)

@@ -12,6 +12,7 @@ import torch
 from files import CONFIG, smollm2_file, weights, write_gguf
 from gguf import GGMLQuantizationType
 from passes import fresh, prefilled, random_parents, text
+from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
@@ -108,8 +109,7 @@ def test_the_common_types_are_what_the_gguf_package_says() -> None:
     assert {kind.name for kind in COMMON.values()} >= set(kernels.FORMATS) - {"U4_32", "U4_64"}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize(("kind", "shape"), in_turn(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], SHAPES))
 def test_the_kernels_are_what_their_emulation_says(
     tmp_path: Path, kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,13 +48,15 @@ def is_valid(name: str, text: str) -> bool:
     return re.fullmatch(patterns[name], text) is not None
 
 
+@pytest.mark.parametrize("every", [len(SAMPLINGS), pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", registry.names("decoders"))
-def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str) -> None:
+def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str, every: int) -> None:
+    """By all samplings, or by one of them in turn."""
     needs = registry.find("decoders", method).NEEDS
     worker = "inline" if needs == "worker" else None
     with outpace.load(model, "layers:0" if needs else None, method=method, worker=worker, profile=False) as llm:
-        for name, asked in ASKED.items():
-            for sampling in SAMPLINGS:
+        for number, (name, asked) in enumerate(ASKED.items()):
+            for sampling in SAMPLINGS[number % every :: every]:
                 plain = llm.chat("hello", structured_outputs=asked, max_tokens=60, plain=True, **sampling)
                 result = llm.chat("hello", structured_outputs=asked, max_tokens=60, **sampling)
                 assert result.tokens == plain.tokens or not registry.find("decoders", method).LOSSLESS

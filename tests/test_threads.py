@@ -20,7 +20,7 @@ from outpace.api.llm import LLM, Result, Stream
 from outpace.models.load import Loaded, load_draft, load_model
 
 SECONDS = 120.0  # after which something hangs
-COUNT = 36  # requests at once: four of each kind
+COUNT = 18  # requests at once: two of each kind
 METHODS: dict[str, dict[str, Any]] = {
     "speculative": {"method": "speculative", "drafter": "model+ngram"},
     "card, thread": {"method": "card", "drafter": "model+ngram", "worker": "thread"},

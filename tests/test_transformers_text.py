@@ -14,6 +14,7 @@ import tiny
 import torch
 import transformers
 from files import folder_of, write_gguf
+from turns import in_turn
 
 import outpace
 from outpace.api.llm import LLM
@@ -73,8 +74,9 @@ def write(target: Loaded, draft: Loaded | None, how: str, count: int = 40, promp
         return llm.stream(prompt, max_tokens=count).finish()
 
 
-@pytest.mark.parametrize("how", METHODS)
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "gemma2", "mixtral", "mistral", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "how"), in_turn(["gpt2", "gpt_neox", "gemma2", "mixtral", "mistral", "bloom"], METHODS)
+)
 def test_every_method_writes_what_generate_writes(name: str, how: str, tokenizer: Tokenizer) -> None:
     module, near = pair(name)
     target = load_model(module, tokenizer=tokenizer)

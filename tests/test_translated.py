@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 from files import CONFIG, model_folder, weights
+from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
@@ -72,9 +73,9 @@ def load(folders: dict[str, Path], draft: str, **options: Any) -> outpace.LLM:
     return outpace.load(folders["target"], str(folders[draft]), drafter="translated", dtype="float32", **options)
 
 
-@pytest.mark.parametrize("draft", ["shuffled", "finer"])
-@pytest.mark.parametrize("method", ["speculative", "auto", "card"])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED])
+@pytest.mark.parametrize(
+    ("draft", "method", "sampling"), in_turn(["shuffled", "finer"], ["speculative", "auto", "card"], [SAMPLED, {}])
+)
 def test_the_text_is_plain_decodings(
     folders: dict[str, Path], draft: str, method: str, sampling: dict[str, Any]
 ) -> None:
@@ -202,8 +203,7 @@ def trained(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return target, Loaded(draft, tokenizer, "counted"), CHAT[0]["content"]
 
 
-@pytest.mark.parametrize("by", ["tokens", "text"])
-@pytest.mark.parametrize("method", ["speculative", "auto", "card"])
+@pytest.mark.parametrize(("by", "method"), in_turn(["text", "tokens"], ["speculative", "auto", "card"]))
 def test_a_draft_that_was_trained_with_its_own_tokenizer_drafts(
     trained: tuple[Loaded, Loaded, str], by: str, method: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from processes import children, until
 from test_library import folder
+from turns import in_turn
 
 import outpace
 from outpace.api.llm import LLM
@@ -41,8 +42,7 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize("is_cycle", [False, True])
+@pytest.mark.parametrize(("worker", "is_cycle"), in_turn(WORKERS, [False, True]))
 def test_a_dropped_llm_warns_and_its_worker_ends(target: str, worker: str, is_cycle: bool, warned: list[str]) -> None:
     before, llm = children(), carding(target, worker)
     llm.stream("hello", max_tokens=4).finish()
