@@ -25,7 +25,7 @@ PATIENCE = 20  # seconds for one case; most take a few hundredths
 on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is bounded on Linux alone")
 
 
-@pytest.fixture(scope="module", params=[120, pytest.param(500, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[40, pytest.param(500, marks=pytest.mark.long)])
 def cases(request: pytest.FixtureRequest) -> int:
     """How many are damaged."""
     count: int = request.param

@@ -9,6 +9,7 @@ import torch
 from doubles import make_request
 from test_library import folder
 from test_memory import slots, submit
+from turns import in_turn
 
 import outpace
 from outpace.api.llm import LLM
@@ -27,7 +28,9 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 CHAT = [{"role": "user", "content": "hello world 12 " * 6}]
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "speculative", "card"])
+@pytest.mark.parametrize(
+    ("tiny", "method"), in_turn(["auto", "float32"], ["card", "speculative", "autoregressive"]), indirect=["tiny"]
+)
 def test_turns_and_answers_are_bit_by_bit_those_without_reuse(tiny: Loaded, method: str) -> None:
     """Texts and log-probabilities over the turns of a chat and its several answers."""
     draft = None if method == "autoregressive" else load_draft("layers:0", tiny)

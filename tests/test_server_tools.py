@@ -202,7 +202,7 @@ def test_a_wrong_form_behind_a_thought_is_told(thinking: Served) -> None:
     assert (found.status, found.error["param"]) == (400, "response_format")
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("text", [f"{thought}{call}" for thought in THOUGHTS for call in CALLS])
 def test_every_split_of_thoughts_and_calls_gives_the_same_parts(text: str, every: int) -> None:
     """In two at every place; in three with a short piece between, and with every `every`-th of the longer ones."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 120.0
 GENERATE = ("generate", "hello", "--max-tokens", "4", "--drafter", "ngram", "--target", "TINY")
 COMMANDS = [("--help",), ("--version",), ("methods",), ("methods", "--json"), GENERATE, (*GENERATE, "--json")]
+FULL_DISK = [pytest.param(words, marks=pytest.mark.long if words in COMMANDS[2:5] else ()) for words in COMMANDS]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def outpace(tiny: Path, environment: dict[str, str]) -> Callable[..., subprocess
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("arguments", FULL_DISK, ids=" ".join)
 def test_a_full_disk(outpace: Any, arguments: tuple[str, ...]) -> None:
     done = outpace(arguments, "> /dev/full")
     assert done.returncode == 2

@@ -40,6 +40,9 @@ except SystemExit as end:
 """
 
 
+GENERATE = ["generate", "hello world", "--max-tokens", "12", "--raw"]
+
+
 def loaded_by(arguments: Sequence[str], cache: Path) -> list[str]:
     """The heavy packages that a command of its own process has imported when it ends well."""
     command = [sys.executable, "-c", TOLD, *arguments]
@@ -55,6 +58,16 @@ def test_what_answers_by_itself_loads_nothing_heavy(arguments: list[str], tmp_pa
     assert loaded_by(arguments, tmp_path) == []
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A model's file, and the cache that holds what it is converted to."""
+    pytest.importorskip("outpace_kernels")
+    folder = tmp_path_factory.mktemp("converted")
+    model = str(write_gguf(folder / "tiny.gguf"))
+    loaded_by([*GENERATE, "--target", model, "--draft", model], folder / "cache")
+    return model, folder / "cache"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,13 +78,10 @@ def test_what_answers_by_itself_loads_nothing_heavy(arguments: list[str], tmp_pa
         ["--temperature", "0.8", "--seed", "3", "--threads", "1"],
     ],
 )
-def test_text_by_the_native_runtime_loads_no_torch(options: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("outpace_kernels")
-    model = str(write_gguf(tmp_path / "tiny.gguf"))
+def test_text_by_the_native_runtime_loads_no_torch(options: list[str], converted: tuple[str, Path]) -> None:
+    model, cache = converted
     pair = ["--target", model] + ([] if "--draft" in options else ["--draft", model])
-    command = ["generate", "hello world", *pair, "--max-tokens", "12", "--raw", *options]
-    loaded_by(command, tmp_path / "cache")  # converts the file
-    assert loaded_by(command, tmp_path / "cache") == []
+    assert loaded_by([*GENERATE, *pair, *options], cache) == []
 
 
 def test_a_name_is_taken_from_torch_when_it_is_used() -> None:

@@ -120,7 +120,7 @@ def parsed(family: Family, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOL
     return merged(told)
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("family", "text", "expected"), TRANSCRIPTS)
 def test_every_split_of_a_transcript_gives_the_same_deltas(
     family: Family, text: str, expected: list[Delta], every: int
