@@ -55,7 +55,7 @@ def answers(tiny: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 @contextmanager
-def benching(tiny: Path, asked: Path, answers: stand_ins.Answers, folder: Path) -> Iterator[Run]:
+def benching(tiny: Path, asked: Path, folder: Path, answers: stand_ins.Answers = ()) -> Iterator[Run]:
     """What runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
     (folder / "peers").mkdir()
     threads = torch.get_num_threads()
@@ -91,7 +91,7 @@ def benching(tiny: Path, asked: Path, answers: stand_ins.Answers, folder: Path) 
 @pytest.fixture
 def run(tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path: Path) -> Iterator[Run]:
     """Runs a bench: exit code, stdout, stderr."""
-    with benching(tiny, asked, answers, tmp_path) as call:
+    with benching(tiny, asked, tmp_path, answers) as call:
         yield call
 
 
@@ -100,7 +100,7 @@ def troubled(
     tiny: Path, asked: Path, answers: stand_ins.Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, str, str]:
     """A bench of peers with all kinds of troubles, and of one that is right: exit code, stdout, stderr."""
-    with benching(tiny, asked, answers, tmp_path_factory.mktemp("troubled")) as call:
+    with benching(tiny, asked, tmp_path_factory.mktemp("troubled"), answers) as call:
         return call("--methods", "speculative", "--peers", "wrong,failing,silent,dying,absent,crashing,right")
 
 
