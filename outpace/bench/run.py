@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
 from outpace.bench.tasks import BUILT_IN, Asked, collect
+from outpace.bench.turns import check_turns, prompt_of
 from outpace.core.errors import UserError, check_whole
 
 WARM_TOKENS = 12  # of the prompt, and of the answer
@@ -32,7 +34,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """`prompts` of each task; `rounds` of everything; `batch`: how many prompts at once, 1 is measured always.
+    """`prompts` of each task, and of conversations so many `turns`; `rounds` of everything; `batch`: how many prompts
+    at once, 1 is measured always.
 
     `inflate` and `target` are told, not done here: how the target was loaded, what the user named (None: shipped)."""
 
@@ -40,6 +43,7 @@ class BenchOptions:
     methods: tuple[Contender, ...] = ()
     peers: tuple[Contender, ...] = ()
     prompts: int = 10
+    turns: int = 1
     rounds: int = 1
     batch: tuple[int, ...] = (1,)
     inflate: int = 1
@@ -48,6 +52,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         check_whole("prompts", self.prompts, 1)
+        check_whole("turns", self.turns, 1, 1000)
         check_whole("rounds", self.rounds, 1, 1000)
         check_whole("inflate", self.inflate, 1, 64)
         for count in self.batch:
@@ -75,10 +80,13 @@ class Bench:
     def __init__(self, models: LLM, options: BenchOptions, store: Store, say: Callable[[str], None]) -> None:
         """`models` has them loaded. UserError for a wrong option or a torn file, before anything is measured."""
         self.models, self.options, self.store, self._say = models, options, store, say
-        self.asked = collect(options.tasks, options.prompts)
+        self.asked = collect(options.tasks, options.prompts, options.turns)
         check_batches(options, self.asked)
-        self.prompts = {asked: tuple(models.tokenizer.encode_prompt(asked.text)) for asked in self.asked}
+        check_turns(self.asked, models.tokenizer)
+        first = [asked for asked in self.asked if not asked.before]
+        self.prompts = {asked: tuple(models.tokenizer.encode_prompt(asked.text)) for asked in first}
         self._check_lengths()
+        self._untold: dict[Asked, UserError] = {}  # later turns whose conversations cannot be written
         self._running: dict[str, Peer] = {}
         self._parts = ExitStack()
         most = max(options.batch, default=1)
@@ -111,6 +119,7 @@ class Bench:
 
     def measure(self, progress: Progress) -> None:
         """Whatever is not there yet."""
+        self._converse(progress)
         alone = list(self._alone())
         groups = list(self._groups())
         left = [job for job in (*alone, *groups) if not self.store.has(job[0])]
@@ -122,6 +131,23 @@ class Bench:
             time.sleep(REST)
             self.store.add(self._record(key, contender, asked))
         progress("done", len(left), len(left))
+
+    def _converse(self, progress: Progress) -> None:
+        """Writes what stands before later turns, by plain decoding, where it is not measured yet."""
+        later = [asked for asked in self.asked if asked not in self.prompts]
+        for done, asked in enumerate(later):
+            progress(f"{asked.task} {asked.name}: the turns before", done, len(later))
+            try:
+                self.prompts[asked] = prompt_of(asked, self.models.tokenizer, partial(self._said, asked))
+            except UserError as error:  # it is too long by now: it fails by itself
+                self._untold[asked] = error
+
+    def _said(self, asked: Asked, turn: int, prompt: Sequence[int]) -> Sequence[int]:
+        """What plain decoding writes in a turn of this conversation."""
+        known = self.store.records.get(Key(names.PLAIN, asked.task_of(turn), asked.name, 0, 1))
+        if known is not None and known.failed is None:
+            return known.tokens
+        return self._running[names.PLAIN].answer(tuple(prompt), self.options.sampling_params.max_tokens).tokens
 
     def _alone(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
         """One prompt at a time; who comes first moves on from prompt to prompt."""
@@ -150,6 +176,9 @@ class Bench:
 
     def _measured(self, known: Record, engine: Peer, asked: Sequence[Asked]) -> Record:
         most = self.options.sampling_params.max_tokens
+        for one in asked:
+            if one in self._untold:
+                raise self._untold[one]
         prompts = [self.prompts[one] for one in asked]
         if known.batch > 1 and isinstance(engine, own.Own):
             texts, seconds = engine.together(prompts, most)

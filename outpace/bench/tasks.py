@@ -31,24 +31,31 @@ KNOWN = {  # name: hub data set, configuration, split
 
 
 class Asked(NamedTuple):
-    """One prompt: its task, its name within the task, the user's message, and what a right answer is, if that is
-    known."""
+    """One prompt: its task, its name within the task, the user's message, what a right answer is, if that is known,
+    and the user's messages before it in the conversation."""
 
     task: str
     name: str
     text: str
     reference: Reference | None = None
+    before: tuple[str, ...] = ()
+
+    def task_of(self, turn: int) -> str:
+        """The task that this turn of the conversation (0: the first) belongs to."""
+        here = len(self.before)
+        return _task_of(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
 
 
-def collect(sources: Sequence[str], count: int) -> list[Asked]:
-    """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each.
+def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
+    """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each. Of
+    a conversation the first `turns` messages of the user; those behind the first are tasks of their own ("NAME 2").
 
     A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `OWN`.
     UserError for one that is none.
     """
     tasks: dict[str, dict[str, Asked]] = {}
     for source in sources:
-        for asked in _read(source, count):
+        for asked in _read(source, count, turns):
             found = tasks.setdefault(asked.task, {})
             if asked.name in found:
                 raise UserError(f"{source}: the prompt {asked.name!r} of the task {asked.task} is there twice")
@@ -58,21 +65,22 @@ def collect(sources: Sequence[str], count: int) -> list[Asked]:
     return [asked for row in itertools.zip_longest(*columns) for asked in row if asked is not None]
 
 
-def _read(source: str, count: int) -> Iterable[Asked]:
+def _read(source: str, count: int, turns: int) -> Iterable[Asked]:
     path = Path(source).expanduser()
     if source in OWN:
         return [
-            _asked(entry, task, str(place), f"{source}, {task} {place}")
+            asked
             for task, entries in _own(source).items()
             for place, entry in enumerate(entries)
+            for asked in _asked(entry, task, str(place), f"{source}, {task} {place}", turns)
         ]
     if source.startswith(HUB):
         name = source.removeprefix(HUB)
-        return _from_hub(name, (name, None, None), count)
+        return _from_hub(name, (name, None, None), count, turns)
     if path.suffix == ".jsonl" or path.is_file():
-        return read_file(path)
+        return read_file(path, turns)
     if source in KNOWN:
-        return _from_hub(source, KNOWN[source], count)
+        return _from_hub(source, KNOWN[source], count, turns)
     raise unknown("task", source, ["FILE.jsonl", "hub:NAME", *OWN, *KNOWN])
 
 
@@ -86,11 +94,11 @@ def _own(source: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     return {task: [{"turns": [text]} for text in some] for task, some in texts.items()}
 
 
-def read_file(file: Path) -> list[Asked]:
-    """The first turn of every line; UserError names the line that is torn, empty or of another form."""
+def read_file(file: Path, turns: int = 1) -> list[Asked]:
+    """The first turns of every line; UserError names the line that is torn, empty or of another form."""
     try:
         with file.open("rb") as stream:
-            found = [_prompt(file, place, line) for place, line in enumerate(stream, start=1)]
+            found = [asked for place, line in enumerate(stream, 1) for asked in _prompts(file, place, line, turns)]
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     if not found:
@@ -98,7 +106,7 @@ def read_file(file: Path) -> list[Asked]:
     return found
 
 
-def _prompt(file: Path, place: int, line: bytes) -> Asked:
+def _prompts(file: Path, place: int, line: bytes, most: int) -> list[Asked]:
     where = f"{file}, line {place}"
     if not line.strip():
         raise UserError(f"{where} is empty; it must be {FORM}")
@@ -110,21 +118,27 @@ def _prompt(file: Path, place: int, line: bytes) -> Asked:
     turns = entry.get("turns") if isinstance(entry, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise UserError(f"{where} must be {FORM}, none of them empty")
-    return _asked(entry, file.stem, str(place), where)
+    return _asked(entry, file.stem, str(place), where, most)
 
 
-def _asked(entry: Mapping[str, Any], task: str, name: str, where: str) -> Asked:
-    """The first turn; the task and the name are the entry's own, if it has them."""
-    prompt = entry["turns"][0]
-    reference = scoring.read(entry, prompt, where)
-    return Asked(_name(entry.get("task"), task), _name(entry.get("id"), name), prompt, reference)
+def _asked(entry: Mapping[str, Any], task: str, name: str, where: str, most: int) -> list[Asked]:
+    """The first turns; the task and the name are the entry's own, if it has them. A reference is the first turn's."""
+    turns = tuple(entry["turns"][:most])
+    task, name = _name(entry.get("task"), task), _name(entry.get("id"), name)
+    first = Asked(task, name, turns[0], scoring.read(entry, turns[0], where))
+    later = [Asked(_task_of(task, n), name, turns[n], None, turns[:n]) for n in range(1, len(turns))]
+    return [first, *later]
+
+
+def _task_of(task: str, turn: int) -> str:
+    return f"{task} {turn + 1}" if turn else task
 
 
 def _name(value: Any, other: str) -> str:
     return str(value) if isinstance(value, str | int) and str(value) else other
 
 
-def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int) -> list[Asked]:
+def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int, turns: int) -> list[Asked]:
     """The first rows of a data set; without a named split, of its test split or else its first."""
     name, configuration, split = place
     try:
@@ -138,8 +152,11 @@ def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int) 
     except Exception as error:  # connection, names, formats and scripts fail in classes of their own
         raise UserError(f"the data set {name} cannot be loaded ({type(error).__name__}: {error})") from error
     return [
-        _asked(_hub_entry(name, number, row), task, str(number), f"the data set {name}, row {number}")
+        asked
         for number, row in enumerate(chosen)
+        for asked in _asked(
+            _hub_entry(name, number, row), task, str(number), f"the data set {name}, row {number}", turns
+        )
     ]
 
 
@@ -148,13 +165,13 @@ def _hub_entry(name: str, number: int, row: Any) -> dict[str, Any]:
     entry = {field: row.get(field) for field in ("test", "entry_point") if row.get("entry_point")}
     known = (row.get(field) for field in REFERENCE_FIELDS)
     usable = (value for value in known if isinstance(value, str | int | float) and str(value).strip())
-    return {"turns": [_hub_text(name, number, row)], "reference": next(usable, None), **entry}
+    return {"turns": _hub_turns(name, number, row), "reference": next(usable, None), **entry}
 
 
-def _hub_text(name: str, number: int, row: Any) -> str:
+def _hub_turns(name: str, number: int, row: Any) -> list[str]:
     for field in TEXT_FIELDS:
         value = row.get(field)
-        first = value[0] if isinstance(value, list) and value else value
-        if isinstance(first, str) and first.strip():
-            return first
+        texts = value if isinstance(value, list) else [value]
+        if texts and all(isinstance(text, str) and text.strip() for text in texts):
+            return texts
     raise UserError(f"the data set {name}, row {number}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")

@@ -85,13 +85,14 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
         methods=tuple(methods),
         peers=tuple(contenders.parse_peers(peers)),
         prompts=measuring.prompts,
+        turns=measuring.turns,
         rounds=measuring.rounds,
         batch=_counts(measuring.batch),
         inflate=measuring.inflate,
         target=loading.target,
         sampling_params=sampling,
     )
-    check_batches(options, collect(options.tasks, options.prompts))
+    check_batches(options, collect(options.tasks, options.prompts, options.turns))
     if options.inflate > 1:
         _check_inflated(loading, options)
     return options
@@ -210,16 +211,22 @@ def _compare(one: Path, other: Path) -> None:
 def _trace(llm: LLM, options: Any, file: Path) -> None:
     """Plain decoding's text and the draft's proposals at every place of it."""
     from outpace.bench.tasks import collect
+    from outpace.bench.turns import check_turns, prompt_of
     from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
         raise UserError("--trace records a pair, name a draft with --draft")
-    asked = collect(options.tasks, options.prompts)
-    prompts: Sequence[Sequence[int]] = [llm.tokenizer.encode_prompt(one.text) for one in asked]
+    asked = collect(options.tasks, options.prompts, options.turns)
+    check_turns(asked, llm.tokenizer)
+    drawn = options.sampling_params
+
+    def plain(turn: int, prompt: Sequence[int]) -> Sequence[int]:
+        return llm.generate(list(prompt), drawn, plain=True)[0].tokens
+
+    prompts: Sequence[Sequence[int]] = [prompt_of(one, llm.tokenizer, plain) for one in asked]
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
-        drawn = options.sampling_params
         settings = RecordOptions(drawn.max_tokens, sampling=drawn.sampling, seed=drawn.seed)
         trace = record(
             llm.target,

@@ -50,6 +50,14 @@ class Measuring:
     prompts: Annotated[
         int, typer.Option(help="Use the first so many prompts of each task.", rich_help_panel=MEASURED)
     ] = 10
+    turns: Annotated[
+        int,
+        typer.Option(
+            help="Of conversations, such as MT-bench's, use the first so many turns; between them stands what plain"
+            " decoding answers. Later turns are tasks of their own.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = 1
     rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
     batch: Annotated[
         str, typer.Option(help="Numbers of requests at once, as in 1,2,8,16; not for peers.", rich_help_panel=MEASURED)

@@ -1,0 +1,125 @@
+"""Later turns of a conversation in `outpace bench`: behind what plain decoding answered before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import write_gguf
+
+from outpace.api.load import load
+from outpace.api.params import SamplingParams
+from outpace.bench import run as bench_run
+from outpace.bench import tasks
+from outpace.bench.contenders import PLAIN, parse_methods
+from outpace.bench.own import Own
+from outpace.bench.run import Bench, BenchOptions
+from outpace.bench.store import Key, Store
+from outpace.bench.turns import check_turns
+from outpace.cli.main import main
+from outpace.core.errors import UserError
+
+TURNS = ("hello world", "12 hello", "world or")
+ANSWER = 6
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A conversation of three turns, and one of a single turn."""
+    monkeypatch.setattr(bench_run, "REST", 0.0)
+    monkeypatch.setattr("outpace.core.machine.BUFFER", 8192)
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "task": "t", "turns": list(TURNS)},
+        {"id": "b", "task": "t", "turns": ["12"]},
+    ]
+    file = tmp_path / "talk.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_later_turns_are_tasks_of_their_own(talk: Path) -> None:
+    found = tasks.collect([str(talk)], 1, 3)
+    assert [(one.task, one.text, one.before) for one in found] == [
+        ("t", TURNS[0], ()),
+        ("t 2", TURNS[1], TURNS[:1]),
+        ("t 3", TURNS[2], TURNS[:2]),
+    ]
+    assert [found[2].task_of(turn) for turn in range(3)] == ["t", "t 2", "t 3"]
+    assert [one.name for one in tasks.collect([str(talk)], 2)] == ["a", "b"], "one turn, unless more are asked for"
+
+
+def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: Path, tmp_path: Path) -> None:
+    """The prompts are made of the library's own answers; a bench that goes on takes them from its folder."""
+    asked: list[Sequence[int]] = []
+    with load(tiny, runtime="llama", dtype="float32") as llm:
+        methods = tuple(parse_methods("speculative:drafter=ngram", {}))
+        options = BenchOptions((str(talk),), methods, turns=3, sampling_params=SamplingParams(max_tokens=ANSWER))
+        said: list[dict[str, str]] = []
+        for text in TURNS[:2]:
+            said.append({"role": "user", "content": text})
+            said.append({"role": "assistant", "content": llm.chat(said, SamplingParams(max_tokens=ANSWER)).text})
+        for number in range(2):
+            store = Store(tmp_path / "out", options.settings(llm))
+            with Bench(llm, options, store, print) as bench:
+                if number:
+                    _spy(bench, asked)
+                bench.measure(lambda *_: None)
+                rows = {(row.task, row.label): row for row in bench.rows()}
+                third = next(prompt for one, prompt in bench.prompts.items() if one.task == "t 3")
+                last = {"role": "user", "content": TURNS[2]}
+                assert third == tuple(llm.tokenizer.chat([*said, last]))
+                assert {task for task, _ in rows} == {"t", "t 2", "t 3", "all"}
+                assert all(row.equal_text for (_, label), row in rows.items() if label != PLAIN)
+                assert store.records[Key(PLAIN, "t 3", "a", 0, 1)].failed is None
+    assert asked == [], "all was in the folder"
+
+
+def _spy(bench: Bench, asked: list[Sequence[int]]) -> None:
+    plain = bench._running[PLAIN]
+    assert isinstance(plain, Own)
+    answer = plain.answer
+
+    def spied(prompt: Sequence[int], most: int) -> Any:
+        asked.append(prompt)
+        return answer(prompt, most)
+
+    plain.answer = spied  # type: ignore[method-assign]
+
+
+def test_a_conversation_that_is_too_long_fails_by_itself(
+    tiny: Path, talk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its second turn ends beyond the context; the first turns are measured all the same."""
+    long = {"id": "c", "task": "t", "turns": ["hello " * 5000, "12"]}
+    talk.write_text(talk.read_text() + json.dumps(long) + "\n")
+    arguments = ["--target", tiny, "--runtime", "llama", "--dtype", "float32", "--tasks", talk, "--max-tokens", ANSWER]
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *map(str, arguments), "--methods", "speculative:drafter=ngram", "--turns", "2"])
+    assert not end.value.code
+    rows = {(row["task"], row["method"]): row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert (rows["t", PLAIN]["prompts"], rows["t", PLAIN]["failed"]) == (2, 1)
+    assert (rows["t 2", PLAIN]["prompts"], rows["t 2", PLAIN]["failed"]) == (1, 1)
+    assert "context" in rows["t 2", PLAIN]["reason"]
+
+
+def test_turns_need_a_template(talk: Path) -> None:
+    class Bare:
+        has_template = False
+
+    check_turns(tasks.collect([str(talk)], 5), Bare())
+    with pytest.raises(UserError, match="--turns needs a model with a chat template"):
+        check_turns(tasks.collect([str(talk)], 5, 2), Bare())
+
+
+@pytest.mark.parametrize("turns", [0, -1, 1001])
+def test_a_wrong_number_of_turns_is_refused(turns: int) -> None:
+    with pytest.raises(UserError, match=f"turns is {turns}"):
+        BenchOptions(turns=turns)
