@@ -1,4 +1,4 @@
-"""Tokens that only a lossy rule's dial let pass are counted: where the exact rule, by the same numbers, had others."""
+"""Relaxed tokens are counted: where the exact rule, by the same random numbers, would have written others."""
 
 from __future__ import annotations
 

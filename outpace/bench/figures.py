@@ -39,8 +39,8 @@ class TableRow:
     `tokens_per_second` and `speedup` are pooled: all tokens over all time, decoding only (with `batch` > 1: all answers
     of a group over the time from the call to the last one's end). `quartiles` are of the prompts' own medians.
     `reached_by_position`: the rounds behind each rate of `acceptance_by_position`; () where they are not told.
-    `relaxed`: the share of the tokens that only a lossy rule's dial let pass; `perplexity` by the target, `accuracy` of
-    the `scored` answers: where they were judged. What theory says (`bench/predicted.py`) stands beside.
+    `relaxed`: the share of the tokens that the exact rule would have rejected; `perplexity` by the target, `accuracy`
+    of the `scored` answers: where they were judged. What theory says (`bench/predicted.py`) stands beside.
     """
 
     task: str

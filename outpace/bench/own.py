@@ -22,8 +22,8 @@ CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 @dataclass(frozen=True)
 class OwnAnswered(Answered):
     """With the counts behind `by_position`, what CARD's cache held, and where the time of the rounds after the first
-    went. `relaxed`: tokens that only a dial let pass, None where the rule is exact. `lengths`: how many of these rounds
-    verified a branch of length 0, 1, ..."""
+    went. `relaxed`: tokens that the exact rule would have rejected, None where the rule is exact. `lengths`: how many
+    of these rounds verified a branch of length 0, 1, ..."""
 
     positions: Positions = ()
     hits: int = 0

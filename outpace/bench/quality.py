@@ -13,9 +13,9 @@ from outpace.bench.figures import TableRow
 GREY = "bright_black"
 CAPTION = (
     "By position: tokens a round from the acceptance of each position; one chance: if all positions had the same."
-    " By theory: the former over the time of drafting and of the pass alone. Relaxed: tokens that only a lossy rule's"
-    " dial let pass. Perplexity: of the text, by the target at temperature 1; a good text has plain decoding's. Right:"
-    " of the answers whose reference is known."
+    " By theory: the former over the time of drafting and of the pass alone. Relaxed: tokens that a lossy rule accepted"
+    " and the exact rule would have rejected. Perplexity: of the text, by the target at temperature 1; a good text has"
+    " plain decoding's. Right: of the answers whose reference is known."
 )
 Column = tuple[str, Callable[[TableRow], str]]
 

@@ -28,7 +28,7 @@ class Step(NamedTuple):
     seconds: float = 0.0
     predicted: int = 0  # judged tokens that the caller predicted
     predicted_accepted: int = 0  # of them, written
-    relaxed: int = 0  # of the accepted, those that only a lossy rule's dial let pass
+    relaxed: int = 0  # of the accepted, those that the exact rule would have rejected
 
 
 @dataclass(frozen=True)

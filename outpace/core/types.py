@@ -156,7 +156,7 @@ class Verdict(NamedTuple):
     """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
 
     `next_token` is None where the path ends on a late child, which has no score row yet. `relaxed`: of the accepted
-    tokens, those that only a lossy rule's dial let pass; without it the same numbers would have brought another token.
+    tokens, those that the exact rule would have rejected with the same random numbers.
     """
 
     path: list[int]
