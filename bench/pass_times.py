@@ -1,8 +1,8 @@
-"""Milliseconds of a whole pass by rows and threads, with the floors beside them.
+"""Milliseconds of a whole pass by precision, rows and threads, with the floors beside them.
 
-Run: python bench/pass_times.py [--threads 1 2] [--rows 1 2 ...] [--context 128] [--kv-dtype float16] ...
-Row counts and threads are interleaved, round after round; minimum and median are shown, for other jobs make single
-figures mean little. The floor: bytes of weights, keys and values over --gigabytes a second. One JSON line last.
+Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
+All of them are interleaved, round after round; minimum and median are shown, for other jobs make single figures mean
+little. The floor: bytes of weights, keys and values over --gigabytes a second. One JSON line last.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from collections import defaultdict
 
 from outpace.models.base import chain
-from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import resolve
+from outpace.models.files.find import locate
+from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict
-from outpace.models.llama.native_kernels import Options, usable_cores
+from outpace.models.llama.native_kernels import WEIGHTS, Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama, NativeSession
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 
 
-def open_model(args: argparse.Namespace, threads: int) -> NativeLlama:
-    """The model, on so many threads."""
-    options = Options(threads=threads, kv_dtype=args.kv_dtype, instruction_set=args.set)
-    with Checkpoint.open(resolve(args.model)) as checkpoint:
-        return NativeLlama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor, options=options)
+def open_model(args: argparse.Namespace, dtype: str, threads: int) -> NativeLlama:
+    """The model in this precision, on so many threads."""
+    options = Options(threads=threads, kv_dtype=args.kv_dtype, instruction_set=args.set, weights=dtype)
+    with open_source(locate(args.model)) as source:
+        return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=options)
 
 
 def session_of(model: NativeLlama, context: int) -> NativeSession:
@@ -53,6 +53,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
+    parser.add_argument("--dtype", nargs="+", choices=WEIGHTS, default=WEIGHTS[:1])
     parser.add_argument("--threads", type=int, nargs="+", default=[*range(1, usable_cores() + 1)])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--rounds", type=int, default=30)
@@ -61,30 +62,33 @@ def main() -> None:
     parser.add_argument("--set", default="", help="instruction set, the fastest by default")
     parser.add_argument("--gigabytes", type=float, default=35.0, help="what the memory gives a second")
     args = parser.parse_args()
-    models = {threads: open_model(args, threads) for threads in args.threads}
-    sessions = {threads: session_of(model, args.context) for threads, model in models.items()}
-    times: dict[tuple[int, int], list[float]] = defaultdict(list)
+    ways = [(dtype, threads) for dtype in args.dtype for threads in args.threads]
+    models = {way: open_model(args, *way) for way in ways}
+    sessions = {way: session_of(model, args.context) for way, model in models.items()}
+    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for _ in range(args.rounds):
-        for threads, model in models.items():
-            for rows in args.rows:
-                times[threads, rows].append(time_pass(model, sessions[threads], rows))
-    report(args, next(iter(models.values())), times)
+        for rows in args.rows:
+            for way, model in models.items():
+                times[(*way, rows)].append(time_pass(model, sessions[way], rows))
+    report(args, {dtype: model for (dtype, _), model in models.items()}, times)
 
 
-def report(args: argparse.Namespace, model: NativeLlama, times: dict[tuple[int, int], list[float]]) -> None:
+def report(
+    args: argparse.Namespace, models: dict[str, NativeLlama], times: dict[tuple[str, int, int], list[float]]
+) -> None:
     """The table, and the line for machines."""
-    weights = model.weight_bytes
-    floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes
-    print(
-        f"{model.instruction_set}, {args.context} tokens of context, {weights / 1e6:.0f} MB of weights; load", end=" "
-    )
-    print(" ".join(f"{load:.1f}" for load in os.getloadavg()), f"; floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
-    print("threads  rows  minimum ms  median ms  rows/s at the minimum")
+    for dtype, model in models.items():
+        weights = model.weight_bytes
+        floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes
+        print(f"{dtype}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
+    print(f"{model.instruction_set}, {args.context} tokens of context; load", *(f"{x:.1f}" for x in os.getloadavg()))
+    print("dtype  threads  rows  minimum ms  median ms  rows/s at the minimum")
     found = []
-    for (threads, rows), values in sorted(times.items()):
+    for (dtype, threads, rows), values in sorted(times.items()):
         low, middle = min(values), statistics.median(values)
-        print(f"{threads:7} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
-        found.append({"threads": threads, "rows": rows, "minimum_ms": round(low, 3), "median_ms": round(middle, 3)})
+        print(f"{dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
+        measured = {"minimum_ms": round(low, 3), "median_ms": round(middle, 3)}
+        found.append({"dtype": dtype, "threads": threads, "rows": rows, **measured})
     print(json.dumps({"instruction_set": model.instruction_set, "context": args.context, "passes": found}))
 
 

@@ -1,6 +1,6 @@
-"""Seconds until a .gguf file is ready, the memory that it takes over the file's size, and what is written to the cache.
+"""Seconds until a model is ready, the memory that it takes over its files' size, and what is written to the cache.
 
-Run: python bench/ready.py FILE.gguf ... [--dtype file] [--rounds 3]
+Run: python bench/ready.py MODEL ... [--dtype file] [--rounds 3]
 Each in a process of its own, with an empty cache folder, after one start that brings the file into the page cache.
 `ready`: from the process's first line to the first token of a short text. One JSON line last.
 """
@@ -59,7 +59,7 @@ def main() -> None:
         started(file, asked.dtype)
         runs = [started(file, asked.dtype) for _ in range(asked.rounds)]
         row = {name: round(statistics.median(run[name] for run in runs), 2) for name in ("load", "ready", "process")}
-        size = file.stat().st_size
+        size = sum(part.stat().st_size for part in (file.glob("*.safetensors") if file.is_dir() else [file]))
         row |= {"peak_over_file": round(max(run["peak"] for run in runs) / size, 3), "cached": runs[-1]["cached"]}
         table.append({"file": file.name, "mb": round(size / 1e6), **row, "torch": runs[-1]["torch"]})
         print("  ".join(f"{name} {value}" for name, value in table[-1].items()), flush=True)

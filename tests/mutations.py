@@ -14,6 +14,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from file_mutations import FILE_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
@@ -248,6 +249,7 @@ MUTATIONS = [
     *PLANNER_MUTATIONS,
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
+    *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
 ]
 

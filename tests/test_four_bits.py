@@ -20,6 +20,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import SINGLE
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
+from outpace.models.llama.stored import Stored
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model
 
@@ -40,18 +41,18 @@ def words(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.n
     return found.view(np.int32)
 
 
-def packed(way: str, q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: int) -> dict[str, np.ndarray]:
-    """The tensors of a matrix from q [outputs, inputs], zeros and scales [outputs, groups]."""
+def packed(way: str, q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a matrix from q [outputs, inputs], zeros and scales [outputs, groups], and each input's group."""
     parts = {"scales": np.ascontiguousarray(scales.T)}
     if way == "awq":
         return parts | {"qweight": words(q.T, AWQ_ORDER), "qzeros": words(zeros.T, AWQ_ORDER)}
     parts["qweight"] = np.ascontiguousarray(words(q).T)
     parts["qzeros"] = words((zeros - (way == "gptq")).T)
-    return parts | {"g_idx": (np.arange(q.shape[1]) // group).astype(np.int32)}
+    return parts | {"g_idx": groups.astype(np.int32)}
 
 
-def folders(place: Path, way: str, group: int, **changes: Any) -> tuple[Path, Path]:
-    """A tiny model in 4 bits, and the same values in float32."""
+def folders(place: Path, way: str, group: int, act_order: bool = False, **changes: Any) -> tuple[Path, Path]:
+    """A tiny model in 4 bits, and the same values in float32. `group` -1: of a whole row."""
     sizes = SIZES | changes
     random = np.random.default_rng(5)
     plain, tensors = {}, {}
@@ -61,13 +62,15 @@ def folders(place: Path, way: str, group: int, **changes: Any) -> tuple[Path, Pa
             continue
         outputs, inputs = values.shape
         q = random.integers(0, 16, values.shape)
-        zeros = random.integers(1, 16, (outputs, inputs // group))
+        of = np.arange(inputs) // (inputs if group == -1 else group)
+        zeros = random.integers(1, 16, (outputs, of[-1] + 1))
+        of = random.permutation(of) if act_order else of
         scales = (random.random(zeros.shape) / 100 + 0.001).astype(np.float16)
-        each = [np.repeat(part, group, axis=1) for part in (zeros, scales.astype(np.float64))]
+        each = [part[:, of] for part in (zeros, scales.astype(np.float64))]
         plain[name] = ((q - each[0]) * each[1]).astype(np.float32)
         del tensors[name]
         stem = name.removesuffix("weight")
-        tensors |= {stem + part: held for part, held in packed(way, q, zeros, scales, group).items()}
+        tensors |= {stem + part: held for part, held in packed(way, q, zeros, scales, of).items()}
     made = []
     for number, (held, said) in enumerate(((tensors, WAYS[way] | {"bits": 4, "group_size": group}), (plain, None))):
         folder = model_folder(place / str(number))
@@ -79,9 +82,18 @@ def folders(place: Path, way: str, group: int, **changes: Any) -> tuple[Path, Pa
     return made[0], made[1]
 
 
-@pytest.fixture(params=[(way, group) for way in WAYS for group in (32, 64, 128)], ids=str)
+CUT = {"intermediate_size": 448}  # three groups of 128 and a half
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    *((way, group, {}) for way in WAYS for group in (32, 64, 128, -1)),
+    ("gptq", 128, CUT),
+    ("gptq", 64, {"act_order": True}),
+]
+
+
+@pytest.fixture(params=CASES, ids=str)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    return folders(tmp_path, *request.param)
+    way, group, changes = request.param
+    return folders(tmp_path, way, group, **changes)
 
 
 def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None:
@@ -97,6 +109,31 @@ def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None
     one, other = (load_model(folder, dtype="float32", runtime="llama").model for folder in pair)
     assert isinstance(one, Llama)
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
+
+
+def test_blocks_hold_what_the_folder_means(pair: tuple[Path, Path]) -> None:
+    """A number in half precision, the zero turned, then nibbles: 16 inputs in lower halves, 16 in upper ones."""
+    with open_source(pair[0]) as four, open_source(pair[1]) as plain:
+        for name in (name for name in four.names() if "proj.weight" in name):
+            held = four.weight(name)
+            assert isinstance(held, Stored)
+            assert np.array_equal(held.values(), plain.array(name))
+            if not held.data.size:
+                continue
+            assert four.held(name) == (held.kind, held.data.nbytes)
+            blocks = held.data.reshape(len(held.order), -1, {"U4_32": 20, "U4_64": 36}[held.kind])
+            c, zero = np.moveaxis(blocks[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)[..., None]
+            pairs = blocks[..., 4:].reshape(*blocks.shape[:2], -1, 16)
+            q = np.concatenate([pairs & 15, pairs >> 4], axis=-1).reshape(*blocks.shape[:2], -1)
+            assert np.array_equal((c * (q + zero)).reshape(len(blocks), -1), plain.array(name))
+
+
+def test_groups_in_another_order_have_no_blocks(tmp_path: Path) -> None:
+    folder, _ = folders(tmp_path, "gptq", 64, act_order=True)
+    with open_source(folder) as four:
+        held = four.weight("model.layers.0.mlp.up_proj.weight")
+        assert isinstance(held, Stored)
+        assert (held.kind, held.data.size) == ("GPTQ in act-order", 0)
 
 
 @needs_kernels
@@ -119,7 +156,7 @@ def test_every_method_writes_one_text(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"bits": 8}, "bits 8, taken is 4"),
-        ({"group_size": -1}, "group_size -1, taken is 32, 64, 128"),
+        ({"group_size": 16}, "group_size 16, taken is 32, 64, 128, -1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', taken is gemm"),
     ],
@@ -141,7 +178,9 @@ NAME = "model.layers.0.mlp.up_proj."
 @pytest.mark.parametrize(
     ("part", "change", "error", "says"),
     [
-        ("g_idx", lambda held: held[::-1].copy(), UnsupportedModel, "act-order"),
+        ("g_idx", lambda held: held + 1, UserError, "g_idx holds 1 to 2, expected are groups from 0 to 1"),
+        ("g_idx", lambda held: held - 1, UserError, "g_idx holds -1 to 0"),
+        ("g_idx", lambda held: held[1:].copy(), UserError, r"g_idx has shape \[255\], expected \[256\]"),
         ("qzeros", lambda held: held | 15, UnsupportedModel, "qzeros holds 15"),
         ("scales", lambda held: held * np.float16(np.nan), UserError, "scales is damaged"),
         ("scales", lambda held: held.astype(np.float32), UnsupportedModel, "has type F32, taken is F16"),
@@ -156,4 +195,10 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, part: str, change: Any,
     held = tensors.pop(NAME + part)
     save_file(tensors if change is None else tensors | {NAME + part: change(held)}, folder / SINGLE)
     with pytest.raises(error, match=says):
+        load_model(folder, runtime="llama", dtype="float32")
+
+
+def test_groups_of_awq_are_whole(tmp_path: Path) -> None:
+    folder, _ = folders(tmp_path, "awq", 128, **CUT)
+    with pytest.raises(UserError, match="in groups of 128"):
         load_model(folder, runtime="llama", dtype="float32")

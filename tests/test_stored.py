@@ -35,6 +35,7 @@ if not hasattr(kernels, "KV_DTYPES"):
     pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
 
 FORMATS = [name for name in emulation.FILE_FORMATS if not name.startswith("U4")]  # a GGUF file's
+OURS = [name for name in ("U4_32", "U4_64") if name in kernels.FORMATS and name in emulation.FORMATS]
 K = [name for name in FORMATS if emulation.FORMATS[name] == 256]
 SETS = kernels.instruction_sets()
 PROMPT = "hello world"
@@ -50,7 +51,7 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     """Any bytes as rows of a format, but for the scales of its blocks, which are small numbers."""
     form = emulation.FILE_FORMATS[name]
     data = np.random.default_rng(seed).integers(0, 256, (rows, columns // form.inputs, form.bytes)).astype(np.uint8)
-    scales = [208] if name == "Q6_K" else [0, *([2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [])]
+    scales = [208] if name == "Q6_K" else [0, *([2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", *OURS) else [])]
     for start in scales:
         data[..., start + 1] = 0x10 + data[..., start + 1] % 0x10  # 2^-11 to 2^-8
     return data.reshape(rows, -1)
@@ -124,7 +125,7 @@ def test_the_kernels_are_what_their_emulation_says(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 7])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *OURS])
 def test_products_are_what_the_emulation_says(name: str, rows: int) -> None:
     """By a model of one layer whose matrices are of that format, the embedding too."""
     hidden, heads = 256, (4, 2, 64)

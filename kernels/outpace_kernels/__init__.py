@@ -1,4 +1,4 @@
-"""The forward of a Llama-family model on a CPU: weights in int8 or as a GGUF file has them,
+"""The forward of a Llama-family model on a CPU: weights in int8 or as a file has them,
 token trees, the same bits for every batch.
 
 Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is the arithmetic in numpy.

@@ -1,6 +1,7 @@
-"""What the blocks of a GGUF file mean, in numpy: weights c * (q - bias) + m, with c and m those of a part of a row.
+"""What the blocks of a file mean, in numpy: weights c * (q - bias) + m, with c and m those of a part of a row.
 
-The formats are ggml's (https://github.com/ggml-org/ggml, ggml-quants.c). Every number is exact in float32.
+The formats are ggml's (https://github.com/ggml-org/ggml, ggml-quants.c); U4_32 and U4_64 are ours, for what GPTQ and
+AWQ write: c * (q - zero), held as c and -zero. Every number is exact in float32.
 """
 
 from __future__ import annotations
@@ -94,6 +95,13 @@ def q6_k(block: np.ndarray) -> Parts:
     return Parts(q.astype(np.int16).reshape(*block.shape[:-1], 16, 16) - 32, c, None)
 
 
+def u4(block: np.ndarray) -> Parts:
+    """Four bytes of c and -zero, then 16 for every 32 inputs, of which each has them."""
+    q = nibbles(block[..., 4:].reshape(*block.shape[:-1], -1, 16))
+    c = np.repeat(half(block, 0)[..., None], q.shape[-2], axis=-1)
+    return Parts(q, c, c * half(block, 2)[..., None])
+
+
 class Format(NamedTuple):
     """Inputs and bytes of a block, and what a block means."""
 
@@ -112,6 +120,8 @@ FORMATS = {
     "Q4_K": Format(256, 144, q4_k),
     "Q5_K": Format(256, 176, q5_k),
     "Q6_K": Format(256, 210, q6_k),
+    "U4_32": Format(32, 20, u4),
+    "U4_64": Format(64, 36, u4),
 }
 
 

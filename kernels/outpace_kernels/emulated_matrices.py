@@ -1,4 +1,4 @@
-"""The kernels' products, in numpy: weights in int8, or as a GGUF file has them."""
+"""The kernels' products, in numpy: weights in int8, or as a file has them."""
 
 from __future__ import annotations
 

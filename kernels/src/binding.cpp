@@ -68,7 +68,7 @@ std::vector<std::string> format_names(const Matrix& matrix) {
 nb::dict file_formats() {
     nb::dict found;
     for (Format format : {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0, Format::iq4_nl,
-                          Format::q4_k, Format::q5_k, Format::q6_k})
+                          Format::q4_k, Format::q5_k, Format::q6_k, Format::u4_32, Format::u4_64})
         found[name_of(format)] = file_block(format).inputs;
     return found;
 }

@@ -1,13 +1,16 @@
-// The weights of a GGUF file without a second rounding: what a format's numbers mean, and how they lie in a panel.
+// The weights of a file without a second rounding: what a format's numbers mean, and how they lie in a panel.
 //
 // A weight is c * (q - bias) + m, with q a whole number of `bits` bits (or, where there is a table, table[q]), and c and
 // m those of its part: 32 inputs, or 16. In the K formats c is a whole number times the scale of 256 inputs, and so
 // is m; their products are exact in float32. What the numbers mean: https://github.com/ggml-org/ggml (ggml-quants.c).
 //
+// U4_32 and U4_64 are ours, for what GPTQ and AWQ write: c * (q - zero), where 32 or 64 inputs share c and zero. Half
+// precision holds no -c * zero, so m stands in steps of c, as -zero, and float32 holds their product exactly.
+//
 // A block of a panel is one group of inputs, in the K formats four:
 //     K formats: 32 scales in half precision, then 32 of the minimum, its sign turned, where there is one
 //     for each group:
-//         for each part: 32 x c, then 32 x m where there is one; half precision, in the K formats a byte
+//         for each part that has its own: 32 x c, then 32 x m where there is one; half precision, in the K formats a byte
 //         low bits, for every half of 32 inputs: 4 x (32 outputs x 4 inputs), a nibble for inputs 4 i and 4 i + 16;
 //         then high bits: of five, 1 x (32 x 4), bit t for inputs 4 t; of six, 2 x (32 x 4), a pair of bits for every
 //         second step; or, of eight, 8 x (32 x 4) bytes
@@ -21,25 +24,30 @@ constexpr int kHalf = kGroup / kHalves;  // inputs
 constexpr int kSuperGroups = 4;          // groups that share a scale of scales
 
 /// Sizes that follow from what a format is.
-template <int Bits, int PartInputs, int Bias, bool HasMin, bool IsSuper>
+template <int Bits, int PartInputs, int Bias, bool HasMin, bool IsSuper, int SharedInputs = PartInputs>
 struct FormatOf {
     static constexpr int kBits = Bits;
-    static constexpr int kPart = PartInputs;  // that share c and m
+    static constexpr int kPart = PartInputs;  // that are summed, then multiplied by c
     static constexpr int kParts = kGroup / PartInputs;
+    static constexpr int kShares = kGroup / SharedInputs;  // of a group, each with its own c and m
     static constexpr int kBias = Bias;
     static constexpr bool kHasMin = HasMin;
     static constexpr bool kIsSuper = IsSuper;
     static constexpr bool kHasTable = false;
+    static constexpr bool kMinInSteps = false;  // of c
 
     static constexpr int kGroups = IsSuper ? kSuperGroups : 1;  // of a block
     static constexpr int kNumbers = HasMin ? 2 : 1;             // c, and m
     static constexpr int kHeader = IsSuper ? kNumbers * 2 * kPanel : 0;
     static constexpr int kNumberBytes = IsSuper ? 1 : 2;
-    static constexpr int kScales = kParts * kNumbers * kNumberBytes * kPanel;
+    static constexpr int kScales = kShares * kNumbers * kNumberBytes * kPanel;
     static constexpr int kLow = kPanel * kGroup * (Bits == 8 ? 8 : 4) / 8;
     static constexpr int kHigh = kPanel * kGroup * (Bits == 8 ? 0 : Bits - 4) / 8;
     static constexpr int kGroupBytes = kScales + kLow + kHigh;
     static constexpr int kBlockBytes = kHeader + kGroups * kGroupBytes;
+
+    /// Where c (0), or m (1), of a part lies among the scales of its group, in numbers.
+    static constexpr int number_at(int part, int which) { return (part * kShares / kParts * kNumbers + which) * kPanel; }
 
     static constexpr int64_t panel_bytes(int groups) {
         return static_cast<int64_t>(round_up(groups, kGroups) / kGroups) * kBlockBytes;
@@ -58,6 +66,13 @@ struct IQ4NL : FormatOf<4, 32, 128, false, false> {
     static constexpr bool kHasTable = true;
 };
 
+struct U432 : FormatOf<4, 32, 0, true, false> {
+    static constexpr bool kMinInSteps = true;
+};
+struct U464 : FormatOf<4, 32, 0, true, false, 64> {
+    static constexpr bool kMinInSteps = true;
+};
+
 /// What the nibbles of IQ4_NL stand for, plus 128.
 constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
@@ -73,6 +88,8 @@ inline auto with_format(Format format, F f) {
         case Format::q4_k: return f(Q4K{});
         case Format::q5_k: return f(Q5K{});
         case Format::q6_k: return f(Q6K{});
+        case Format::u4_32: return f(U432{});
+        case Format::u4_64: return f(U464{});
         default: return f(Q80{});
     }
 }

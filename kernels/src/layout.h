@@ -48,8 +48,8 @@ struct Activations {
     float* row_mins(int row) const { return mins + static_cast<int64_t>(row) * groups * kHalves; }
 };
 
-/// How weights are held: rounded here (int8), or as a GGUF file has them, by ggml's names (see formats.h).
-enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k };
+/// How weights are held: rounded here (int8), or as a file has them, by ggml's names and two of ours (see formats.h).
+enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64 };
 
 /// Panels of one format that follow each other, from panel `first` of a matrix on.
 struct Section {

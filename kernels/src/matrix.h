@@ -1,4 +1,4 @@
-// Weight matrices, packed in panels for products with few rows: rounded to int8, or as a GGUF file has them.
+// Weight matrices, packed in panels for products with few rows: rounded to int8, or as a file has them.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// The blocks of a GGUF file's tensors, and the same numbers in panels.
+// The blocks of a file's tensors, and the same numbers in panels.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Stored {
     void check() const;
 };
 
-/// What one of ggml's names means, as "Q4_1". Throws std::invalid_argument for others.
+/// What a name means, as ggml's "Q4_1". Throws std::invalid_argument for others.
 Format format_of(const char* name);
 const char* name_of(Format format);
 

@@ -52,7 +52,7 @@ inline auto unpack(const uint8_t* low) {
 /// c, or m, of a part for 16 outputs. `header`: the scales of its block.
 template <class F>
 inline Floats numbers(const uint8_t* header, const uint8_t* scales, int part, int which, int vector) {
-    const uint8_t* place = scales + (part * F::kNumbers + which) * kPanel * F::kNumberBytes + vector * kLanes * F::kNumberBytes;
+    const uint8_t* place = scales + (F::number_at(part, which) + vector * kLanes) * F::kNumberBytes;
     if constexpr (F::kIsSuper)
         return load_bytes(place) *
                Floats::load(reinterpret_cast<const Half*>(header) + which * kPanel + vector * kLanes);
@@ -96,10 +96,18 @@ inline Ints all_sums(const Sums& sums, Ints start) {
     else return start + sums.to_ints();
 }
 
+/// Within its caller by order: a compiler's own measure ends with so many formats, and sums that pass through memory take
+/// half as long again. Under a sanitizer such functions would take minutes to compile.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define OUTPACE_WITHIN inline
+#else
+#define OUTPACE_WITHIN [[gnu::always_inline]] inline
+#endif
+
 /// The sums of part `Part` of a group, from its step `Step` on.
 template <class F, int R, int V, int Part, int Step, class Sums>
-inline void add_steps(const uint8_t* group, int first, const int8_t* const (&values)[R], const Tile& tile,
-                      Sums (&sums)[R][V]) {
+OUTPACE_WITHIN void add_steps(const uint8_t* group, int first, const int8_t* const (&values)[R], const Tile& tile,
+                              Sums (&sums)[R][V]) {
     constexpr int kPartSteps = F::kPart / 4, kAt = Part * kPartSteps + Step;
     if constexpr (Step < kPartSteps) {
         fetch_ahead<F, V>(group, kAt, first, tile);
@@ -113,8 +121,8 @@ inline void add_steps(const uint8_t* group, int first, const int8_t* const (&val
 
 /// The parts of a group, from `Part` on, into the totals.
 template <class F, int R, int V, int Part>
-inline void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in, int group,
-                      const Tile& tile, Floats (&total)[R][V]) {
+OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in, int group,
+                              const Tile& tile, Floats (&total)[R][V]) {
     if constexpr (Part < F::kParts) {
         using Sums = PartSums<F>;
         const auto start = [&](int r) { return start_of<F>(in.row_sums(tile.first + r) + group * kSums, Part); };
@@ -132,7 +140,8 @@ inline void add_parts(const uint8_t* header, const uint8_t* place, int first, co
                 total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
                                   c * Floats::all(in.row_scales(tile.first + r)[group]), total[r][v]);
             if constexpr (F::kHasMin) {
-                const Floats m = numbers<F>(header, place, Part, 1, first + v);
+                Floats m = numbers<F>(header, place, Part, 1, first + v);
+                if constexpr (F::kMinInSteps) m = m * c;
                 for (int r = 0; r < R; ++r)
                     total[r][v] = fma(m, Floats::all(in.row_mins(tile.first + r)[group * kHalves + Part]), total[r][v]);
             }

@@ -17,7 +17,8 @@ inline void check(bool holds, const char* what) {
 }  // namespace
 
 void test_ranking();
-uint64_t test_stored();  // the bits of its products
+uint64_t test_stored();       // the bits of its products
+uint64_t test_stored_ours();  // those of formats that no GGUF file has
 struct Sizes;
 uint64_t test_extras(const Sizes& sizes);  // the bits of what few passes ask for
 

@@ -12,7 +12,7 @@ namespace {
 
 // Of all that is scored below, and of products with a file's weights; changed by a change of the arithmetic alone.
 constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d, kExtraBits = 0x191817c21613ccc4,
-                   kByteBits = 0xd143e558457293d3;
+                   kByteBits = 0xd143e558457293d3, kOurBits = 0xde7d9954bd0a4452;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;
@@ -128,6 +128,7 @@ void test_all() {
                          {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // its bits stand apart
     test_ranking();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");
+    const uint64_t ours = test_stored_ours();
     uint64_t bits = 0, more = 0, bytes = 0;
     for (const Sizes& sizes : all) {
         const bool is_bytes = sizes.held == KvFormat::int8;
@@ -138,12 +139,14 @@ void test_all() {
         test_models_beside_each_other(sizes);
         (is_bytes ? bytes : more) ^= test_extras(sizes);
     }
+    std::printf("four bits of GPTQ and AWQ %016llx, ", static_cast<unsigned long long>(ours));
     std::printf("extras %016llx, int8 keys and values %016llx, ", static_cast<unsigned long long>(more),
                 static_cast<unsigned long long>(bytes));
     std::printf("bits %016llx:", static_cast<unsigned long long>(bits));
     for (const Kernels* kernels : available_kernels()) std::printf(" %s", kernels->name);
     std::printf("\n");
     check(bits == kBits, "the bits that machines are to have in common");
+    check(ours == kOurBits, "the bits of GPTQ's and AWQ's weights that machines are to have in common");
     check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and steering");
     check(bytes == kByteBits, "the bits of keys and values in int8");
 }

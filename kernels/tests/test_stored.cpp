@@ -17,6 +17,7 @@ namespace {
 
 constexpr Format kFormats[] = {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0,
                                Format::iq4_nl, Format::q4_k, Format::q5_k, Format::q6_k};
+constexpr Format kOurs[] = {Format::u4_32, Format::u4_64};
 constexpr int kRows = 13, kOutputs = 75;
 
 using Random = std::mt19937;
@@ -24,7 +25,8 @@ using Random = std::mt19937;
 /// Any bytes, but for the scales of blocks, which lie between 1/128 and 1/4.
 std::vector<uint8_t> file_rows(Random& random, Format format, int rows, int inputs) {
     const FileBlock block = file_block(format);
-    const bool has_second = format == Format::q4_1 || format == Format::q5_1 || format == Format::q4_k || format == Format::q5_k;
+    const bool has_second = format != Format::q4_0 && format != Format::q5_0 && format != Format::q8_0 &&
+                            format != Format::iq4_nl && format != Format::q6_k;
     std::vector<uint8_t> bytes(static_cast<std::size_t>(rows) * inputs / block.inputs * block.bytes);
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 8);
     for (std::size_t start = 0; start < bytes.size(); start += block.bytes) {
@@ -134,8 +136,9 @@ void test_extremes(Format format) {
 
 /// Chunks of 32 of a group of 64: the other half is zeros, and inputs there change nothing.
 void test_padding(Random& random) {
-    for (Format format : {Format::q4_1, Format::q8_0, Format::iq4_nl}) {
-        const Source source(random, format, 32, 256, 32);
+    Random apart(14);  // the bits of what comes later stay
+    for (Format format : {Format::q4_1, Format::q8_0, Format::iq4_nl, Format::u4_32}) {
+        const Source source(format == Format::u4_32 ? apart : random, format, 32, 256, 32);
         const Matrix matrix(source.stored, nullptr);
         std::vector<float> row(256);
         for (int output = 0; output < 32; ++output) {
@@ -192,6 +195,9 @@ void test_refusals(Random& random) {
     source.rows[8] = 40;
     check_throws<std::invalid_argument>([&] { Matrix(mixed, nullptr); }, "two formats in a panel");
     source.rows[8] = 0;
+    Source cut(random, Format::u4_64, 32, 256, 64);
+    cut.stored.chunk = 32, cut.stored.inputs = 512;
+    check_throws<std::invalid_argument>([&] { Matrix(cut.stored, nullptr); }, "a block that a chunk cuts");
     for (std::size_t at : {1u, 3u}) {
         Source damaged(random, Format::q4_k, 32, 256);
         damaged.bytes[at] = 0x7c;
@@ -200,21 +206,32 @@ void test_refusals(Random& random) {
     check_throws<std::invalid_argument>([] { format_of("Q9_9"); }, "a format that is not known");
 }
 
-}  // namespace
-
-uint64_t test_stored() {
-    Random random(11);
+template <std::size_t N>
+uint64_t test_formats(Random& random, const Format (&formats)[N]) {
     uint64_t bits = 0;
-    for (Format format : kFormats) {
+    for (Format format : formats) {
         const int inputs = file_block(format).inputs == 32 ? 416 : 768;  // 6.5 groups, 12
         const Source source(random, format, kOutputs, inputs);
         const std::vector<float> bias = floats(random, kOutputs), x = floats(random, static_cast<std::size_t>(kRows) * inputs);
         check(format_of(name_of(format)) == format, "a format has one name");
         bits ^= test_products(Matrix(source.stored, bias.data()), bias, x, inputs);
     }
+    for (Format format : formats) test_extremes(format);
+    return bits;
+}
+
+}  // namespace
+
+uint64_t test_stored() {
+    Random random(11);
+    const uint64_t bits = test_formats(random, kFormats);
     test_padding(random);
-    for (Format format : kFormats) test_extremes(format);
-    bits ^= test_sections(random);
+    return bits ^ test_sections(random);
+}
+
+uint64_t test_stored_ours() {
+    Random random(13);
+    const uint64_t bits = test_formats(random, kOurs);
     test_refusals(random);
     return bits;
 }

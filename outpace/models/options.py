@@ -24,7 +24,8 @@ KV_DTYPES = (AUTO, "float32", "float16", INT8)
 class LoadOptions:
     """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
 
-    `dtype` "file": a GGUF file's own weights, on a CPU by the native kernels; what comes in float is int8 there.
+    `dtype` "file": the own weights of a GGUF file, or of a folder by GPTQ or AWQ, on a CPU by the native kernels; what
+    comes in float is int8 there.
     int8 elsewhere, and fp8, are torchao's: matrices in 8 bits, all else in what "auto" would be.
     "auto": int8 on a CPU where the native kernels take the model, bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'

@@ -141,7 +141,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
     if options.dtype not in (AUTO, INT8, FILE, "float16"):
-        held = "in int8 or as a GGUF file has them"
+        held = "in int8 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
     count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
     own = "float16" if options.dtype == "float16" else "float32"

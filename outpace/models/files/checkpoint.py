@@ -21,6 +21,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
 from outpace.models.files.reading import check_file, is_there, read_json
 from outpace.models.llama.footprint import Held
+from outpace.models.llama.stored import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by type
@@ -108,8 +109,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise UserError(f"{self.path / shard} is damaged: tensor {name!r} holds values that are not finite")
         return value
 
-    def weight(self, name: str) -> np.ndarray:
-        """As `array`: a folder has no matrices in blocks."""
+    def weight(self, name: str) -> Stored | np.ndarray:
+        """As `array`: such a folder has no matrices in blocks."""
         return self.array(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

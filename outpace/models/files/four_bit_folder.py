@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.four_bits import AWQ, GPTQ, Matrix, Scheme, read_matrix, read_scheme, shape_of
+from outpace.models.files.four_bit_blocks import INPUTS, blocks_of, held_bytes, kind_of
+from outpace.models.files.four_bits import AWQ, GPTQ, Matrix, Scheme, read_groups, read_matrix, read_scheme, shape_of
 from outpace.models.files.reading import is_there, read_json
 from outpace.models.llama.footprint import Held
+from outpace.models.llama.stored import Stored
 
-NEEDED, ALLOWED = ("qweight", "qzeros", "scales"), ("g_idx",)
+ORDER = "g_idx"
+NEEDED, ALLOWED = ("qweight", "qzeros", "scales"), (ORDER,)
 TYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}
 SAID = "quantization_config"
 
@@ -30,7 +35,7 @@ def is_four_bits(path: Path) -> bool:
 
 
 class FourBitFolder(Checkpoint):
-    """An open folder, whose matrices in 4 bits are read as the floats that they mean."""
+    """An open folder, whose matrices in 4 bits are read as the floats that they mean, or as blocks of these values."""
 
     scheme: Scheme
 
@@ -75,17 +80,28 @@ class FourBitFolder(Checkpoint):
                 if kind != TYPES[part]:
                     where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
                     raise UnsupportedModel(f"{where} has type {kind}, taken is {TYPES[part]}")
-            if self.shape(name) != tuple(expected) or expected[1] % self.scheme.group or expected[0] % 8:
+            is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
+            if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:
                 where = f"{self.file_of(name)}: tensor {name!r}"
                 found = f"shape {list(self.shape(name))} in groups of {self.scheme.group}"
                 raise UserError(f"{where} has {found}, expected {list(expected)}")
 
     def held(self, name: str) -> Held:
-        """What a matrix takes in the file."""
+        """Of a matrix in 4 bits: the format of its blocks, and their bytes."""
         if not self._is_packed(name):
             return super().held(name)
-        outputs, inputs = self.shape(name)
-        return Held(self.scheme.method, outputs * inputs // 2 + outputs * inputs // self.scheme.group * 5 // 2)
+        kind, count = self._kind(name), prod(self.shape(name))
+        return Held(kind, held_bytes(kind, count) if kind in INPUTS else count)
+
+    def weight(self, name: str) -> Stored | np.ndarray:
+        """A matrix in 4 bits as blocks of the same values where there are such; any other as floats, with its type."""
+        if len(self.shape(name)) < 2:
+            return self.array(name)
+        rows, columns = self.shape(name)
+        kind = self.held(name).kind
+        data = blocks_of(kind, self._matrix(name)) if kind in INPUTS else np.empty((rows, 0), np.uint8)
+        order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
+        return Stored(self.file_of(name), name, kind, data, order, columns, read, forget=lambda: None)
 
     def array(self, name: str) -> np.ndarray:
         """One tensor as float32."""
@@ -96,9 +112,24 @@ class FourBitFolder(Checkpoint):
         return torch.from_numpy(self.array(name)) if self._is_packed(name) else super().tensor(name)
 
     def _matrix(self, name: str) -> Matrix:
-        stem = self._stem(name)
-        parts = {part: self._file(f"{stem}.{part}").get_tensor(f"{stem}.{part}") for part in self._parts(name)}
-        return read_matrix(self.scheme, parts, f"{self.file_of(name)}: {stem}")
+        parts = {part: self._part(name, part) for part in self._parts(name)}
+        return read_matrix(self.scheme, parts, self._where(name))
+
+    def _kind(self, name: str) -> str:
+        """The format of a matrix in blocks; or, of one that has none, why."""
+        method, inputs = self.scheme.method.upper(), self.shape(name)[1]
+        said = self._part(name, ORDER) if ORDER in self._parts(name) else None
+        groups = read_groups(self.scheme, said, inputs, self._where(name))
+        if (groups != self.scheme.groups_of(inputs)).any():
+            return f"{method} in act-order"
+        return kind_of(self.scheme, inputs) or f"{method} with {inputs} inputs"
+
+    def _part(self, name: str, part: str) -> np.ndarray:
+        value: np.ndarray = self._file(f"{self._stem(name)}.{part}").get_tensor(f"{self._stem(name)}.{part}")
+        return value
+
+    def _where(self, name: str) -> str:
+        return f"{self.file_of(name)}: {self._stem(name)}"
 
     def _parts(self, name: str) -> list[str]:
         return [*NEEDED, *(part for part in ALLOWED if f"{self._stem(name)}.{part}" in self._shards)]

@@ -19,31 +19,37 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import OTHER_RUNTIME
 
 GPTQ, AWQ = "gptq", "awq"
-GROUPS = (32, 64, 128)
+WHOLE = -1
+GROUPS = (32, 64, 128, WHOLE)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: of the outputs whose nibbles follow each other in a word
 MOST = 15
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`group`: inputs that share a scale. `first_zero`: what a stored zero point of 0 means."""
+    """`group`: inputs that share a scale, WHOLE: all of them; the last of GPTQ's may have fewer. `first_zero`: what a
+    stored zero point of 0 means."""
 
     method: str
     group: int
     first_zero: int
 
+    def groups_of(self, inputs: int) -> np.ndarray:
+        """The group of each input, where neighbours share one: int [inputs]."""
+        return np.arange(inputs) // (inputs if self.group == WHOLE else self.group)
+
 
 class Matrix(NamedTuple):
-    """`q` uint8 [outputs, inputs], `scales` float16 and `zeros` uint8 [outputs, groups]."""
+    """`q` uint8 [outputs, inputs], `scales` float16 and `zeros` uint8 [outputs, groups], `groups` int [inputs]."""
 
     q: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray
+    groups: np.ndarray
 
     def values(self) -> np.ndarray:
         """float32 [outputs, inputs]"""
-        group = self.q.shape[1] // self.scales.shape[1]
-        zeros, scales = (np.repeat(part, group, axis=1) for part in (self.zeros, self.scales))
+        zeros, scales = (part[:, self.groups] for part in (self.zeros, self.scales))
         whole: np.ndarray = (self.q.astype(np.float32) - zeros) * scales.astype(np.float32)
         return whole
 
@@ -70,16 +76,12 @@ def read_scheme(path: Path, said: Mapping[str, Any]) -> Scheme:
 
 def read_matrix(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> Matrix:
     """From qweight, qzeros, scales, and g_idx where there is one. UserError for parts that do not fit one another or
-    are damaged, UnsupportedModel for inputs that are not in their own order (act-order)."""
+    are damaged, UnsupportedModel for zeros that two readers take for different ones."""
     inputs, outputs = shape_of(scheme, parts["qweight"].shape)[::-1]
-    groups = inputs // scheme.group
-    expected = {"qzeros": (groups, outputs // 8), "scales": (groups, outputs), "g_idx": (inputs,)}
-    for name, shape in expected.items():
-        if name in parts and parts[name].shape != shape:
-            raise UserError(f"{where}.{name} has shape {list(parts[name].shape)}, expected {list(shape)}")
-    if "g_idx" in parts and (parts["g_idx"] != np.arange(inputs) // scheme.group).any():
-        said = "its groups are not of neighbouring inputs (act-order), which is not taken here"
-        raise UnsupportedModel(f"{where}: {said}; {OTHER_RUNTIME} may run it")
+    groups = read_groups(scheme, parts.get("g_idx"), inputs, where)
+    count = int(scheme.groups_of(inputs)[-1]) + 1
+    for name, shape in {"qzeros": (count, outputs // 8), "scales": (count, outputs)}.items():
+        _check_shape(f"{where}.{name}", parts[name], shape)
     scales = parts["scales"]
     if not np.isfinite(scales).all():
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
@@ -91,8 +93,26 @@ def read_matrix(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> 
         q = _nibbles(parts["qweight"], ORDER).T
     else:
         q = _nibbles(np.ascontiguousarray(parts["qweight"].T), range(8))
-    turned = (np.ascontiguousarray(part.T) for part in (scales, zeros + np.uint8(scheme.first_zero)))
-    return Matrix(np.ascontiguousarray(q), *turned)
+    zeros = zeros + np.uint8(scheme.first_zero)
+    q, scales, zeros = (np.ascontiguousarray(part) for part in (q, scales.T, zeros.T))
+    return Matrix(q, scales, zeros, groups)
+
+
+def read_groups(scheme: Scheme, said: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
+    """The group of each input, int [inputs]; `said`: g_idx, which differs from their own order where GPTQ took the
+    inputs by their weight (act-order). UserError for groups that are not there."""
+    own = scheme.groups_of(inputs)
+    if said is None:
+        return own
+    _check_shape(f"{where}.g_idx", said, (inputs,))
+    if said.min() < 0 or said.max() > own[-1]:
+        raise UserError(f"{where}.g_idx holds {said.min()} to {said.max()}, expected are groups from 0 to {own[-1]}")
+    return said
+
+
+def _check_shape(what: str, part: np.ndarray, expected: tuple[int, ...]) -> None:
+    if part.shape != expected:
+        raise UserError(f"{what} has shape {list(part.shape)}, expected {list(expected)}")
 
 
 def shape_of(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:

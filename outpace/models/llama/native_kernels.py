@@ -25,7 +25,7 @@ class UnsupportedShape(UserError):
 @dataclass(frozen=True)
 class Options:
     """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
-    `weights` "file": those of a GGUF file stay as they are; all others are rounded to int8."""
+    `weights` "file": those in blocks stay as the file has them; all others are rounded to int8."""
 
     threads: int | None = None
     kv_dtype: str = "float32"

@@ -27,7 +27,7 @@ class Fetch:
     def __init__(
         self, weight: Callable[[str], Tensor | np.ndarray | Stored], formats: Collection[str], rounded: bool
     ) -> None:
-        """`formats`: ggml's names of those that the kernels take. `rounded`: all are to be int8."""
+        """`formats`: the names of those that the kernels take. `rounded`: all are to be int8."""
         self._weight, self._formats, self.rounded = weight, formats, rounded
         self._kept = False  # a matrix is held as its file has it
         self._slow = set[str]()  # formats of those that went by way of float32

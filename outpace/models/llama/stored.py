@@ -1,4 +1,4 @@
-"""Weights as a GGUF file has them, laid out for the native kernels: rows chosen and padded, no number rounded anew.
+"""Weights as a file has them, laid out for the native kernels: rows chosen and padded, no number rounded anew.
 
 The kernels hold panels of 32 outputs in one format and pad inputs to whole groups. What does not fit that is not taken
 here and goes the slower way, by float32: `None` says so. `rounded` to int8, it is the same by either way.
@@ -21,7 +21,8 @@ PANEL = 32  # outputs that the kernels pack together
 
 @dataclass(frozen=True)
 class Stored:
-    """The matrix `name` [rows, columns] of the file `path`. `kind`: ggml's name of its format.
+    """The matrix `name` [rows, columns] of the file `path`, in the format `kind`. What the kernels do not take may be
+    empty `data`, with any name for its kind.
 
     `data` uint8 [rows, bytes of a row]; row i is row order[i] of it, int32. `values` gives float32 [rows, columns],
     `forget` the memory of `data` back, where the file stays.

@@ -1,0 +1,145 @@
+#include "blocks.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace outpace {
+namespace {
+
+struct Named {
+    Format format;
+    const char* name;
+    FileBlock block;
+};
+
+constexpr Named kNames[] = {
+    {Format::q4_0, "Q4_0", {32, 18}},  {Format::q4_1, "Q4_1", {32, 20}},     {Format::q5_0, "Q5_0", {32, 22}},
+    {Format::q5_1, "Q5_1", {32, 24}},  {Format::q8_0, "Q8_0", {32, 34}},     {Format::iq4_nl, "IQ4_NL", {32, 18}},
+    {Format::q4_k, "Q4_K", {256, 144}}, {Format::q5_k, "Q5_K", {256, 176}}, {Format::q6_k, "Q6_K", {256, 210}},
+    {Format::u4_32, "U4_32", {32, 20}}, {Format::u4_64, "U4_64", {64, 36}},
+};
+
+const Named& named(Format format) {
+    for (const Named& one : kNames)
+        if (one.format == format) return one;
+    throw std::invalid_argument("int8 is no format of a file");
+}
+
+/// Adds bit 4 of every number: `bits` holds the 32 of a half, the first in the lowest bit.
+void add_fifth_bits(uint32_t bits, uint32_t* words) {
+    for (int i = 0; i < kHalf; ++i) words[i / 4] |= (bits >> i & 1u) << (8 * (i % 4) + 4);
+}
+
+/// 32 nibbles of 16 bytes: the lower ones, then the upper ones.
+void unpack_nibbles(const uint8_t* low, uint32_t* words) {
+    for (int i = 0; i < kHalfWords / 2; ++i) {
+        words[i] = word(low + 4 * i) & kNibbles;
+        words[i + kHalfWords / 2] = word(low + 4 * i) >> 4 & kNibbles;
+    }
+}
+
+/// Blocks of 32 inputs: one half of a group.
+void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
+    uint32_t* words = group.words + half * kHalfWords;
+    const bool has_min = format == Format::q4_1 || format == Format::q5_1 || format == Format::u4_32;
+    group.numbers[half][0] = short_word(block);
+    group.numbers[half][1] = has_min ? short_word(block + 2) : 0;
+    const uint8_t* bytes = block + (has_min ? 4 : 2);
+    if (format == Format::q8_0) {
+        for (int i = 0; i < kHalfWords; ++i) words[i] = word(bytes + 4 * i) ^ 0x80808080u;
+        return;
+    }
+    const bool has_fifth = format == Format::q5_0 || format == Format::q5_1;
+    unpack_nibbles(bytes + (has_fifth ? 4 : 0), words);
+    if (has_fifth) add_fifth_bits(word(bytes), words);
+}
+
+/// A block of U4_64: a whole group.
+void unpack_group(const uint8_t* block, Group& group) {
+    for (int which = 0; which < 2; ++which) group.numbers[0][which] = short_word(block + 2 * which);
+    for (int half = 0; half < kHalves; ++half)
+        unpack_nibbles(block + 4 + half * kHalf / 2, group.words + half * kHalfWords);
+}
+
+/// c and m of part `part` of eight, six bits each, in twelve bytes.
+void unpack_six_bits(const uint8_t* p, int part, uint16_t* numbers) {
+    if (part < 4) {
+        numbers[0] = p[part] & 63;
+        numbers[1] = p[part + 4] & 63;
+    } else {
+        numbers[0] = static_cast<uint16_t>((p[part + 4] & 15) | p[part - 4] >> 6 << 4);
+        numbers[1] = static_cast<uint16_t>(p[part + 4] >> 4 | p[part] >> 6 << 4);
+    }
+}
+
+/// Group `at` of four of a block of Q4_K or Q5_K.
+void unpack_k45(const uint8_t* block, bool has_fifth, int at, Group& group) {
+    group.scales[0] = short_word(block);
+    group.scales[1] = short_word(block + 2) ^ 0x8000u;  // it is taken away
+    for (int part = 0; part < 2; ++part) unpack_six_bits(block + 4, 2 * at + part, group.numbers[part]);
+    const uint8_t *fifth = block + 16, *low = block + (has_fifth ? 48 : 16) + 32 * at;
+    for (int i = 0; i < kHalfWords; ++i) {
+        const uint32_t high = has_fifth ? word(fifth + 4 * i) >> (2 * at) : 0;
+        group.words[i] = (word(low + 4 * i) & kNibbles) | (high & 0x01010101u) << 4;
+        group.words[i + kHalfWords] = (word(low + 4 * i) >> 4 & kNibbles) | (high >> 1 & 0x01010101u) << 4;
+    }
+}
+
+/// Group `at` of four of a block of Q6_K.
+void unpack_k6(const uint8_t* block, int at, Group& group) {
+    const uint8_t *low = block + 64 * (at / 2), *high = block + 128 + 32 * (at / 2), *scales = block + 192 + 4 * at;
+    const int shift = 4 * (at % 2);
+    group.scales[0] = short_word(block + 208);
+    for (int part = 0; part < 4; ++part) group.numbers[part][0] = scales[part];
+    for (int i = 0; i < kWords; ++i) {
+        const uint32_t pair = word(high + 4 * (i % kHalfWords)) >> (shift + 2 * (i / kHalfWords));
+        group.words[i] = (word(low + 4 * i) >> shift & kNibbles) | (pair & 0x03030303u) << 4;
+    }
+}
+
+/// The block of 32 inputs that is half `half` of a group; below 0 where the group is padded there.
+int find_block(const Stored& stored, int group, int half) {
+    int first = group * kGroup + half * kHalf, most = stored.inputs, before = 0;
+    if (stored.chunk) {
+        const int room = round_up(stored.chunk, kGroup);
+        before = first / room * stored.chunk;
+        first %= room;
+        most = stored.chunk;
+    }
+    return first < most ? (before + first) / kHalf : -1;
+}
+
+}  // namespace
+
+Format format_of(const char* name) {
+    for (const Named& one : kNames)
+        if (!std::strcmp(one.name, name)) return one.format;
+    throw std::invalid_argument("the format " + std::string(name) + " is not known");
+}
+
+const char* name_of(Format format) { return format == Format::int8 ? "int8" : named(format).name; }
+
+FileBlock file_block(Format format) { return named(format).block; }
+
+Group unpack(Format format, const uint8_t* row, const Stored& stored, int number) {
+    Group group{};
+    if (!row) return group;
+    const FileBlock block = file_block(format);
+    if (block.inputs == kHalf) {
+        for (int half = 0; half < kHalves; ++half) {
+            const int found = find_block(stored, number, half);
+            if (found >= 0) unpack_half(format, row + static_cast<int64_t>(found) * block.bytes, half, group);
+        }
+        return group;
+    }
+    const uint8_t* from = row + static_cast<int64_t>(number) * kGroup / block.inputs * block.bytes;
+    if (format == Format::u4_64)
+        unpack_group(from, group);
+    else if (format == Format::q6_k)
+        unpack_k6(from, number % kSuperGroups, group);
+    else
+        unpack_k45(from, format == Format::q5_k, number % kSuperGroups, group);
+    return group;
+}
+
+}  // namespace outpace

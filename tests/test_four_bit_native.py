@@ -1,0 +1,135 @@
+"""GPTQ and AWQ on their own weights (dtype file): panels hold the folder's values, products are the emulation's, and
+every method writes one text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from passes import branch, fresh, prefilled, random_parents, text
+from test_four_bits import CASES, CUT, folders
+from test_runtimes import PROMPT
+
+import outpace
+from outpace.models.base import Part
+from outpace.models.files.source import open_source
+from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config import from_dict
+from outpace.models.llama.native_kernels import Options
+from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.stored import Stored
+from outpace.models.load import load_model
+
+kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
+emulation = pytest.importorskip("outpace_kernels.emulation")
+if "U4_64" not in kernels.FORMATS:
+    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
+
+IN_BLOCKS = [(way, group, changes) for way, group, changes in CASES if not changes.get("act_order")]
+ROUNDED = "rounded to int8, for the kernels do not take them so: "
+
+
+def model_of(folder: Path, **options: Any) -> NativeLlama:
+    with open_source(folder) as source:
+        return NativeLlama.from_tensors(
+            from_dict(source.config), source.weight, options=Options(weights="file", **options)
+        )
+
+
+def tree_scores(model: NativeLlama) -> torch.Tensor:
+    session = prefilled(model, text(model, 17))
+    return model.score([Part(session, text(model, 14, 2), random_parents(14, 1), range(14))])
+
+
+@pytest.mark.parametrize(("way", "group", "changes"), IN_BLOCKS, ids=str)
+def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int, changes: dict[str, Any]) -> None:
+    folder, plain = folders(tmp_path, way, group, **changes)
+    with open_source(folder) as four, open_source(plain) as expected:
+        for name in four.names():
+            held = four.weight(name)
+            if not isinstance(held, Stored) or not held.data.size:
+                assert "proj.weight" not in name
+                continue
+            assert held.kind == ("U4_32" if group == 32 else "U4_64")
+            assert four.held(name) == (held.kind, held.data.nbytes)
+            for package in (kernels, emulation):
+                matrix = package.Matrix.stored([(held.kind, held.data)], held.order, held.columns)
+                out = np.empty((len(held.order), held.columns), np.float32)
+                matrix.read(held.order, out)
+                assert np.array_equal(out.view(np.uint32), expected.array(name).view(np.uint32))
+                assert np.array_equal(out, held.values())
+
+
+@pytest.mark.parametrize(("way", "group", "changes"), [("gptq", 128, CUT), ("awq", 32, {})], ids=str)
+def test_a_model_is_what_the_emulation_says(
+    tmp_path: Path, way: str, group: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, plain = folders(tmp_path, way, group, **changes)
+    expected = tree_scores(model_of(folder))
+    for name in kernels.instruction_sets():
+        assert torch.equal(tree_scores(model_of(folder, instruction_set=name, threads=1)), expected)
+    assert not torch.equal(tree_scores(model_of(plain)), expected)  # in int8
+    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    assert torch.equal(tree_scores(model_of(folder)), expected)
+
+
+def test_a_node_of_a_tree_has_the_scores_of_its_path(tmp_path: Path) -> None:
+    model = model_of(folders(tmp_path, "gptq", 64)[0])
+    prompt, tokens, parents = text(model, 17), text(model, 14, 2), random_parents(14, 1)
+    scores = tree_scores(model)
+    for node in range(14):
+        assert torch.equal(scores[node], fresh(model, [*prompt, *(tokens[one] for one in branch(parents, node))]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("way", "method"), [("gptq", "auto"), ("awq", "speculative"), ("gptq_v2", "card")])
+def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, way: str, method: str, temperature: float) -> None:
+    folder, _ = folders(tmp_path, way, 64)
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": temperature, "seed": 3}
+    with outpace.load(folder, dtype="file", method="autoregressive", profile=False) as llm:
+        assert (llm.target.precision, llm.target.notice) == ("file", f"{ROUNDED}F32")  # the embedding
+        plain = llm.generate([PROMPT], **asked)[0].tokens
+    worker = {"worker": "inline"} if method == "card" else {}
+    drafts: dict[str, Any] = {"draft_dtype": "int8", "drafter": "model", **worker}
+    with outpace.load(folder, folder, dtype="file", method=method, profile=False, **drafts) as llm:
+        assert llm.generate([PROMPT], **asked)[0].tokens == plain
+
+
+def test_without_being_asked_it_is_int8(tmp_path: Path) -> None:
+    found = load_model(folders(tmp_path, "gptq", 64)[0])
+    assert (found.precision, found.notice) == ("int8", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision", "slow"),
+    [
+        ({"act_order": True}, "int8", "F32, GPTQ in act-order"),
+        ({"hidden_size": 320}, "file", "F32, U4_64"),  # heads of 80 inputs cut blocks of 64
+        ({"intermediate_size": 296}, "file", "F32, GPTQ with 296 inputs"),
+    ],
+)
+def test_what_does_not_fit_is_rounded_and_told(
+    tmp_path: Path, changes: dict[str, Any], precision: str, slow: str
+) -> None:
+    folder, plain = folders(tmp_path, "gptq", 64, **changes)
+    found = load_model(folder, dtype="file")
+    assert (found.precision, found.notice) == (precision, ROUNDED + slow)
+    one, other = (load_model(place, dtype="int8").model for place in (folder, plain))
+    assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
+
+
+def test_kernels_of_before_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {name: inputs for name, inputs in kernels.FORMATS.items() if not name.startswith("U4")}
+    monkeypatch.setattr(kernels, "FORMATS", old)
+    found = load_model(folders(tmp_path, "gptq", 64)[0], dtype="file")
+    assert (found.precision, found.notice) == ("int8", f"{ROUNDED}F32, U4_64")
+
+
+def test_a_silent_layer_is_silent(tmp_path: Path) -> None:
+    one, four = (load_model(folders(tmp_path / str(factor), "awq", 64)[0], dtype="file", inflate=factor).model
+                 for factor in (1, 4))  # fmt: skip
+    assert four.num_layers > one.num_layers
+    assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))
