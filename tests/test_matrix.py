@@ -10,7 +10,7 @@ import importlib
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -209,9 +209,28 @@ def is_keyed(rule: str) -> bool:
 
 def asks_the_target(cell: Cell) -> bool:
     """Whether a worker, which sees nothing of the target's passes, is to run a drafter that needs something of them."""
-    is_apart = registry.find("decoders", cell.decoder).NEEDS == "worker"
-    drafter = drafter_of(cell, Stopwatch())
-    return is_apart and drafter is not None and drafter.needs != NOTHING
+    return registry.find("decoders", cell.decoder).NEEDS == "worker" and needs_target(cell.drafter)
+
+
+@cache
+def needs_target(drafter: str | None) -> bool:
+    """Whether it needs something of the target's passes."""
+    built = drafter_of(Cell("", drafter, None, ""), Stopwatch())
+    return built is not None and built.needs != NOTHING
+
+
+def fits(cell: Cell) -> bool:
+    """Whether the parts take one another."""
+    try:
+        check_rule(cell.rule, registry.find("decoders", cell.decoder), cell.drafter)
+    except UserError:
+        return False
+    return not asks_the_target(cell)
+
+
+def parts_of(cell: Cell) -> list[tuple[int, str | None]]:
+    """Its decoder, drafter and rule, by their places."""
+    return [(0, cell.decoder), (1, cell.drafter), (3, cell.rule)]
 
 
 def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
@@ -253,23 +272,32 @@ def possible(request: Request, text: tuple[int, ...]) -> frozenset[int]:
 
 
 def sample() -> list[Cell]:
-    """Every rule with everything that drafts alone, by each lossless decoder that drafts in turn; where the text is
-    keyed by all others too, else by one of them each time. Of these every other one, so that each two parts of a kind
-    meet. Each has one of the drafts that its drafter may be given, the next one another. The long tests take all
-    others, and longer texts for these."""
-    rules, decoders = registry.names("rules"), registry.names("decoders")
-    in_turn = [name for name in decoders if (m := registry.find("decoders", name)).NEEDS == "drafter" and m.LOSSLESS]
-    always = {rule for rule in rules if is_keyed(rule)}
-    single = registry.names("drafters")
-    drafts = {drafter: [*(DRAFTS if runs_model(drafter) else 3 * [None]), "silent"] for drafter in single}
+    """As few as have each two together of a decoder, a rule and what drafts alone. Each has one of the drafts that its
+    drafter may be given, the next one another. The long tests take all others, and longer texts for these."""
+    rules, decoders, single = registry.names("rules"), registry.names("decoders"), [None, *registry.names("drafters")]
+
+    def turn(cell: Cell) -> int:
+        return decoders.index(cell.decoder) + single.index(cell.drafter) + rules.index(cell.rule)
+
+    def draft(cell: Cell) -> str | None:
+        kinds = [*(DRAFTS if runs_model(cell.drafter) else 3 * [None]), "silent"] if cell.drafter else [None]
+        return kinds[turn(cell) % len(kinds)]
+
+    alone = dict.fromkeys(cell._replace(draft=None) for cell in cells() if "+" not in (cell.drafter or ""))
+    diverse = sorted(filter(fits, alone), key=lambda cell: turn(cell) % len(decoders))  # their decoders take turns
+    return [cell._replace(draft=draft(cell)) for cell in pairing(diverse)]
+
+
+def pairing(every: Collection[Cell]) -> list[Cell]:
+    """Those that bring together what has not met before: first three pairs at once, then two, then one."""
+    met: set[Any] = set()
     found = []
-    for cell in dict.fromkeys(cell._replace(draft=None) for cell in cells() if "+" not in (cell.drafter or "")):
-        number = single.index(cell.drafter) + rules.index(cell.rule) if cell.drafter else 0
-        if cell.drafter and (number + decoders.index(cell.decoder)) % 2:
-            continue
-        if cell.rule in always or cell.decoder in (*in_turn, decoders[number % len(decoders)]) or not cell.drafter:
-            kinds = drafts.get(cell.drafter or "", [None])
-            found.append(cell._replace(draft=kinds[(number + decoders.index(cell.decoder)) % len(kinds)]))
+    for least in (3, 2, 1):
+        for cell in every:
+            pairs = set(itertools.combinations(parts_of(cell), 2))
+            if len(pairs - met) >= least:
+                found.append(cell)
+                met |= pairs
     return found
 
 
@@ -321,11 +349,6 @@ def test_everything_goes_with_something(every_pair: bool) -> None:
     assert {cell.drafter for cell in ran} == {None, *drafters()}
     refused = [cell for cell in asked if every_pair and cell not in ran and is_keyed(cell.rule)]
     assert [cell for cell in refused if not asks_the_target(cell)] == []
-
-
-def parts_of(cell: Cell) -> list[tuple[int, str | None]]:
-    """Its decoder, drafter and rule, by their places."""
-    return [(0, cell.decoder), (1, cell.drafter), (3, cell.rule)]
 
 
 DRAFTER = '''"""Says nines.

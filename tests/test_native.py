@@ -112,8 +112,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str, config: LlamaConfi
     "options",
     [
         {"threads": 1},
-        {"instruction_set": "portable"},
-        *(pytest.param({"instruction_set": name}, marks=pytest.mark.long) for name in SETS if name != "portable"),
+        *(pytest.param({"instruction_set": name}, marks=pytest.mark.long) for name in SETS),
     ],
     ids=str,
 )
