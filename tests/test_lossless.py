@@ -72,9 +72,8 @@ def sample() -> Iterator[Any]:
     """Every drafter with every method for one of the cases in turn, for all of them in the long tests."""
     for number, drafter in enumerate(DRAFTERS):
         for place, method in enumerate(METHODS):
-            yield pytest.param(
-                drafter, method, CASES[(number + place) % len(CASES) :: len(CASES)], id=f"{drafter}-{method}"
-            )
+            every = 3 if drafter == "garbage" else len(CASES)  # of which little is accepted: two cases
+            yield pytest.param(drafter, method, CASES[(number + place) % every :: every], id=f"{drafter}-{method}")
             yield pytest.param(drafter, method, CASES, id=f"{drafter}-{method}-all", marks=pytest.mark.long)
 
 
