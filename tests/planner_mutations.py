@@ -102,6 +102,10 @@ def as_often_as_before(learn: Original) -> Original:
     return mutated
 
 
+def of_one_request(draft: Original) -> Original:
+    return lambda self, source, requests=1: draft(self, source)
+
+
 def rows_unpaid(learn_copies: Original) -> Original:
     return lambda self, rows, walked: learn_copies(self, {}, walked)
 
@@ -169,6 +173,8 @@ PLANNER_MUTATIONS = [
     ),
     mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
     mutation("planner: copies' rows cost nothing", auto._Planner, "_learn_copies", rows_unpaid),
+    mutation("costs: reading is part of a step", _costs.Costs, "reads", lambda f: lambda self, source: None),
+    mutation("costs: a step costs each request what it costs one", _costs.Costs, "draft", of_one_request),
     mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
     mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", _costs.Mean, "learn", never_forgetting),

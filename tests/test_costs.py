@@ -82,12 +82,50 @@ def test_only_steps_of_the_draft_count_as_such() -> None:
     for seconds, is_step in ((30.0, False), (0.8, True), (0.7, True), (0.9, True)):
         costs.drafted(2 * seconds, 2, DRAFT)
         if is_step:
-            costs.stepped(DRAFT)
+            costs.stepped(DRAFT, 1)
     assert costs.draft(DRAFT) == 0.8
     assert costs.draft(COPIES) == 0.0
     for seconds in (0.2, 0.4):
         costs.drafted(seconds, 1, COPIES)
     assert costs.draft(COPIES) == pytest.approx(0.3), "what runs no model has no other growth than steps"
+
+
+def test_what_a_step_takes_is_known_by_the_requests_that_share_it() -> None:
+    """Timed alone it is held to take as long for several; timed with several, what it takes alone says nothing more."""
+    costs = Costs()
+    for _ in range(3):
+        costs.drafted(0.9, 1, DRAFT)
+        costs.stepped(DRAFT, 1)
+    assert costs.draft(DRAFT, 3) == pytest.approx(0.3)
+    for _ in range(3):
+        costs.drafted(1.5, 3, DRAFT)
+        costs.stepped(DRAFT, 3)
+    assert costs.draft(DRAFT, 3) == pytest.approx(0.5)
+    assert costs.draft(DRAFT, 1) == pytest.approx(0.9)
+    assert costs.remember()["draft"] == {"model": pytest.approx(0.9)}
+
+
+def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
+    costs = Costs()
+    for seconds, reads in ((0.8, False), (9.0, True), (0.8, False), (9.0, True), (9.0, True)):
+        if reads:
+            costs.reads(DRAFT)
+        costs.drafted(seconds, 1, DRAFT)
+        costs.stepped(DRAFT, 1)
+    assert costs.draft(DRAFT) == 0.8
+
+
+def test_what_a_layer_adds_is_known_by_the_requests_too() -> None:
+    """With more requests a row costs more: what a layer adds above that says little of what it adds with one."""
+    costs = Costs()
+    for _ in range(30):
+        costs.growth(DRAFT, 0, 1).learn(0.8)
+    assert costs.growth(DRAFT, 0, 4).value == pytest.approx(0.8, abs=0.05), "at first what is known"
+    for _ in range(30):
+        costs.growth(DRAFT, 0, 4).learn(0.1)
+    assert costs.growth(DRAFT, 0, 4).value == pytest.approx(0.1, abs=0.05)
+    assert costs.growth(DRAFT, 0, 1).value == pytest.approx(0.8, abs=0.05)
+    assert costs.remember()["growth"]["model"][0] == pytest.approx(0.8, abs=0.05)
 
 
 def test_a_mean_forgets() -> None:
@@ -154,7 +192,7 @@ def test_a_step_is_expected_to_cost_what_its_weights_say_until_it_is_timed() -> 
     assert costs.draft(DRAFT) == pytest.approx(0.9)
     for _ in range(2):
         costs.drafted(2.0, 1, DRAFT)
-        costs.stepped(DRAFT)
+        costs.stepped(DRAFT, 1)
     assert costs.draft(DRAFT) == 2.0
 
 

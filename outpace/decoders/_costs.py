@@ -7,7 +7,7 @@ was never measured is taken to go on as what is known does: so it is tried, and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about t
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _COPIES, _HELD = 0.2, 8.0  # tokens that copies are held to give a round, and of how many rounds' weight that is
+_GROWS = 0.6  # of the chance at the leaves that a layer is held to put below them
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
 
 
@@ -60,7 +61,9 @@ class Costs:
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
         self._tried = 0  # the last of them that was for the sake of knowing its time
-        self._draft: dict[str, deque[float]] = {}  # by source
+        self._draft: dict[str, dict[int, deque[float]]] = {}  # by source and requests: a request's share of a step
+        self._readers: set[str] = set()  # see `reads`
+        self._is_step = True  # see `stepped`
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
         self._most_read: dict[str, int] = {}  # by source: tokens of a text that it reads at most
         self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
@@ -68,7 +71,7 @@ class Costs:
         self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
-        self._growth: dict[str, list[Mean]] = {}  # by source
+        self._growth: dict[str, dict[int, list[Mean]]] = {}  # by source, requests and layer
         self._prices: dict[int, Prices] = {}  # by requests, until a round is over
         self._copies: dict[tuple[str, int], Mean] = {}  # by source and requests
         self._modes: dict[str, Mean] = {}  # see `mode`
@@ -119,16 +122,27 @@ class Costs:
         """What is known of one of several ways of working, whatever that is."""
         return self._modes.setdefault(name, Mean(prior, weight, _GROWTH_FADE))
 
-    def growth(self, source: Source, layer: int) -> Mean:
-        """Of the chance at the leaves, what the source's layer of this number puts below them."""
-        layers = self._growth.setdefault(source.name, [Mean(0.6, 2.0, _GROWTH_FADE) for _ in range(_LAYERS)])
+    def growth(self, source: Source, layer: int, requests: int = 1) -> Mean:
+        """Of the chance at the leaves, what the source's layer of this number puts below them, its rows paid, while so
+        many requests write; at first what it was with about as many."""
+        known = self._growth.setdefault(source.name, {})
+        if requests not in known:
+            before = known[_nearest(known, requests)] if known else [Mean(_GROWS, 2.0)] * _LAYERS
+            known[requests] = [Mean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
+        layers = known[requests]
         return layers[min(layer, len(layers) - 1)]
 
     def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
         """So many requests' trees were grown once by a source, or by all (None)."""
         self.latest_draft = seconds / requests
+        self._is_step = source is None or source.name not in self._readers
+        self._readers.discard(source.name if source else "")
         if source is not None and not source.runs_model:
-            self.stepped(source)
+            self.stepped(source, 1)
+
+    def reads(self, source: Source) -> None:
+        """In its next growth this source's model reads more, for one of the requests, than what it proposed last."""
+        self._readers.add(source.name)
 
     def asked(self, source: Source) -> None:
         """A request's tree was grown by this source."""
@@ -138,9 +152,13 @@ class Costs:
         """Seconds of rounds since any request's tree was grown by this source."""
         return self._elapsed - self._asked.get(source.name, 0.0)
 
-    def stepped(self, source: Source) -> None:
-        """The latest growth was one step of this source, in which a model read nothing but what it had proposed."""
-        self._draft.setdefault(source.name, deque(maxlen=_KEPT)).append(self.latest_draft)
+    def stepped(self, source: Source, requests: int) -> None:
+        """The latest growth was one of this source, while so many requests write. It counts where the model read
+        nothing, for any of them, but what it had proposed."""
+        if not self._is_step:
+            return
+        steps = self._draft.setdefault(source.name, {})
+        steps.setdefault(requests, deque(maxlen=_KEPT)).append(self.latest_draft)
 
     def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
         """A step of this source is held to cost such a share of a pass, until it was timed; of a text it reads
@@ -149,10 +167,15 @@ class Costs:
         if most_read is not None:
             self._most_read[source.name] = most_read
 
-    def draft(self, source: Source) -> float:
-        """Seconds of one growth, a request's share of it; 0 until anything is known."""
-        samples = self._draft.get(source.name, ())
-        return median(samples) if len(samples) >= _TRIED else self._shares.get(source.name, 0.0) * self.target(1)
+    def draft(self, source: Source, requests: int = 1) -> float:
+        """Seconds of one growth, a request's share of it while so many write; 0 until anything is known. A model's
+        forward is taken to cost the same for any number of requests until it was timed with as many."""
+        steps = self._draft.get(source.name, {})
+        known = {count: times for count, times in steps.items() if len(times) >= _TRIED}
+        if not known:
+            return self._shares.get(source.name, 0.0) * self.target(1) / requests
+        count = _nearest(known, requests)
+        return median(known[count]) * (count / requests if source.runs_model else 1.0)
 
     def read(self, tokens: int, seconds: float) -> None:
         """The target has read so many tokens of prompts, in a pass over nothing else."""
@@ -198,20 +221,28 @@ class Costs:
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
-        draft = {name: median(times) for name, times in self._draft.items() if len(times) >= _TRIED}
-        growth = {name: [mean.value for mean in layers] for name, layers in self._growth.items()}
+        growth = {name: [mean.value for mean in known[min(known)]] for name, known in self._growth.items()}
         trust = {name: mean.value for name, mean in self._trust.items()}
+        draft = {}
+        for name, steps in self._draft.items():
+            if known := [count for count, times in steps.items() if len(times) >= _TRIED]:
+                draft[name] = median(steps[min(known)]) * min(known)
         return {"rounds": self._rounds.remember(), "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
         self._rounds.recall(profile["rounds"])
         for name, seconds in profile["draft"].items():
-            self._draft.setdefault(name, deque(maxlen=_KEPT)).extend([float(seconds)] * _TRIED)
+            self._draft[name] = {1: deque([float(seconds)] * _TRIED, maxlen=_KEPT)}
         self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
-            self._growth[name] = [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]
+            self._growth[name] = {1: [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]}
         self._prices.clear()
+
+
+def _nearest(known: Iterable[int], requests: int) -> int:
+    """The number of requests that is nearest to this one, of those that are known; of two the smaller."""
+    return min(known, key=lambda count: (abs(count - requests), count))
 
 
 def best_rows(chances: Sequence[float], more: Sequence[float], price: float) -> tuple[int, float]:

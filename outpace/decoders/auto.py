@@ -148,16 +148,23 @@ class _Planner:
 
     def pays(self, tree: TokenTree, grower: Grower) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
-        cost = self._price * self._costs.draft(grower.source)
+        requests = self._place.requests
+        cost = self._price * self._costs.draft(grower.source, requests)
         if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
         if not (grower.has_read or self._is_worth_reading(grower)):
             return False
         self._at_leaves = self._reach(tree, grower)
-        if self._costs.growth(grower.source, grower.layers).value * self._at_leaves > cost:
-            return True
+        if self._costs.growth(grower.source, grower.layers, requests).value * self._at_leaves > cost:
+            return self._asks(grower)
         grower.is_trial = self._is_due(grower)
-        return grower.is_trial
+        return grower.is_trial and self._asks(grower)
+
+    def _asks(self, grower: Grower) -> bool:
+        """A layer is asked for, which is no mere step where text is read that was written without the draft."""
+        if not grower.layers and not grower.is_following:
+            self._costs.reads(grower.source)
+        return True
 
     def _is_worth_reading(self, grower: Grower) -> bool:
         """Whether what may still be written is long enough for the draft to read all that stands before it."""
@@ -176,16 +183,16 @@ class _Planner:
             most = self._costs.most_more(self._place.rows_of_others)
             is_cut = len(chances) >= rows > most  # by what is known, not by what pays
             if not is_cut:
-                self._costs.growth(grower.source, grower.layers).learn(self._worth - before, self._at_leaves)
-        if grower.layers or grower.is_following:
-            self._costs.stepped(grower.source)
+                growth = self._costs.growth(grower.source, grower.layers, self._place.requests)
+                growth.learn(self._worth - before, self._at_leaves)
+        self._costs.stepped(grower.source, self._place.requests)
         if grower.is_trial and not grower.layers:
             grower.trial_cost = self._costs.latest_draft
         grower.layers += 1
 
     def _is_due(self, grower: Grower) -> bool:
         """Whether a layer that does not pay is tried again."""
-        cost = self._costs.draft(grower.source)
+        cost = self._costs.draft(grower.source, self._place.requests)
         if not grower.layers:
             reading = 0.0 if grower.has_read else self._costs.reading(grower.source, len(self._place.committed))
             cost = max(grower.trial_cost, 3 * cost) + reading
