@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
-from outpace.decoders._costs import Costs
+from outpace.decoders._costs import Costs, Mean
 from outpace.decoders.base import Load, Place
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
@@ -298,6 +298,23 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
         costs.round(4, 4, 4, 6.0, 0.0)
     assert asked > 150 if is_asked else 4 < asked < 20, asked
+
+
+def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
+    """Only plain rounds of eight were timed: nobody can say that they are a crowd."""
+    costs = Costs()
+    for _ in range(40):
+        costs.round(8, 8, 8, 6.0, 0.0)
+    place = place_of(None, 8, costs, (COPIES,))
+    place.requests, place.rows_of_others = 8, 7
+    planner = auto._Planner(place, auto.Options())
+    planner.begin()
+    assert not planner.is_plain
+    for _ in range(3):
+        costs.round(8, 12, 8, 12.0, 0.0)
+    planner.copiers[0].gain = Mean(-0.1, 1.0)
+    planner.begin()
+    assert planner.is_plain
 
 
 def test_rules_that_judge_draws_are_refused() -> None:

@@ -78,8 +78,9 @@ def test_a_mixed_batch_writes_each_text_by_its_own_drafter_and_rule(method: Any)
     for name, drafter in drafters.items():
         assert drafter.seen == {request for request, its in zip(asked, names, strict=True) if its == name}
         assert method is auto or drafter.most == 3, "requests of one drafter grow together"
-    accepted = [sum(step.accepted for step in run.history.steps) for run in runs]
-    assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"
+    if method is speculative:  # the planner asks a drafter that takes as long as the target for as little as it may
+        accepted = [sum(step.accepted for step in run.history.steps) for run in runs]
+        assert all(accepted[place] > 0 for place in range(0, 9, 3)), "the perfect drafter's"
 
 
 def test_who_names_none_gets_the_first() -> None:

@@ -44,7 +44,7 @@ class Prices(NamedTuple):
     """What plans of a round go by."""
 
     second: float  # tokens that are written in one
-    row: float  # seconds of one more than each request's root
+    row: float  # seconds of one more than each request's root; 0: unknown
     is_known: bool  # whether a plain round was timed
     is_stale: bool  # whether all requests should write plainly for once, because none did for long
 
@@ -101,7 +101,7 @@ class Costs:
         """What holds in the next round of so many requests: the same answer to all of them."""
         if requests not in self._prices:
             is_stale = self.seen % _EVERY == 0 and self._rounds.is_stale(requests)
-            row = self.more(requests, 1)[0]
+            row = self.more(requests, 1)[0] if self._rounds.has_slope else 0.0
             self._prices[requests] = Prices(self.price(requests), row, self.knows(requests, 1), is_stale)
         return self._prices[requests]
 

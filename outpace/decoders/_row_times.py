@@ -54,6 +54,11 @@ class RowTimes:
         """Whether a pass over so many rows was timed, and then not for long."""
         return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
 
+    @property
+    def has_slope(self) -> bool:
+        """Whether what a row costs was measured at all."""
+        return sum(map(self.knows, self._samples)) > 1
+
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows; 0 until anything is known."""
         if not self._samples:
