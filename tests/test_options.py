@@ -163,10 +163,9 @@ LONG = ("ngram chain", "model chain", "perfect chain", "ngram tree", "card, simu
 
 
 def methods() -> Iterator[Any]:
-    """Each method with every option and one of the six wishes for it in turn, with all of them in the long tests."""
-    for name in METHODS:
-        yield pytest.param(name, 6, marks=pytest.mark.long if name in LONG else ())
-        yield pytest.param(name, 1, marks=pytest.mark.long)
+    """Methods with every option and one of the six wishes for it in turn; all methods and wishes in the long tests."""
+    yield from ((name, 6) for name in METHODS if name not in LONG)
+    yield from (pytest.param(name, 1, marks=pytest.mark.long) for name in METHODS)
 
 
 @pytest.mark.parametrize(("method", "every"), list(methods()))

@@ -60,7 +60,7 @@ class Costs:
         self.latest_draft = 0.0  # seconds of the last growth, a request's share of them
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
-        self._tried = 0  # the last of them that was for the sake of knowing its time
+        self._tried = 0  # the last round that was for the sake of knowing its time
         self._draft: dict[str, dict[int, deque[float]]] = {}  # by source and requests: a request's share of a step
         self._readers: set[str] = set()  # see `reads`
         self._is_step = True  # see `stepped`
