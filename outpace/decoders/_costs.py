@@ -12,10 +12,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.core.types import Source
-from outpace.decoders._row_times import RowTimes
+from outpace.decoders._row_times import KEPT, TRIED, RowTimes
 
-_KEPT = 9  # samples of one kind; their median counts
-_TRIED = 2  # so many samples make a row count known
 _FADE = 0.95  # of the past's weight in running means, a round
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
@@ -158,7 +156,7 @@ class Costs:
         if not self._is_step:
             return
         steps = self._draft.setdefault(source.name, {})
-        steps.setdefault(requests, deque(maxlen=_KEPT)).append(self.latest_draft)
+        steps.setdefault(requests, deque(maxlen=KEPT)).append(self.latest_draft)
 
     def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
         """A step of this source is held to cost such a share of a pass, until it was timed; of a text it reads
@@ -171,7 +169,7 @@ class Costs:
         """Seconds of one growth, a request's share of it while so many write; 0 until anything is known. A model's
         forward is taken to cost the same for any number of requests until it was timed with as many."""
         steps = self._draft.get(source.name, {})
-        known = {count: times for count, times in steps.items() if len(times) >= _TRIED}
+        known = {count: times for count, times in steps.items() if len(times) >= TRIED}
         if not known:
             return self._shares.get(source.name, 0.0) * self.target(1) / requests
         count = _nearest(known, requests)
@@ -225,7 +223,7 @@ class Costs:
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {}
         for name, steps in self._draft.items():
-            if known := [count for count, times in steps.items() if len(times) >= _TRIED]:
+            if known := [count for count, times in steps.items() if len(times) >= TRIED]:
                 draft[name] = median(steps[min(known)]) * min(known)
         return {"rounds": self._rounds.remember(), "draft": draft, "trust": trust, "growth": growth}
 
@@ -233,7 +231,7 @@ class Costs:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
         self._rounds.recall(profile["rounds"])
         for name, seconds in profile["draft"].items():
-            self._draft[name] = {1: deque([float(seconds)] * _TRIED, maxlen=_KEPT)}
+            self._draft[name] = {1: deque([float(seconds)] * TRIED, maxlen=KEPT)}
         self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
             self._growth[name] = {1: [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]}

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-_KEPT = 9  # samples of one row count; their median counts
-_TRIED = 2  # so many samples make a row count known
+KEPT = 9  # samples of one kind; their median counts
+TRIED = 2  # so many samples make a time known
 _RENEWED = 4  # rounds after which medians are taken anew
 _STALE = 96  # rounds after which a row count is measured again
 _FORGOTTEN = 512  # rounds after which the time of more rows than were met since is not known any more
@@ -30,13 +30,13 @@ class RowTimes:
     def learn(self, rows: int, seconds: float) -> None:
         """A round is over."""
         bucket = _bucket(rows)
-        samples = self._samples.setdefault(bucket, deque(maxlen=_KEPT))
+        samples = self._samples.setdefault(bucket, deque(maxlen=KEPT))
         samples.append(seconds)
         self._last[bucket] = self.seen
         self.seen += 1
         if self.seen % _RENEWED == 0:
             self._forget_old()
-        if len(samples) <= _TRIED or self.seen % _RENEWED == 0:
+        if len(samples) <= TRIED or self.seen % _RENEWED == 0:
             self._curve, self._more = None, {}
 
     def _forget_old(self) -> None:
@@ -46,7 +46,7 @@ class RowTimes:
         for bucket in [bucket for bucket in self._samples if bucket > widest]:
             del self._samples[bucket], self._last[bucket]
 
-    def knows(self, rows: int, samples: int = _TRIED) -> bool:
+    def knows(self, rows: int, samples: int = TRIED) -> bool:
         """Whether a pass over so many rows was timed, so often."""
         return len(self._samples.get(_bucket(rows), ())) >= samples
 
@@ -88,13 +88,13 @@ class RowTimes:
 
     def remember(self) -> dict[str, float]:
         """What a profile keeps."""
-        return {str(rows): median(times) for rows, times in self._samples.items() if len(times) >= _TRIED}
+        return {str(rows): median(times) for rows, times in self._samples.items() if len(times) >= TRIED}
 
     def recall(self, kept: Mapping[str, float]) -> None:
         """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
         for rows, seconds in kept.items():
             bucket = _bucket(int(rows))
-            self._samples[bucket] = deque([float(seconds)] * _TRIED, maxlen=_KEPT)
+            self._samples[bucket] = deque([float(seconds)] * TRIED, maxlen=KEPT)
             self._last[bucket] = self.seen
         self._curve, self._more = None, {}
 
@@ -105,7 +105,7 @@ class RowTimes:
         tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and all that
         drafts hold would be verified.
         """
-        known = {rows: median(times) for rows, times in self._samples.items() if len(times) >= _TRIED}
+        known = {rows: median(times) for rows, times in self._samples.items() if len(times) >= TRIED}
         if not known:  # so far nothing was done twice
             known = {rows: min(times) for rows, times in self._samples.items()}
         hull: list[Point] = []

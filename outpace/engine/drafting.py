@@ -128,23 +128,22 @@ class Drafting:
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
         """Tells the drafter in turn of a verdict; of what it followed, too."""
-        if run.draft.state is None:
+        if run.draft.state is None or self._of(run) is None:
             return
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-        seen = seen._replace(path=[tree.ids[node] for node in path])
-        before = run.draft.untold
-        if before is not None:
-            seen = seen._replace(path=[*before.path, *seen.path], tokens=[*before.tokens, *seen.tokens])
-        run.draft.untold = seen
+        run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))
         if len(tree) > 1 or seen.seen is not None:
             self._tell(run)
 
     def _tell(self, run: Running) -> None:
         """Tells a drafter what was written since it was told last. Rounds without drafts are told together, when it is
         asked next: a request that writes plainly for long costs it nothing."""
-        seen, drafter = run.draft.untold, self._of(run)
-        run.draft.untold = None
-        if seen is not None and drafter is not None:
+        untold, drafter = run.draft.untold, self._of(run)
+        if untold and drafter is not None:
+            path = [node for seen in untold for node in seen.path]
+            tokens = [token for seen in untold for token in seen.tokens]
+            seen = untold[-1]._replace(path=path, tokens=tokens)
+            untold.clear()
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
     def _of(self, run: Running) -> Drafter | None:

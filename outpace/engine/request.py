@@ -43,7 +43,7 @@ class Drafted:
     needs: Needs = NOTHING  # the drafter's
     told: int = 0  # tokens of the prompt that a drafter with such needs was told of
     state: DraftState | None = None
-    untold: Observation | None = None  # rounds that it was not told of yet
+    untold: list[Observation] = field(default_factory=list)  # rounds that it was not told of yet
     seconds: float = 0.0  # of the round under way
 
 
