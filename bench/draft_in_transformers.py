@@ -93,6 +93,7 @@ def difference(target: Any, ids: torch.Tensor, plain: list[int], assisted: list[
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--target", help="folder or .gguf file; else the shipped model")
     parser.add_argument("--draft", default="auto", help="folder of a draft; auto: the one that is known")

@@ -108,6 +108,7 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kept", type=Path, required=True)
     parser.add_argument("--target")

@@ -53,6 +53,7 @@ def draw(axes: Any, rows: Sequence[Mapping[str, Any]], methods: Sequence[str], f
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--to", type=Path, default=Path("docs/drafters.svg"))

@@ -218,6 +218,7 @@ def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--draft", default="auto")

@@ -169,6 +169,7 @@ def answers(
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("instances", "answers"))
     parser.add_argument("folder", type=Path)

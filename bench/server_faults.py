@@ -187,6 +187,7 @@ def parts(given: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+")
     parser.add_argument("--disconnects", type=int, default=1000)

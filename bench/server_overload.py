@@ -219,6 +219,7 @@ async def overload(server: Server, way: str, windows: int, seconds: float, where
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a window")

@@ -99,6 +99,7 @@ def compared(rows: list[tuple[Answer, Answer]]) -> dict[str, Any]:
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--count", type=int, default=12)

@@ -140,6 +140,7 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--tasks", default="repetition,builtin")
