@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import Outcome, QuickToy, decode, make_request, write
@@ -16,8 +17,10 @@ from outpace.cli.main import main
 from outpace.core.alignment import Alignment, Offer
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
+from outpace.core.types import Source
 from outpace.decoders import autoregressive
-from outpace.drafters import prediction
+from outpace.drafters import grammar, ngram, prediction
+from outpace.drafters._combined import Combined
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
@@ -259,3 +262,19 @@ def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
         main(words)
     out, err = capsys.readouterr()
     return int(end.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("guess", [(), (9, 2, 6)])
+def test_the_planner_asks_for_copies_of_a_prediction_where_there_is_one(guess: Sequence[int]) -> None:
+    asked: list[str] = []
+
+    class Noting(Combined):
+        def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
+            assert source is not None
+            asked.append(source.name)
+            return super().grow_by(source, states, trees)
+
+    parts = Noting([drafter(), grammar.Grammar(grammar.Options()), ngram.Ngram(ngram.Options())])
+    request = make_request(PROMPT, max_tokens=40, prediction=tuple(guess))
+    assert decode([request], "auto", parts, target=TARGET).texts == [write(TARGET, request)]
+    assert set(asked) == {"ngram", *(["prediction"] if guess else [])}, "and none has a grammar"

@@ -147,6 +147,9 @@ class ClockedDrafter(Drafter):
     def sources(self) -> tuple[Source, ...]:
         return self._inner.sources
 
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        return self._inner.sources_for(request)
+
     def open(self, request: Request) -> Any:
         return self._inner.open(request)
 

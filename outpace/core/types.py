@@ -241,6 +241,10 @@ class Drafter(TakesOrders):
         """What `grow_by` may be asked for: itself, or its parts."""
         return (Source(self.name, self.runs_model, self.is_fitted),)
 
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        """Those of them that can have something for this request: no other needs to be asked."""
+        return self.sources
+
     def weight_bytes(self, source: Source) -> int | None:
         """Bytes of weights that a step of a source reads; None where it does not tell."""
         return None

@@ -24,6 +24,9 @@ class Combined(Several):
         """Those of all parts."""
         return tuple(source for part in self.parts for source in part.sources)
 
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        return tuple(source for part in self.parts for source in part.sources_for(request))
+
     def weight_bytes(self, source: Source) -> int | None:
         """Of the part that has this source."""
         return next((part.weight_bytes(source) for part in self.parts if source in part.sources), None)

@@ -14,7 +14,7 @@ from heapq import nlargest
 
 from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import Role, TokenTree, path_to
-from outpace.core.types import Drafter, DraftState, Observation, Request
+from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.drafters._chance import Rate
 
 _LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
@@ -51,6 +51,10 @@ class Grammar(Drafter):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._rates = {True: Rate(0.8), False: Rate(0.9)}  # by: is it the first of a forced text
+
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        """None for a request without a constraint."""
+        return self.sources if request.constraint is not None else ()
 
     def open(self, request: Request) -> GrammarState:
         return GrammarState(request, list(request.prompt))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from outpace.core.alignment import Alignment
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request
+from outpace.core.types import Observation, Request, Source
 from outpace.drafters._grafter import Grade, Grafter, GraftState
 
 _VOUCHED = 4  # equal tokens that the caller's word counts as, at the beginning of an answer
@@ -45,6 +45,10 @@ class Prediction(Grafter[PredictionState]):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
+
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        """None for a request without a prediction."""
+        return self.sources if request.prediction else ()
 
     def open(self, request: Request) -> PredictionState:
         return PredictionState(request, list(request.prompt), alignment=Alignment(request.prediction))

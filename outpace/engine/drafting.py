@@ -61,7 +61,7 @@ class Drafting:
             run.place.turn_seconds = partial(getattr, self.worker, "turn_seconds")
             self.worker.open(run.key, run.request, run.place.candidates)
         elif (drafter := self._of(run)) is not None:
-            run.place.sources = drafter.sources
+            run.place.sources = drafter.sources_for(run.request)
             run.draft.state = self._guarded(run.draft.name, drafter.open, run.request)
 
     def close(self, run: Running) -> None:
