@@ -15,7 +15,7 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _costs, _row_times, auto
+from outpace.decoders import _costs, _recent, _row_times, auto
 from outpace.decoders.base import Place
 
 
@@ -120,8 +120,8 @@ def with_its_drafting(round_: Original) -> Original:
 
 def falling(convex: Original) -> Original:
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        counts = sorted(self._samples)
-        return counts, [_row_times.median(self._samples[rows]) for rows in counts]
+        known = self._times.medians or self._times.least
+        return sorted(known), [known[rows] for rows in sorted(known)]
 
     return mutated
 
@@ -130,7 +130,7 @@ def medians_joined(convex: Original) -> Original:
     """The medians as they are, made not to fall."""
 
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = {rows: _row_times.median(times) for rows, times in self._samples.items() if len(times) > 1}
+        known = self._times.medians
         if not known:
             return convex(self)
         return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
@@ -162,9 +162,15 @@ PLANNER_MUTATIONS = [
     mutation("planner: all nodes are the first source's", auto._Planner, "_note", of_one_source),
     mutation("planner: nothing is tried again", auto._Planner, "_is_due", lambda f: lambda self, grower: False),
     mutation("planner: what failed is tried as often as before", auto._Planner, "learn", as_often_as_before),
+    mutation(
+        "planner: a crowd's trials start anew with each request",
+        _costs.Costs,
+        "tried",
+        lambda f: lambda *parts, pays: None,
+    ),
     mutation("planner: the whole tree is verified", auto._Planner, "chosen", whole_trees),
     mutation("planner: any prompt is worth reading", auto._Planner, "_is_worth_reading", lambda f: lambda *parts: True),
-    mutation("costs: means instead of medians", _costs, "median", lambda f: fmean),
+    mutation("costs: means instead of medians", _recent, "median", lambda f: fmean),
     mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),
     mutation("costs: rows are free where few samples say so", _row_times.RowTimes, "_convex", medians_joined),

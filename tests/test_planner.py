@@ -300,6 +300,36 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
     assert asked > 150 if is_asked else 4 < asked < 20, asked
 
 
+def rounds_with_the_model(requests: int, answers: int) -> int:
+    """In how many rounds one of several requests that write short answers, one behind the other, asks a draft model
+    whose tokens never come true."""
+    costs, asked = Costs(), 0
+    for _ in range(3):
+        for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
+            costs.round(requests, rows, requests, seconds, 0.0)
+    for _ in range(answers):
+        place = place_of(make_request((1,)), 8, costs, (DRAFT,))
+        place.requests, place.rows_of_others = requests, requests - 1
+        planner = auto._Planner(place, auto.Options())
+        for _ in range(60):
+            planner.begin()
+            tree = TokenTree(RIGHT)
+            while not planner.is_plain and planner.pays(tree, planner.growers[0]):
+                asked += 1
+                costs.drafted(0.5 * requests, requests, DRAFT)
+                tree.add(tree_end(tree), WRONG, math.log(0.5))
+                planner.grown(tree, planner.growers[0])
+            planner.learn(tree, [0])
+            costs.round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
+    return asked
+
+
+def test_a_crowd_remembers_for_the_next_request_that_trials_failed() -> None:
+    """One alone does not: the next text may be one that the draft knows."""
+    assert rounds_with_the_model(4, 60) < 20
+    assert rounds_with_the_model(1, 60) > 60
+
+
 def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
     """Only plain rounds of eight were timed: nobody can say that they are a crowd."""
     costs = Costs()

@@ -6,13 +6,12 @@ was never measured is taken to go on as what is known does: so it is tried, and 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.core.types import Source
-from outpace.decoders._row_times import KEPT, TRIED, RowTimes
+from outpace.decoders._recent import Recent
+from outpace.decoders._row_times import RowTimes
 
 _FADE = 0.95  # of the past's weight in running means, a round
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
@@ -20,6 +19,7 @@ _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo wh
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _COPIES, _HELD = 0.2, 8.0  # tokens that copies are held to give a round, and of how many rounds' weight that is
 _GROWS = 0.6  # of the chance at the leaves that a layer is held to put below them
+_FAILURES = 5  # that are counted
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
 
 
@@ -59,13 +59,14 @@ class Costs:
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
         self._tried = 0  # the last round that was for the sake of knowing its time
-        self._draft: dict[str, dict[int, deque[float]]] = {}  # by source and requests: a request's share of a step
+        self._draft: dict[str, Recent] = {}  # by source and requests: a request's share of a step
         self._readers: set[str] = set()  # see `reads`
         self._is_step = True  # see `stepped`
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
         self._most_read: dict[str, int] = {}  # by source: tokens of a text that it reads at most
         self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
         self._elapsed = 0.0  # seconds of rounds, drafting not counted
+        self._failures: dict[tuple[str, int], tuple[int, int]] = {}  # by source and requests: how many, the last round
         self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
         self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
         self._trust: dict[str, Mean] = {}  # by source
@@ -150,13 +151,23 @@ class Costs:
         """Seconds of rounds since any request's tree was grown by this source."""
         return self._elapsed - self._asked.get(source.name, 0.0)
 
+    def tried(self, source: Source, requests: int, pays: bool) -> None:
+        """A request's tree was grown by this source because that pays, or to see whether it does."""
+        count, last = self._failures.get((source.name, requests), (0, -1))
+        more = last != self.seen  # all that try in a round try once
+        self._failures[source.name, requests] = 0 if pays else min(count + more, _FAILURES), self.seen
+
+    def failures(self, source: Source, requests: int) -> int:
+        """Rounds in a row in which so many requests tried this source, and it paid for none of them. What one alone
+        tried says nothing of the next, which writes another text."""
+        return self._failures.get((source.name, requests), (0, 0))[0] if requests > 1 else 0
+
     def stepped(self, source: Source, requests: int) -> None:
         """The latest growth was one of this source, while so many requests write. It counts where the model read
         nothing, for any of them, but what it had proposed."""
         if not self._is_step:
             return
-        steps = self._draft.setdefault(source.name, {})
-        steps.setdefault(requests, deque(maxlen=KEPT)).append(self.latest_draft)
+        self._draft.setdefault(source.name, Recent()).learn(requests, self.latest_draft)
 
     def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
         """A step of this source is held to cost such a share of a pass, until it was timed; of a text it reads
@@ -168,12 +179,11 @@ class Costs:
     def draft(self, source: Source, requests: int = 1) -> float:
         """Seconds of one growth, a request's share of it while so many write; 0 until anything is known. A model's
         forward is taken to cost the same for any number of requests until it was timed with as many."""
-        steps = self._draft.get(source.name, {})
-        known = {count: times for count, times in steps.items() if len(times) >= TRIED}
+        known = self._draft[source.name].medians if source.name in self._draft else {}
         if not known:
             return self._shares.get(source.name, 0.0) * self.target(1) / requests
-        count = _nearest(known, requests)
-        return median(known[count]) * (count / requests if source.runs_model else 1.0)
+        count = requests if requests in known else _nearest(known, requests)
+        return known[count] * (count / requests if source.runs_model else 1.0)
 
     def read(self, tokens: int, seconds: float) -> None:
         """The target has read so many tokens of prompts, in a pass over nothing else."""
@@ -223,15 +233,16 @@ class Costs:
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {}
         for name, steps in self._draft.items():
-            if known := [count for count, times in steps.items() if len(times) >= TRIED]:
-                draft[name] = median(steps[min(known)]) * min(known)
+            if known := steps.medians:
+                draft[name] = known[min(known)] * min(known)
         return {"rounds": self._rounds.remember(), "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
-        """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
+        """Begins with what a profile holds."""
         self._rounds.recall(profile["rounds"])
         for name, seconds in profile["draft"].items():
-            self._draft[name] = {1: deque([float(seconds)] * TRIED, maxlen=KEPT)}
+            self._draft[name] = Recent()
+            self._draft[name].expect(1, float(seconds))
         self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
             self._growth[name] = {1: [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median
 
-KEPT = 9  # samples of one kind; their median counts
-TRIED = 2  # so many samples make a time known
+from outpace.decoders._recent import TRIED, Recent
+
 _RENEWED = 4  # rounds after which medians are taken anew
 _STALE = 96  # rounds after which a row count is measured again
 _FORGOTTEN = 512  # rounds after which the time of more rows than were met since is not known any more
@@ -21,7 +19,7 @@ class RowTimes:
     """Seconds of a round, its drafting not counted, by the rows of all requests together."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}  # by bucket
+        self._times = Recent()  # by bucket
         self._last: dict[int, int] = {}  # by bucket: the round in which it was met last
         self._curve: tuple[list[int], list[float]] | None = None
         self._more: dict[int, list[float]] = {}  # see `more`
@@ -30,25 +28,25 @@ class RowTimes:
     def learn(self, rows: int, seconds: float) -> None:
         """A round is over."""
         bucket = _bucket(rows)
-        samples = self._samples.setdefault(bucket, deque(maxlen=KEPT))
-        samples.append(seconds)
+        self._times.learn(bucket, seconds)
         self._last[bucket] = self.seen
         self.seen += 1
         if self.seen % _RENEWED == 0:
             self._forget_old()
-        if len(samples) <= TRIED or self.seen % _RENEWED == 0:
+        if self._times.count(bucket) <= TRIED or self.seen % _RENEWED == 0:
             self._curve, self._more = None, {}
 
     def _forget_old(self) -> None:
         """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
         where fewer rows say that they might pay."""
         widest = max(bucket for bucket, last in self._last.items() if self.seen - last <= _FORGOTTEN)
-        for bucket in [bucket for bucket in self._samples if bucket > widest]:
-            del self._samples[bucket], self._last[bucket]
+        for bucket in [bucket for bucket in self._times if bucket > widest]:
+            self._times.forget(bucket)
+            del self._last[bucket]
 
     def knows(self, rows: int, samples: int = TRIED) -> bool:
         """Whether a pass over so many rows was timed, so often."""
-        return len(self._samples.get(_bucket(rows), ())) >= samples
+        return self._times.count(_bucket(rows)) >= samples
 
     def is_stale(self, rows: int) -> bool:
         """Whether a pass over so many rows was timed, and then not for long."""
@@ -57,15 +55,15 @@ class RowTimes:
     @property
     def has_slope(self) -> bool:
         """Whether what a row costs was measured at all."""
-        return sum(map(self.knows, self._samples)) > 1
+        return len(self._times.medians) > 1
 
     def target(self, rows: int) -> float:
         """Seconds of a round over so many rows; 0 until anything is known."""
-        if not self._samples:
-            return 0.0
         if self._curve is None:
             self._curve = self._convex()
         counts, seconds = self._curve
+        if not counts:
+            return 0.0
         place = bisect.bisect_left(counts, rows)
         if place == len(counts):
             return seconds[-1] + (rows - counts[-1]) * self._slope(counts, seconds)
@@ -84,17 +82,17 @@ class RowTimes:
 
     def most_more(self, others: int) -> int:
         """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
-        return max(_FIRST, 2 * max(self._samples, default=0) - others - 1)
+        return max(_FIRST, 2 * max(self._times, default=0) - others - 1)
 
     def remember(self) -> dict[str, float]:
         """What a profile keeps."""
-        return {str(rows): median(times) for rows, times in self._samples.items() if len(times) >= TRIED}
+        return {str(rows): seconds for rows, seconds in self._times.medians.items()}
 
     def recall(self, kept: Mapping[str, float]) -> None:
-        """Begins with what a profile holds; as much as two fresh measurements, so that it is soon overruled."""
+        """Begins with what a profile holds."""
         for rows, seconds in kept.items():
             bucket = _bucket(int(rows))
-            self._samples[bucket] = deque([float(seconds)] * TRIED, maxlen=KEPT)
+            self._times.expect(bucket, float(seconds))
             self._last[bucket] = self.seen
         self._curve, self._more = None, {}
 
@@ -105,15 +103,14 @@ class RowTimes:
         tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and all that
         drafts hold would be verified.
         """
-        known = {rows: median(times) for rows, times in self._samples.items() if len(times) >= TRIED}
-        if not known:  # so far nothing was done twice
-            known = {rows: min(times) for rows, times in self._samples.items()}
-        hull: list[Point] = []
-        for rows in sorted(known):
-            point = rows, min(seconds for count, seconds in known.items() if count >= rows)
-            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+        known = self._times.medians or self._times.least  # these where so far nothing was done twice
+        hull: list[Point] = []  # from the widest down: no count takes longer than a higher one
+        for rows in sorted(known, reverse=True):
+            point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
+            while len(hull) > 1 and _is_above(hull[-1], point, hull[-2]):
                 hull.pop()
             hull.append(point)
+        hull.reverse()
         return [rows for rows, _ in hull], [seconds for _, seconds in hull]
 
     @staticmethod

@@ -197,7 +197,8 @@ class _Planner:
             reading = 0.0 if grower.has_read else self._costs.reading(grower.source, len(self._place.committed))
             cost = max(grower.trial_cost, 3 * cost) + reading
         is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
-        share = self._options.trials / 2 ** (0 if grower.layers else grower.failures)
+        failures = max(grower.failures, self._costs.failures(grower.source, self._place.requests))
+        share = self._options.trials / 2 ** (0 if grower.layers else failures)
         idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
         return is_told and cost * self._place.requests < share * idle
 
@@ -229,6 +230,7 @@ class _Planner:
             grower.grown[: grower.layers] = [self._seconds] * grower.layers
             if grower.layers:
                 grower.failures = grower.failures + 1 if grower.tries else 0
+                self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
         if len(tree) == 1 and not any(copier.is_asked for copier in self.copiers):
             return
         walked = [self._sources[tree.ids[node]] for node in path[1:]]
