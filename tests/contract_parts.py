@@ -139,7 +139,7 @@ class Skipping(Drafter):
     """The target without some sublayers, on the target's own session: Draft & Verify's shape."""
 
     name = "skipping"
-    needs = Needs(session=True)
+    needs = Needs(session=24)
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
         self._grower = Grower(target.without(attention, mlp), width, tree_nodes=24, on_base=True)

@@ -12,6 +12,7 @@ import pytest
 import test_rejection as enumeration
 import ways
 from doubles import QuickToy, make_drafter, make_request, write
+from test_memory import drafts_of
 from test_options import OPTIONS, TARGET, wishes_of
 from torch import Tensor
 from twins import answer_all, nearly, write_slowly
@@ -118,15 +119,21 @@ def pause_differences() -> Iterator[str]:
     """More texts than there is memory for."""
     target = QuickToy(16, 3, 0)
     requests = [make_request(STEM[number:], "gumbel", 150, temperature=1.0, seed=number) for number in range(0, 80, 20)]
-    options = EngineOptions(chunk=40, nodes=6, kv_memory=500 * target.token_bytes / (1 << 30))
+    options = EngineOptions(chunk=40, nodes=6, kv_memory=900 * target.token_bytes / (1 << 30))
     with Engine(target, make_drafter("perfect", target, width=1), options=options) as parts:
         runs = [parts.submit(request, speculative, speculative.Options()) for request in requests]
         for _ in range(2000):
             if all(run.finish_reason for run in runs):
                 break
             parts.step()
-            if parts.memory.used > parts.memory.budget:
+            drafts = drafts_of(parts)
+            own = [run.storage.session for run in parts.running] + [kept.session for kept in parts.memory._kept]
+            held = sum(session.slots for session in own) + sum(session.slots for _, session in drafts)
+            if max(parts.memory.used, held * target.token_bytes) > parts.memory.budget:
                 yield "more memory is used than there is"
+            running = {run.key for run in parts.running}
+            if any(session.slots for key, session in drafts if key not in running):
+                yield "a request that waits holds what its draft read"
             for run in parts.running:
                 if (
                     run.storage.session.tokens[: run.storage.session.length].tolist()

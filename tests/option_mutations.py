@@ -17,8 +17,10 @@ from outpace.core.banned_text import BannedText
 from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Row, Verdict
+from outpace.drafters._grower import Grower
 from outpace.engine import memory, passes
 from outpace.engine import request as running
+from outpace.engine.drafting import Drafting
 from outpace.rules import _ratio, greedy, gumbel, match
 
 ADJUSTING = (greedy, gumbel, match, _ratio, logprobs)
@@ -241,5 +243,7 @@ OPTION_MUTATIONS = [
     mutation("reuse: what a broken round left", memory.Memory, "close", forget_that_it_broke),
     mutation("reuse: what was accepted before a pause", memory.Memory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", memory.Memory, "fit", beyond_the_budget),
+    mutation("reuse: drafts count nothing", Drafting, "stored_bytes", lambda f: lambda self, texts: 0),
+    mutation("reuse: a pause leaves the draft its session", Grower, "pause", lambda f: lambda self, state: None),
     mutation("reuse: a prompt that is reported on", memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
 ]

@@ -68,8 +68,25 @@ def check(engine: Engine) -> None:
     sessions = [run.storage.session for run in engine.running] + [kept.session for kept in memory._kept]
     assert len({id(session) for session in sessions}) == len(sessions), "one session has two owners"
     assert set(memory._open) == set(engine.running)
-    assert not any(hasattr(run, "session") for run in engine.waiting)
-    assert sum(session.slots for session in sessions) * engine.target.token_bytes == memory.used <= memory.budget
+    assert not any(hasattr(run.storage, "session") for run in engine.waiting)
+    runs = [(run, run.storage.session.slots) for run in engine.running]
+    set_aside = engine.drafting.stored_bytes(runs)
+    drafts = drafts_of(engine)
+    assert sum(session.slots for key, session in drafts) * engine.target.token_bytes <= set_aside
+    assert {key for key, session in drafts if session.slots} <= {run.key for run in engine.running}
+    own = sum(session.slots for session in sessions) * engine.target.token_bytes
+    assert own + set_aside == memory.used <= memory.budget
+
+
+def drafts_of(engine: Engine) -> list[tuple[int, ToySession]]:
+    """The drafts' sessions, with the keys of their requests; of a worker's, when it has read its mail."""
+    states = [(run.key, run.draft.state) for run in (*engine.running, *engine.waiting)]
+    if isinstance(engine.worker, InlineWorker):
+        engine.worker._loop._read_mail()
+        states += [(key, track.state) for key, track in engine.worker._loop._tracks.items()]
+    parts = [(key, part) for key, state in states for part in getattr(state, "parts", [state])]
+    found = [(key, part, getattr(part, "session", None)) for key, part in parts]
+    return [(key, it) for key, part, it in found if isinstance(it, ToySession) and it is not part.base]
 
 
 @pytest.mark.parametrize("length", [75, 200, 300, 400])
@@ -213,13 +230,13 @@ def test_what_would_be_copied_goes_last() -> None:
 def test_more_requests_than_memory_are_admitted_in_turn() -> None:
     target = Counting()
     chance = random.Random(5)
-    options = EngineOptions(nodes=4, chunk=8, kv_memory=slots(150, target))
+    options = EngineOptions(nodes=4, chunk=8, kv_memory=slots(500, target))
     requests = []
     for number in range(30):
         start = SYSTEM[: chance.choice((0, 20, 40))]
         prompt = (*start, *(chance.randrange(16) for _ in range(chance.randint(1, 20))))
         requests.append(make_request(prompt, "gumbel", chance.randint(1, 30), temperature=1.0, seed=number))
-    drafter = make_drafter("both", target)
+    drafter = make_drafter("both", target, tree_nodes=16)
     with Engine(target, drafter, options=options) as engine:
         runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
         engine.step()
@@ -343,10 +360,10 @@ def test_without_reuse_nothing_is_kept() -> None:
 def test_any_traffic_keeps_texts_storage_and_budget(seed: int) -> None:
     """Requests that begin like one another, ended at random, in little memory, with every method."""
     chance, target = random.Random(seed), Counting()
-    drafter = make_drafter("both", target)
-    worker = InlineWorker(make_drafter("model", target))
+    drafter = make_drafter("both", target, tree_nodes=16)
+    worker = InlineWorker(make_drafter("model", target, tree_nodes=16))
     options = EngineOptions(
-        nodes=5, chunk=chance.choice((6, 16)), batch=4, kv_memory=slots(chance.choice((260, 700)), target)
+        nodes=5, chunk=chance.choice((6, 16)), batch=4, kv_memory=slots(chance.choice((450, 1000)), target)
     )
     stems = [SYSTEM[: chance.choice((12, 30, 80))], SYSTEM[5:60], SYSTEM[:70]]
     runs: list[Running] = []

@@ -21,15 +21,16 @@ from machines import DEAR_DEPTHS, SEARCH
 from mutations import MUTATIONS
 from test_memory import GIB, check
 
+from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import Request
-from outpace.decoders import autoregressive, speculative
+from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
 
 TARGET = QuickToy(16, 3, 0)
 STEM = tuple((7 * place * place + place) % 16 for place in range(90))
-NODES, CHUNK = 6, 8
+NODES, CHUNK, TREE = 6, 8, 16
 REQUESTS = st.tuples(
     st.integers(1, len(STEM)), st.lists(st.integers(0, 15), max_size=4), st.integers(1, 150), st.booleans()
 )
@@ -48,12 +49,15 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.runs: list[tuple[Request, Running]] = []
 
-    @initialize(slots=st.sampled_from([100, 300, 500]), batch=st.integers(1, 4))
-    def start(self, slots: int, batch: int) -> None:
+    @initialize(slots=st.sampled_from([250, 500, 900]), batch=st.integers(1, 4), beside=st.booleans())
+    def start(self, slots: int, batch: int, beside: bool) -> None:
+        """Drafts are grown in turn with the target, or beside it."""
         budget = slots * TARGET.token_bytes / GIB
         options = EngineOptions(nodes=NODES, rows=40, chunk=CHUNK, batch=batch, kv_memory=budget)
         self.slots = slots
-        self.engine = Engine(TARGET, make_drafter("model", TARGET, width=2, tree_nodes=16), options=options)
+        drafter = make_drafter("both", TARGET, width=2, tree_nodes=TREE)
+        self.method = card if beside else speculative
+        self.engine = Engine(TARGET, None if beside else drafter, InlineWorker(drafter) if beside else None, options)
 
     @rule(wish=REQUESTS, seed=st.integers(0, 3), key=KEYS)
     def submit(self, wish: tuple[int, list[int], int, bool], seed: int, key: str | None) -> None:
@@ -70,8 +74,9 @@ class MemoryMachine(RuleBasedStateMachine):
     def ask(self, prompt: Sequence[int], max_tokens: int, seed: int, is_drafted: bool, key: str | None) -> None:
         """Taken where it could run alone, refused where it could not."""
         request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=seed, reuse_key=key)
-        decoder = speculative if is_drafted else autoregressive
-        if len(prompt) + max_tokens + NODES > self.slots:
+        decoder = self.method if is_drafted else autoregressive
+        most = len(prompt) + max_tokens + NODES
+        if most + (int((most + TREE) * 1.25) + 64) * is_drafted > self.slots:
             with pytest.raises(UserError, match="GiB of keys and values"):
                 self.engine.submit(request, decoder, decoder.Options())
         else:

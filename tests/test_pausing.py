@@ -110,7 +110,7 @@ def test_who_is_called_off_in_a_pause_is_over() -> None:
     target = Counting()
     requests = [make_request(prompt, max_tokens=300) for prompt in prompts(3)]
     drafter = make_drafter("model", target)
-    with Engine(target, drafter, options=few_slots(target, 450)) as engine:
+    with Engine(target, drafter, options=few_slots(target, 1200)) as engine:
         runs = [engine.submit(request, speculative, speculative.Options()) for request in requests]
         while not runs[2].history.pauses:
             engine.step()

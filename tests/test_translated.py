@@ -16,11 +16,12 @@ from files import CONFIG, model_folder, weights
 from turns import in_turn
 
 import outpace
+from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import translated
+from outpace.drafters import _translating, translated
 from outpace.engine.build import find_rule
 from outpace.models.files.checkpoint import write_checkpoint
 from outpace.models.load import Loaded, load_model
@@ -277,3 +278,23 @@ def test_a_character_that_is_not_whole_is_waited_for(folders: dict[str, Path], t
         node = tree.children(node)[-1]
         path.append(tree.tokens[node])
     assert target.tokenizer.decode(path) == "\u00e9\u00e9"
+
+
+def test_a_pause_gives_the_session_back_and_what_is_too_long_is_not_read(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(folders, "finer", method="speculative") as llm:
+        drafter: Any = llm.engine.drafting.drafter
+        request = llm.prepare(CHAT, SamplingParams(max_tokens=20)).request
+    state, tree = drafter.open(request), TokenTree(request.prompt[-1])
+    drafter.grow([state], [tree])
+    count = len(request.prompt)
+    assert 0 < drafter._model.session_bytes(state.session.slots) <= drafter.stored_bytes([count])
+    known = state.session.length
+    drafter.pause(state)
+    assert state.session.slots == state.session.length == 0
+    drafter.grow([state], [tree])
+    assert state.session.length == known + 1, "all is read again, with the token that was drafted"
+    monkeypatch.setattr(_translating, "_most", lambda length: 3)
+    assert drafter.grow([drafter.open(request)], [other := TokenTree(request.prompt[-1])]) == [0]
+    assert len(other) == 1

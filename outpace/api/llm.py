@@ -72,7 +72,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     Serving:
         batch: requests that are answered at once; the others wait.
-        kv_memory: GiB for the target's keys and values; None: half of what is free. Where they end, answers pause.
+        kv_memory: GiB for keys and values, drafts' too; None: half of what is free. Where they end, answers pause.
         reuse: a prompt that begins like an earlier text starts from its keys and values (prefix cache).
 
     All else by name are options of the method, the drafter and the rule.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outpace.candidates.cache import CandidateCache, Correction, Layer
-from outpace.candidates.loop import Close, Correct, Message, Open, Order
+from outpace.candidates.loop import Close, Correct, Message, Open, Order, Pause, Resume
 from outpace.core.orders import Orders
 from outpace.core.types import Request
 
@@ -42,6 +42,14 @@ class Worker(ABC):
         """How a request is drafted from now on; returns at once."""
         self._post(Order(key, orders))
 
+    def pause(self, key: int) -> None:
+        """A request gives its keys and values back until there is room for them; returns at once."""
+        self._post(Pause(key))
+
+    def resume(self, key: int) -> None:
+        """It goes on."""
+        self._post(Resume(key))
+
     def forget(self, key: int) -> None:
         """A request is over."""
         self._caches.pop(key, None)
@@ -51,6 +59,11 @@ class Worker(ABC):
     def is_working(self) -> bool:
         """Whether the drafter works at the moment, or will when it has read its messages."""
         return bool(self._caches) and self.failure is None
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """The most bytes of keys and values that the drafter holds in this process for requests whose texts have so
+        many tokens each."""
+        return 0
 
     @abstractmethod
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:

@@ -43,6 +43,9 @@ class InlineWorker(Worker):
         self.clock = clock or SimulatedClock()
         self._running: tuple[float, list[tuple[int, Layer]]] | None = None  # its end, its layers
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return 0 if self.failure else self._loop.stored_bytes(lengths)
+
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         result = target_pass()
         clock, begin = self.clock, self.clock.now
@@ -100,6 +103,7 @@ class InlineWorker(Worker):
             layers = self._loop.grow()
         except Exception as failure:
             self.failure = failure
+            self._loop.drop(failure)
             return
         if layers:
             seconds = self.clock.draft_seconds()

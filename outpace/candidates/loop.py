@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from outpace.candidates.cache import Candidate, Correction, Layer
@@ -36,13 +38,25 @@ class Order(NamedTuple):
     orders: Orders
 
 
+class Pause(NamedTuple):
+    """A request waits for memory: nothing is held or drafted for it meanwhile."""
+
+    key: int
+
+
+class Resume(NamedTuple):
+    """It goes on."""
+
+    key: int
+
+
 class Close(NamedTuple):
     """A request is over."""
 
     key: int
 
 
-Message = Open | Correct | Order | Close
+Message = Open | Correct | Order | Pause | Resume | Close
 
 
 @dataclass
@@ -101,6 +115,10 @@ class DraftLoop:
             track.idle = not count or track.is_done
         return [(key, self._delta(self._tracks[key])) for key in keys]
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""
+        return self._drafter.stored_bytes(lengths)
+
     def share_cores(self, most: int) -> None:
         """The drafter's models take at most so many CPU threads in this thread."""
         self._drafter.share_cores(most)
@@ -116,6 +134,11 @@ class DraftLoop:
         except Empty:
             return
         self._take(message)
+
+    def drop(self, failure: BaseException) -> None:
+        """The drafter failed: nothing is held for any request, nor by the failure, which is kept."""
+        self._tracks.clear()
+        clear_frames(failure.__traceback__)
 
     def end(self) -> None:
         """Nothing is drafted any more."""
@@ -156,6 +179,13 @@ class DraftLoop:
                 self._drafter.close(track.state)
         elif isinstance(message, Order):
             self._heed(self._tracks[message.key], message.orders)
+        elif isinstance(message, Pause):
+            track = self._tracks[message.key]
+            track.idle = True
+            self._drafter.pause(track.state)
+        elif isinstance(message, Resume):
+            track = self._tracks[message.key]
+            track.idle = track.is_done
         elif message is not None:
             self._follow(self._tracks[message.key], message.correction)
 

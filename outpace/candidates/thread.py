@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -47,6 +47,9 @@ class ThreadWorker(Worker):
     def is_working(self) -> bool:
         return super().is_working and not self._resting
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return 0 if self.failure else self._loop.stored_bytes(lengths)
+
     def beside(self, target_pass: Callable[[], T], rows: int) -> T:
         return target_pass()
 
@@ -81,6 +84,7 @@ class ThreadWorker(Worker):
                 self._work()
         except BaseException as failure:
             self.failure = failure
+            self._loop.drop(failure)
             for cache in list(self._caches.values()):
                 cache.give_up()
 

@@ -137,9 +137,8 @@ class Loading:
     kv_memory: Annotated[
         float | None,
         typer.Option(
-            help="Memory for the target's KV cache with kept texts, in GiB; the default is half of the free memory."
-            " A draft model's own is not counted: about 4 MB a request for the shipped draft, as many tokens as the"
-            " target's for others.",
+            help="Memory for the KV cache, in GiB: of the target with its kept texts, and of drafts in this process;"
+            " the default is half of the free memory.",
             rich_help_panel=METHOD,
         ),
     ] = None

@@ -28,18 +28,18 @@ class Needs(NamedTuple):
 
     `top`: the best tokens by the target's scores after a node; `layers`: the residual stream after so many layers each,
     before the final norm. `prompt`: `Drafter.read` is told of the prompt's tokens too. `session`: it drafts on the
-    target's own session.
+    target's own session, in so many pending nodes at most.
     """
 
     top: int = 0
     layers: tuple[int, ...] = ()
     prompt: bool = False
-    session: bool = False
+    session: int = 0
 
     def joined(self, other: Needs) -> Needs:
         """What serves both."""
         layers = tuple(sorted({*self.layers, *other.layers}))
-        return Needs(max(self.top, other.top), layers, self.prompt or other.prompt, self.session or other.session)
+        return Needs(max(self.top, other.top), layers, self.prompt or other.prompt, max(self.session, other.session))
 
 
 NOTHING = Needs()

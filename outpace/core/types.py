@@ -277,6 +277,15 @@ class Drafter(TakesOrders):
         """log q of these tokens one after the other, as it would draft them next; None where it does not tell."""
         return None
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """The most bytes of keys and values that it holds for requests whose texts have so many tokens each; not what
+        it has in the target's sessions."""
+        return 0
+
+    def pause(self, state: Any) -> None:
+        """The request waits for memory: keys and values that are held for it are given back, and read again when it is
+        drafted for the next time. The target's session is taken back by whoever lent it."""
+
     def close(self, state: Any) -> None:
         """The request is over."""
 

@@ -17,7 +17,7 @@ from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._outcomes import for_outcomes
-from outpace.models.base import Model, Part, chain
+from outpace.models.base import Model, Part, Session, chain
 
 _CHUNK = 256  # prompt tokens a forward
 _FULL = 3
@@ -56,7 +56,8 @@ class Job(NamedTuple):
 class Grower:
     """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`.
 
-    With a `window` a session begins with the text's last `window` tokens, and anew when it holds `_FULL` times that.
+    With a `window` a session begins with the text's last `window` tokens, and anew before it holds more than `_FULL`
+    times that.
     """
 
     def __init__(
@@ -81,6 +82,20 @@ class Grower:
             return None
         capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
         return self.model.open(capacity, self._tree_nodes + self._width + _CHUNK)
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """The most that sessions for texts of so many tokens each take."""
+        most = [int(self._most(length) * Session.growth) + Session.block for length in lengths]
+        return 0 if self._on_base else self.model.stored_bytes(most)
+
+    def pause(self, state: GrowState) -> None:
+        """Gives back what the session holds: it begins anew when the next nodes are expanded."""
+        state.slots, state.open, state.seen = {}, [], 0
+        if self._on_base:
+            state.session = None
+        else:
+            state.session.truncate(0)
+            state.session.trim()
 
     def jobs(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[Job]:
         """What one forward would expand; trees with nothing to expand have no part in it, nor those of texts of which
@@ -113,7 +128,7 @@ class Grower:
             return None
         self._catch_up([state])
         missing, pending = state.missing, session.pending
-        if len(tokens) > session.free - missing:
+        if len(tokens) > session.free - missing or session.length + missing + pending + len(tokens) > self._most():
             return None
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
@@ -143,7 +158,8 @@ class Grower:
                 break
             path.append(slots[node])
         live = [node for node in seen.tree.ids if node in slots]
-        if self.window and not live and state.session.length > _FULL * self.window:
+        if self._is_full(state, len(path)):
+            live = []
             state.session.truncate(0)
         else:
             state.session.keep(path, [slots[node] for node in live])
@@ -203,9 +219,19 @@ class Grower:
             state.session.keep(range(_CHUNK))
 
     def _begin(self, state: GrowState) -> None:
-        """A session that holds nothing begins with the text's window."""
+        """A session that holds nothing, or whose text has gone on too far, begins with the text's window."""
+        if self._is_full(state, state.missing):
+            state.session.truncate(0)
         if self.window and not state.session.length and not state.session.pending:
             state.start = max(0, len(state.tokens) - 1 - self.window)
+
+    def _is_full(self, state: GrowState, more: int) -> bool:
+        """Whether so many tokens more are too many for a session with a window."""
+        return self.window > 0 and state.session.length + more > _FULL * self.window
+
+    def _most(self, length: float = math.inf) -> float:
+        """Slots that a text of so many tokens needs at most: a tree's nodes come behind what is read of it."""
+        return min(length, _FULL * self.window or math.inf) + self._tree_nodes
 
     def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""

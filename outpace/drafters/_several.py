@@ -31,6 +31,15 @@ class Several(Drafter):
         for part in self.parts:
             part.share_cores(most)
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """Of all parts together."""
+        return sum(part.stored_bytes(lengths) for part in self.parts)
+
+    def pause(self, state: SeveralState) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            inner.base = None
+            part.pause(inner)
+
     def close(self, state: SeveralState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             part.close(inner)

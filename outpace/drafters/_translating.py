@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
-from outpace.models.base import Model, chain
+from outpace.models.base import Model, Session, chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _CHUNK = 256  # tokens a forward
 _TAIL = 48  # target tokens that are cut anew; from so many on, the older ones stay as they are
 _FORCED = 160  # from so many on, even where the cut changes the tokens around it
+_TIMES = 2  # as many tokens of its own, and a chunk more, may the draft need for a text; longer ones it does not read
 _MOST = 8  # forwards of one growth, where nothing new came of the ones before
 BROKEN = "\ufffd"  # stands for bytes that are no character, or not yet
 
@@ -74,7 +75,7 @@ class Translating(Drafter):
         whose place gave no new node."""
         added, asked = [0] * len(trees), list(range(len(trees)))
         for _ in range(_MOST):
-            asked = [n for n in asked if len(states[n].read) < len(states[n].wanted) <= states[n].session.capacity]
+            asked = [n for n in asked if len(states[n].read) < len(states[n].wanted) <= _room(states[n])]
             if not asked:
                 break
             self._catch_up([states[n] for n in asked])
@@ -101,6 +102,15 @@ class Translating(Drafter):
         common = max(min(common, len(state.read), len(state.wanted) - 1), 0)
         state.session.truncate(common)
         del state.read[common:]
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        most = [int(_most(length + 1) * Session.growth) + Session.block for length in lengths]
+        return self._model.stored_bytes(most)
+
+    def pause(self, state: Any) -> None:
+        state.session.truncate(0)
+        state.session.trim()
+        state.read = []
 
     def close(self, state: Any) -> None:
         state.session = None
@@ -130,6 +140,16 @@ class Translating(Drafter):
                 return
             state.frozen += older
             del state.tail[:half]
+
+
+def _most(length: int) -> int:
+    """Tokens of the draft's that are read of a text of so many of the target's."""
+    return _TIMES * length + _CHUNK
+
+
+def _room(state: TranslatedState) -> int:
+    """Tokens that the session may hold at this place of the text."""
+    return min(_most(len(state.tokens)), state.session.capacity)
 
 
 def _commit(state: TranslatedState) -> None:

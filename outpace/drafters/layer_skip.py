@@ -79,10 +79,11 @@ class LayerSkip(Drafter):
     """`search` None: the set stays."""
 
     name = "layer_skip"
-    needs = Needs(session=True)
+    needs = Needs(session=1)  # of an instance: as many as its options allow
 
     def __init__(self, target: Model, sublayers: Sublayers, options: Options, search: Search | None = None) -> None:
         self._target, self._options, self.search = target, options, search
+        self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
         self._grower = Grower(target, options.width, options.tree_nodes, on_base=True)
         self._choices = Choices()
         self._choose(sublayers)
@@ -117,6 +118,9 @@ class LayerSkip(Drafter):
         self._choices.learn(state.request, state.offers, seen)
         self._grower.follow(state, seen)
         state.offers, state.is_unsure = {}, False
+
+    def pause(self, state: SkipState) -> None:
+        self._grower.pause(state)
 
     def close(self, state: SkipState) -> None:
         state.session = state.base = None

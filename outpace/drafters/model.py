@@ -139,6 +139,12 @@ class ModelDrafter(Drafter):
     def share_cores(self, most: int) -> None:
         self._grower.model.share_cores(most)
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return self._grower.stored_bytes(lengths)
+
+    def pause(self, state: ModelState) -> None:
+        self._grower.pause(state)
+
     def close(self, state: ModelState) -> None:
         state.session = None
 

@@ -143,6 +143,12 @@ class Ouroboros(Grafter[OuroborosState]):
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
         state.tree, state.end = None, -1
 
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        return self._grower.stored_bytes(lengths)
+
+    def pause(self, state: OuroborosState) -> None:
+        self._grower.pause(state)
+
     def close(self, state: OuroborosState) -> None:
         state.session = None
 

@@ -83,6 +83,8 @@ class Admission:
             run.history.began, run.history.reused = self._clock(), run.prefilled
             self._drafting.open(run)
             run.coroutine = run.decoder.decode(run.place, run.options)
+        else:
+            self._drafting.resume(run)
         run.is_due = run.ask is None and not run.is_prefilling
 
     def _end(self, run: Running) -> None:
@@ -93,8 +95,9 @@ class Admission:
         self._memory.close(run)
 
     def _pause(self, run: Running) -> None:
-        """Takes a request's keys and values away until there is room for them. All else stays as it is: what it has is
-        read again as a prompt is, then it asks for what it asks for now."""
+        """Takes a request's keys and values away, its draft's too, until there is room for them. All else stays as it
+        is: what it has is read again as a prompt is, then it asks for what it asks for now."""
+        self._drafting.pause(run)
         self.running.remove(run)
         self._memory.release(run)
         if run.reports_prompt:

@@ -64,15 +64,41 @@ class Drafting:
             run.place.sources = drafter.sources_for(run.request)
             run.draft.state = self._guarded(run.draft.name, drafter.open, run.request)
 
+    def pause(self, run: Running) -> None:
+        """A request gives its keys and values back until there is room for them."""
+        self._tell(run)
+        drafter = self._of(run)
+        if run.draft.state is not None and drafter is not None:
+            run.draft.state.base = None
+            self._guarded(run.draft.name, drafter.pause, run.draft.state)
+        if run.decoder.NEEDS == "worker" and self.worker:
+            self.worker.pause(run.key)
+
+    def resume(self, run: Running) -> None:
+        """It goes on."""
+        if run.decoder.NEEDS == "worker" and self.worker:
+            self.worker.resume(run.key)
+
     def close(self, run: Running) -> None:
         """A request is over."""
         self._tell(run)
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
             self._guarded(run.draft.name, drafter.close, run.draft.state)
+        run.draft.state = None
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
             run.history.stale += run.place.candidates.counts["dead parent"]
+
+    def stored_bytes(self, texts: Sequence[tuple[Running, int]]) -> int:
+        """The most bytes of keys and values that drafts hold in this process for these requests, whose texts have so
+        many tokens each. A drafter that was given up holds none."""
+        beside = [length for run, length in texts if run.decoder.NEEDS == "worker"]
+        total = self.worker.stored_bytes(beside) if self.worker and beside else 0
+        for name, drafter in list(self.drafters.items()):
+            lengths = [length for run, length in texts if run.draft.name == name]
+            total += (self._guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
+        return total
 
     def shut(self) -> None:
         """Ends the worker and the drafters."""
@@ -128,7 +154,9 @@ class Drafting:
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
         """Tells the drafter in turn of a verdict; of what it followed, too."""
-        if run.draft.state is None or self._of(run) is None:
+        if self._of(run) is None:
+            run.draft.state = None  # of a drafter that was given up
+        if run.draft.state is None:
             return
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
         run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))

@@ -64,7 +64,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._passes = Passes(target, self.needs.layers)
         self._reading = ReadingCosts(learns=target.exact)  # without exact mode a text's cuts may show in its near ties
         most_kept = self.options.batch if self.options.reuse else 0
-        self.memory = Memory(target, self.options.nodes, self.options.kv_memory, most_kept)
+        drafts = self.drafting.stored_bytes
+        self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())
@@ -110,10 +111,10 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         check_rule_needs(request, self.needs)
-        self.memory.check(request)
         run = Running(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
         self.drafting.choose(run, drafter)
+        self.memory.check(run)
         self._admission.waiting.append(run)
         return run
 

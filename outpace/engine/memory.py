@@ -1,7 +1,8 @@
 """The budget for keys and values: who gets a session, whose grows, and which finished texts are kept to start from.
 
 Sessions grow by blocks as texts do, and what is there counts: an answer that may become long takes no more than it has
-written. Where the budget ends kept texts go first, then the engine pauses the request that came last.
+written. Drafts count with the most that they can hold for as long a text, so that they need not ask before they grow.
+Where the budget ends kept texts go first, then the engine pauses the request that came last.
 
 A request that begins like a text that is there (a turn before it in the same chat, a common system prompt, another
 answer to its own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the
@@ -10,7 +11,7 @@ copy is what reading would give, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ from weakref import WeakKeyDictionary
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.core.types import Request
 from outpace.engine.prefixes import Holders, Text
 from outpace.engine.request import Running
 from outpace.models.base import Model, Session
@@ -26,6 +26,9 @@ from outpace.models.base import Model, Session
 _AHEAD = 64  # slots that each running request should still find when another one joins
 _WORTH_WAITING = 64  # tokens that another request is just reading: wait for them
 _GIB = 1 << 30
+
+Drafts = Callable[[Sequence[tuple[Running, int]]], int]
+"""The most bytes that drafts hold for requests whose texts have so many tokens each."""
 
 
 @dataclass(eq=False)
@@ -51,9 +54,9 @@ class _Followed(NamedTuple):
 class Memory:
     """Opens sessions and lets them grow within the budget. Of kept texts the longest unused goes first."""
 
-    def __init__(self, target: Model, room: int, budget: float | None, most_kept: int) -> None:
+    def __init__(self, target: Model, drafts: Drafts, room: int, budget: float | None, most_kept: int) -> None:
         """`room`: pending nodes a session; `budget` in GiB, None for half of what is free."""
-        self._target, self._room, self._most_kept = target, room, most_kept
+        self._target, self._drafts, self._room, self._most_kept = target, drafts, room, most_kept
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_Kept] = []
         self._open: list[Running] = []
@@ -63,26 +66,28 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """Bytes that running requests and kept texts take."""
-        return self._target.stored_bytes([*self._slots(), *(kept.session.slots for kept in self._kept)])
+        """Bytes that running requests, their drafts and kept texts take."""
+        return self._bytes(self._slots(), (kept.session.slots for kept in self._kept))
 
-    def check(self, request: Request) -> None:
+    def check(self, run: Running) -> None:
         """UserError where a request could not run even alone."""
-        needed = self._target.session_bytes(self._capacity(request) + self._room)
+        most = [(run, self._most(run))]
+        needed, drafts = self._bytes(most), self._drafts(most)
         if needed > self.budget:
+            with_drafts = f", {drafts / _GIB:.2f} of them for drafts" if drafts else ""
             raise UserError(
-                f"prompt and answer of {self._capacity(request)} tokens need {needed / _GIB:.2f} GiB of keys and "
-                f"values, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
+                f"prompt and answer of {self._capacity(run)} tokens need {needed / _GIB:.2f} GiB of keys and values"
+                f"{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
     def has_room(self, run: Running) -> bool:
         """Whether a waiting request's text fits beside the others, and all of them may write on for a while."""
         if not self._open:
             return True
-        slots = min(len(run.committed) + _AHEAD, self._capacity(run.request) + self._room)
-        sessions = [other.storage.session for other in self._open]
-        ahead = [session.slots_after(session.slots + _AHEAD, least=True) for session in sessions]
-        return self._target.stored_bytes([*ahead, slots]) <= self.budget
+        ahead = [(run, self._slots_for(run, len(run.committed) + _AHEAD))]
+        for other, slots in self._slots():
+            ahead.append((other, other.storage.session.slots_after(slots + _AHEAD, least=True)))
+        return self._bytes(ahead) <= self.budget
 
     def should_wait(self, run: Running) -> bool:
         """Whether another request is just reading much of what this one would have to read."""
@@ -100,14 +105,14 @@ class Memory:
         """Gives a request for which there is room its session, with what is known of its text."""
         self._followed.pop(run, None)
         holder, length = self._best_start(run)
-        session = self._target.open(self._capacity(run.request), self._room)
-        if isinstance(holder, _Kept) and self._is_replaced(holder, length, session, len(run.committed)):
+        session, slots = self._target.open(self._capacity(run), self._room), self._slots_for(run, len(run.committed))
+        if isinstance(holder, _Kept) and self._is_replaced(holder, length, run, session.slots_after(slots, least=True)):
             self._drop(holder)
             holder.session.truncate(length)
             holder.session.trim()
             holder.session.capacity = session.capacity
             session, holder = holder.session, None
-        self._reserve(session, len(run.committed), holder)
+        self._reserve(run, session, slots, holder)
         if holder is not None:
             self._copy(holder, session, length)
         run.storage.session = session
@@ -117,8 +122,8 @@ class Memory:
 
     def fit(self, run: Running, rows: int) -> bool:
         """Makes slots for a request's rows of the next pass; False: another one has to go first."""
-        slots = run.prefilled + rows
-        return slots <= run.storage.session.slots or self._reserve(run.storage.session, slots)
+        slots = self._slots_for(run, run.prefilled + rows)
+        return slots <= run.storage.session.slots or self._reserve(run, run.storage.session, slots)
 
     def release(self, run: Running) -> None:
         """Takes a running request's keys and values away: they are read again when it is opened the next time."""
@@ -175,12 +180,11 @@ class Memory:
                     best = (holder, length)
         return best
 
-    def _is_replaced(self, kept: _Kept, length: int, session: Session, slots: int) -> bool:
-        """Whether a request takes over the kept session that it begins like, in place of a new one: nothing of that is
-        lost, or its slots are as many as the text can ever need, or both together are too much."""
-        new = session.slots_after(slots, least=True)
-        is_too_much = self._target.stored_bytes([*self._slots(), kept.session.slots, new]) > self.budget
-        return length == len(kept.text.tokens) or kept.session.slots >= session.capacity or is_too_much
+    def _is_replaced(self, kept: _Kept, length: int, run: Running, slots: int) -> bool:
+        """Whether a request takes over the kept session that it begins like, in place of a new one of so many slots:
+        nothing of that is lost, or its slots are as many as the text can ever need, or both together are too much."""
+        is_too_much = self._bytes([*self._slots(), (run, slots)], [kept.session.slots]) > self.budget
+        return length == len(kept.text.tokens) or kept.session.slots >= self._capacity(run) or is_too_much
 
     def _copy(self, holder: Running | _Kept, session: Session, length: int) -> None:
         if isinstance(holder, _Kept):
@@ -194,32 +198,47 @@ class Memory:
         """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
         return self._most_kept > 0 and not run.must_read
 
-    def _reserve(self, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
-        """Makes slots, and lets kept texts go for them but the one that is spared; False: they are too many."""
-        others = self._slots(session)
+    def _reserve(self, run: Running, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
+        """Makes slots for a request, and lets kept texts go for them but the one that is spared; False: they are too
+        many."""
+        others = [pair for pair in self._slots() if pair[0] is not run]
         for least in (False, True):
-            needed = [*others, session.slots_after(slots, least)]
-            if self._target.stored_bytes(needed) <= self.budget:
+            needed = [*others, (run, session.slots_after(slots, least))]
+            if self._bytes(needed) <= self.budget:
                 break
         else:
             return False
-        for kept in [kept for kept in self._kept if kept is not spared]:
-            used = self._target.stored_bytes([*needed, *(other.session.slots for other in self._kept)])
-            if used > self.budget:
-                self._drop(kept)
+        self._make_room(needed, spared)
         session.reserve(slots, least)
         return True
 
-    def _slots(self, without: Session | None = None) -> list[int]:
+    def _make_room(self, needed: Sequence[tuple[Running, int]], spared: Running | _Kept | None) -> None:
+        """Lets kept texts go, the longest unused first, until the others have room for what these requests need."""
+        for kept in [kept for kept in self._kept if kept is not spared]:
+            if self._bytes(needed, (other.session.slots for other in self._kept)) > self.budget:
+                self._drop(kept)
+
+    def _slots(self) -> list[tuple[Running, int]]:
         """Those of the running requests' sessions."""
-        return [run.storage.session.slots for run in self._open if run.storage.session is not without]
+        return [(run, run.storage.session.slots) for run in self._open]
+
+    def _bytes(self, texts: Sequence[tuple[Running, int]], kept: Iterable[int] = ()) -> int:
+        """What requests take whose sessions have so many slots, their drafts included, and kept texts that have."""
+        return self._target.stored_bytes([*(slots for _, slots in texts), *kept]) + self._drafts(texts)
+
+    def _slots_for(self, run: Running, tokens: int) -> int:
+        """Slots for so many tokens of a request's, and for what its drafter may hang behind them."""
+        return min(tokens + run.draft.needs.session, self._most(run))
+
+    def _most(self, run: Running) -> int:
+        return self._capacity(run) + self._room
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self._stored.drop(kept)
 
-    def _capacity(self, request: Request) -> int:
-        return min(len(request.prompt) + request.max_tokens, self._target.max_positions)
+    def _capacity(self, run: Running) -> int:
+        return min(len(run.request.prompt) + run.request.max_tokens, self._target.max_positions)
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -1,0 +1,214 @@
+"""Drafts within the budget for keys and values: whenever anything grows, all of it together stays within; who waits for
+memory holds none, and drafts again when it goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from doubles import QuickToy, make_drafter, make_request, write
+from light import failing
+from test_memory import GIB, drafts_of, finish
+from test_pausing import few_slots, prompts
+
+from outpace.candidates.inline import InlineWorker
+from outpace.core.errors import UserError
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, Observation
+from outpace.decoders import autoregressive, card, speculative
+from outpace.drafters import layer_skip, model, ouroboros
+from outpace.drafters._choosing import Choosing
+from outpace.drafters._combined import Combined
+from outpace.drafters._sublayers import Sublayers
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.toy import ToySession
+
+TREE, WINDOW = 16, 6
+TOKEN = QuickToy.token_bytes
+Build = Callable[[QuickToy], Drafter]
+
+
+class Ledger:
+    """All sessions of some models that are alive, and the most that they held together."""
+
+    def __init__(self) -> None:
+        self.sessions: list[weakref.ref[ToySession]] = []
+        self.most = self.opened = 0
+
+    @property
+    def slots(self) -> int:
+        return sum(session.slots for ref in self.sessions if (session := ref()) is not None)
+
+    def watch(self, toy: QuickToy) -> QuickToy:
+        """The toy, whose sessions are watched from now on."""
+        ledger = self
+
+        class Watched(ToySession):
+            def _resize(self, slots: int) -> None:
+                super()._resize(slots)
+                ledger.most = max(ledger.most, ledger.slots - self.slots + slots)
+
+        def opened(capacity: int, room: int) -> ToySession:
+            session = Watched(capacity, room)
+            ledger.sessions.append(weakref.ref(session))
+            ledger.opened += 1
+            return session
+
+        toy.open = opened  # type: ignore[method-assign]
+        return toy
+
+
+def near(ledger: Ledger, seed: int = 0) -> QuickToy:
+    return ledger.watch(QuickToy(16, 3, seed, 0.8))
+
+
+def chains(ledger: Ledger, seed: int = 0, **options: Any) -> model.ModelDrafter:
+    return model.ModelDrafter(near(ledger, seed), model.Options(**{"width": 2, "tree_nodes": TREE, **options}))
+
+
+DRAFTERS: dict[str, Callable[[Ledger, QuickToy], Drafter]] = {
+    "model": lambda ledger, target: chains(ledger),
+    "window": lambda ledger, target: chains(ledger, draft_window=WINDOW),
+    "several": lambda ledger, target: Choosing([chains(ledger), chains(ledger, 7, draft_window=WINDOW)], [0.1, 0.1]),
+    "ouroboros": lambda ledger, target: ouroboros.Ouroboros(near(ledger), ouroboros.Options(tree_nodes=TREE)),
+    "together": lambda ledger, target: Combined([DRAFTERS["layer_skip"](ledger, target), chains(ledger)]),
+    "layer_skip": lambda ledger, target: layer_skip.LayerSkip(
+        target, Sublayers((1,), ()), layer_skip.Options(tree_nodes=TREE, skip_window=4, confidence=0.0)
+    ),
+}
+
+
+SLOTS = dict.fromkeys(DRAFTERS, 1300) | {"layer_skip": 900}  # so that some pause
+
+
+def submit_all(engine: Engine, count: int, method: ModuleType, max_tokens: int = 120) -> list[Running]:
+    requests = [
+        make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=number)
+        for number, prompt in enumerate(prompts(count))
+    ]
+    return [engine.submit(request, method, method.Options()) for request in requests]
+
+
+def step(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step()
+
+
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_all_that_is_held_stays_within_the_budget_whenever_it_grows(name: str) -> None:
+    """Not at the ends of steps alone: the most that there ever was, the target's and the drafts' sessions together."""
+    ledger = Ledger()
+    target = ledger.watch(QuickToy(16, 3, 0))
+    with Engine(target, DRAFTERS[name](ledger, target), options=few_slots(target, SLOTS[name], nodes=12)) as engine:  # type: ignore[arg-type]
+        runs = submit_all(engine, 8, speculative)
+        finish(engine, runs)
+        assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
+        assert any(run.history.pauses for run in runs)
+        assert ledger.most * TOKEN <= engine.memory.budget
+    assert ledger.most > 400
+
+
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_a_paused_request_holds_nothing(name: str) -> None:
+    """Neither in its draft's sessions, nor in the target's that a drafter was lent."""
+    ledger = Ledger()
+    target = ledger.watch(QuickToy(16, 3, 0))
+    options = few_slots(target, SLOTS[name], nodes=12, reuse=False)  # type: ignore[arg-type]
+    with Engine(target, DRAFTERS[name](ledger, target), options=options) as engine:
+        runs = submit_all(engine, 8, speculative)
+        for _ in range(2000):
+            engine.step()
+            if paused := [run for run in engine.waiting if run.history.pauses]:
+                break
+        assert paused[0].draft.state is not None
+        held = sum(run.storage.session.slots for run in engine.running)
+        running = {run.key for run in engine.running}
+        assert ledger.slots == held + sum(session.slots for key, session in drafts_of(engine) if key in running)
+        finish(engine, runs)
+        assert ledger.slots == 0, "requests that are over hold nothing"
+
+
+def test_a_window_bounds_what_counts() -> None:
+    drafter = chains(Ledger(), draft_window=WINDOW)
+    assert drafter.stored_bytes([1 << 20]) == drafter.stored_bytes([3 * WINDOW]) > drafter.stored_bytes([WINDOW])
+    whole = chains(Ledger())
+    assert whole.stored_bytes([1 << 20]) > TOKEN << 20
+    assert Choosing([drafter, whole], [0.1, 0.1]).stored_bytes([40, 50]) == sum(
+        part.stored_bytes([length]) for part in (drafter, whole) for length in (40, 50)
+    )
+
+
+def test_a_window_holds_however_late_a_text_is_read() -> None:
+    """Plain rounds are told together: what was written meanwhile may be longer than the window."""
+    ledger = Ledger()
+    drafter = chains(ledger, draft_window=WINDOW)
+    text = write(QuickToy(16, 3, 0), request := make_request((1, 2, 3), max_tokens=300))
+    state = drafter.open(request)
+    for start, end in ((0, 5), (5, 90), (90, 92), (92, 300)):
+        tree = TokenTree(([3, *text])[start])
+        drafter.grow([state], [tree])
+        root = TokenTree(text[end - 1], root_id=1000 + end, next_id=1001 + end)
+        drafter.observe(state, Observation([tree.ids[0]], text[start:end], root))
+    drafter.grow([state], [root])
+    assert len(root) > 1
+    assert ledger.most <= 3 * WINDOW + TREE + ToySession.block
+
+
+def test_a_refusal_counts_the_draft() -> None:
+    target, ledger = QuickToy(16, 3, 0), Ledger()
+    fits, drafter = make_request((1, 2, 3), max_tokens=50), chains(ledger)
+    needed = (53 + 6) * TOKEN + drafter.stored_bytes([53 + 6])
+    for budget, method, is_taken in (
+        (needed, speculative, True),
+        (needed - 1, speculative, False),
+        (needed - 1, autoregressive, True),
+    ):
+        options = EngineOptions(nodes=6, kv_memory=(budget + 0.5) / GIB)
+        with Engine(target, drafter, options=options) as engine:
+            if is_taken:
+                finish(engine, [run := engine.submit(fits, method, method.Options())])
+                assert run.tokens == write(target, fits)
+            else:
+                with pytest.raises(UserError, match=r"of 53 tokens need .* of them for drafts, the budget is"):
+                    engine.submit(fits, method, method.Options())
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_drafter_held_that_was_given_up_is_free(beside: bool) -> None:
+    """It counts no more, and nothing of it is held."""
+    target, ledger = QuickToy(16, 3, 0), Ledger()
+    drafter = failing(chains(ledger), after=6)
+    drafter.stored_bytes = drafter.inner.stored_bytes
+    worker = InlineWorker(drafter) if beside else None
+    with Engine(target, None if beside else drafter, worker, few_slots(target, 4000)) as engine:  # type: ignore[arg-type]
+        runs = submit_all(engine, 2, card if beside else speculative)
+        with pytest.warns(UserWarning, match="going on without it"):
+            step(engine, 40)
+        assert ledger.opened == 2
+        assert ledger.slots == 0
+        assert engine.memory.used == sum(run.storage.session.slots for run in engine.running) * TOKEN
+        finish(engine, runs)
+    assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
+
+
+@pytest.mark.parametrize("method", [speculative, card])
+def test_who_goes_on_after_a_pause_is_drafted_for_again(method: ModuleType) -> None:
+    target = QuickToy(16, 3, 0)
+    drafter = make_drafter("perfect", target, width=1, tree_nodes=TREE)
+    parts = (None, InlineWorker(drafter)) if method is card else (drafter, None)
+    with Engine(target, *parts, options=few_slots(target, 1000, nodes=12)) as engine:  # type: ignore[arg-type]
+        runs = submit_all(engine, 8, method, 100)
+        before: dict[int, int] = {}
+        while any(run.finish_reason is None for run in runs):
+            engine.step()
+            for run in engine.waiting:
+                if run.history.pauses:
+                    before[run.key] = sum(step.accepted for step in run.history.steps)
+        assert before
+        for key, accepted in before.items():
+            assert sum(step.accepted for step in runs[key].history.steps) > accepted + 5
+    assert [run.tokens for run in runs] == [write(target, run.request) for run in runs]
