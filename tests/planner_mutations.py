@@ -182,6 +182,7 @@ PLANNER_MUTATIONS = [
     mutation("costs: reading is part of a step", _costs.Costs, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", _costs.Costs, "draft", of_one_request),
     mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
+    mutation("costs: a prompt's pass says nothing of rows", _row_times.RowTimes, "read", lambda f: lambda *parts: None),
     mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", _costs.Mean, "learn", never_forgetting),
     mutation("costs: a source was asked just now", _costs.Costs, "idle", lambda f: lambda self, source: 0.0),

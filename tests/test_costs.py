@@ -58,6 +58,25 @@ def test_unknown_rows_are_held_to_be_cheap_so_that_they_are_tried() -> None:
     assert 6.0 < costs.target(8) < 8.2
 
 
+def test_a_prompts_pass_says_what_many_rows_cost() -> None:
+    """Passes of 6 + .5 for each token beyond the first: before any drafts half of that is believed."""
+    costs = costs_of((1, 6.0), (1, 6.0))
+    costs.read(8, 100.0)
+    assert costs.target(2) == pytest.approx(6.3), "a pass over few tokens says little"
+    costs.read(21, 16.0)
+    assert costs.target(2) == pytest.approx(6.0 + (0.3 + 0.5) / 2)
+    for _ in range(2):
+        costs.round(1, 5, 1, 6.4, 0.0)
+    assert costs.target(3) == pytest.approx(6.2), "what was timed counts"
+    assert costs.target(9) == pytest.approx(6.4 + 4 * 0.5)
+
+
+def test_rows_that_cost_more_than_a_prompts_tokens_go_on_to_cost_it() -> None:
+    costs = costs_of((1, 6.0), (1, 6.0), (5, 14.0), (5, 14.0))
+    costs.read(21, 16.0)
+    assert costs.target(7) == pytest.approx(18.0)
+
+
 def test_one_slow_sample_does_not_make_a_row_count_dear() -> None:
     costs = costs_of((1, 6.0), (1, 6.0), (8, 60.0))
     assert costs.target(8) < 8.2

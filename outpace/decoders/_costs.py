@@ -188,6 +188,8 @@ class Costs:
     def read(self, tokens: int, seconds: float) -> None:
         """The target has read so many tokens of prompts, in a pass over nothing else."""
         self._reading.learn(seconds, tokens)
+        self._rounds.read(tokens, seconds)
+        self._prices.clear()
 
     def reading(self, source: Source, tokens: int) -> float:
         """Seconds that a source's model is held to take for reading so many tokens."""

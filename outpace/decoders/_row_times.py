@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Mapping, Sequence
 
-from outpace.decoders._recent import TRIED, Recent
+from outpace.decoders._recent import KEPT, TRIED, Recent
 
 _RENEWED = 4  # rounds after which medians are taken anew
 _STALE = 96  # rounds after which a row count is measured again
 _FORGOTTEN = 512  # rounds after which the time of more rows than were met since is not known any more
 _FIRST = 4  # nodes that may be verified before any times are known
-_ROW = 0.05  # of a pass: what one more row is held to cost, until two row counts are known
+_ROW = 0.05  # of a pass: what one more row is held to cost, until anything is known
+_WIDE = 16  # tokens of prompt, in a pass that tells what rows cost where there are many
 Point = tuple[int, float]
 
 
@@ -21,6 +23,7 @@ class RowTimes:
     def __init__(self) -> None:
         self._times = Recent()  # by bucket
         self._last: dict[int, int] = {}  # by bucket: the round in which it was met last
+        self._wide: deque[Point] = deque(maxlen=KEPT)  # the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
         self._more: dict[int, list[float]] = {}  # see `more`
         self.seen = 0  # rounds
@@ -35,6 +38,12 @@ class RowTimes:
             self._forget_old()
         if self._times.count(bucket) <= TRIED or self.seen % _RENEWED == 0:
             self._curve, self._more = None, {}
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens of prompts, and nothing else, is over."""
+        if tokens >= _WIDE:
+            self._wide.append((tokens, seconds))
+            self._more = {}
 
     def _forget_old(self) -> None:
         """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
@@ -113,12 +122,16 @@ class RowTimes:
         hull.reverse()
         return [rows for rows, _ in hull], [seconds for _, seconds in hull]
 
-    @staticmethod
-    def _slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """What one more row costs beyond the widest known: what the last of these did."""
+    def _slope(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """What one more row costs beyond the widest known: what the last of these did, or a token of prompt where that
+        is more, because a pass is bound by arithmetic in the end. Where one count is known it lies between what a row
+        costs at best and that."""
+        more = sum(tokens - counts[0] for tokens, _ in self._wide)
+        token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
         if len(counts) < 2:
-            return _ROW * seconds[0]
-        return (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+            least = _ROW * seconds[0]
+            return (least + max(least, token)) / 2
+        return max((seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]), token)
 
 
 def _is_above(point: Point, left: Point, right: Point) -> bool:
