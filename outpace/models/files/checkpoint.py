@@ -90,13 +90,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
         UserError: there is none of that name, or it holds infinities or nan, which no sound model does.
         """
-        value: torch.Tensor = self._read(name, _as_tensor, is_finite)
-        return value
+        return self._read(name, _as_tensor, is_finite)
 
     def array(self, name: str) -> np.ndarray:
         """One tensor as float32, without torch: mapped from the file where it holds float32. UserError as `tensor`."""
-        value: np.ndarray = self._read(name, _as_array, mapped.is_finite)
-        return value
+        return self.raw(name).float32()
+
+    def raw(self, name: str) -> mapped.Raw:
+        """One tensor as it is stored, without torch, mapped from the file. UserError as `tensor`."""
+        return self._read(name, _as_raw, mapped.Raw.is_finite)
 
     def _read(self, name: str, way: Callable[[Checkpoint, str, str], Any], is_sound: Callable[[Any], bool]) -> Any:
         self._file(name)
@@ -198,9 +200,9 @@ def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
     return value
 
 
-def _as_array(checkpoint: Checkpoint, shard: str, name: str) -> np.ndarray:
+def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> mapped.Raw:
     file: mapped.MappedFile = checkpoint.once(shard, "arrays", lambda _: mapped.MappedFile(checkpoint.path / shard))
-    return file.array(name)
+    return file.raw(name)
 
 
 def lacks_embedding(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.four_bit_blocks import INPUTS, blocks_of, held_bytes, kind_of
 from outpace.models.files.four_bits import AWQ, GPTQ, Matrix, Scheme, read_groups, read_matrix, read_scheme, shape_of
+from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import is_there, read_json
 from outpace.models.llama.footprint import Held
 from outpace.models.llama.stored import Stored
@@ -102,6 +103,10 @@ class FourBitFolder(Checkpoint):
         data = blocks_of(kind, self._matrix(name)) if kind in INPUTS else np.empty((rows, 0), np.uint8)
         order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
         return Stored(self.file_of(name), name, kind, data, order, columns, read, forget=lambda: None)
+
+    def raw(self, name: str) -> Raw:
+        """As `array` where it is a matrix in 4 bits."""
+        return Raw("F32", self.array(name)) if self._is_packed(name) else super().raw(name)
 
     def array(self, name: str) -> np.ndarray:
         """One tensor as float32."""

@@ -1,14 +1,48 @@
-"""A safetensors file mapped into memory: its tensors as float32 arrays, read where they are used, without torch."""
+"""Safetensors files without torch: mapped into memory, tensors read as arrays where they are used; and written."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16: the upper half of a float32's bits
+_ORDER = ("F64", "F32", "BF16", "F16")  # of tensors in a file, then by name
 _LENGTH = 8  # bytes before the header, which say how long it is
+
+
+class Raw(NamedTuple):
+    """A tensor as a file has it."""
+
+    kind: str  # one of KINDS
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, kind: str) -> Raw:
+        """float32 values, rounded to the nearest of this type, to the even one of two."""
+        if kind != "BF16":
+            with np.errstate(over="ignore"):
+                return cls(kind, values.astype(KINDS[kind]))
+        bits = np.ascontiguousarray(values, "<f4").view("<u4")
+        return cls(kind, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
+
+    def is_finite(self) -> bool:
+        """Whether no value is nan or infinite."""
+        if self.kind == "BF16":
+            return not ((self.values & 0x7F80) == 0x7F80).any()
+        return is_finite(self.values)
+
+    def float32(self) -> np.ndarray:
+        """The values, in the same memory where they are float32 already."""
+        held = self.values
+        if self.kind == "BF16":
+            wide = np.zeros((*held.shape, 2), "<u2")
+            wide[..., 1] = held
+            held = wide.view("<f4")[..., 0]
+        return np.require(held, np.float32, ["C", "A"])
 
 
 class MappedFile:
@@ -21,16 +55,27 @@ class MappedFile:
         self._entries = json.loads(self._bytes[_LENGTH:start].tobytes())
         self._values = self._bytes[start:]
 
-    def array(self, name: str) -> np.ndarray:
-        """One tensor of a type of KINDS as float32: the file's own memory where it holds float32 already."""
+    def raw(self, name: str) -> Raw:
+        """One tensor of a type of KINDS, in the file's own memory."""
         entry = self._entries[name]
         first, last = entry["data_offsets"]
-        held = self._values[first:last].view(KINDS[entry["dtype"]]).reshape(entry["shape"]).view(np.ndarray)
-        if entry["dtype"] == "BF16":
-            wide = np.zeros((*held.shape, 2), "<u2")
-            wide[..., 1] = held
-            held = wide.view("<f4")[..., 0]
-        return np.require(held, np.float32, ["C", "A"])
+        held = self._values[first:last].view(KINDS[entry["dtype"]]).reshape(entry["shape"])
+        return Raw(entry["dtype"], held.view(np.ndarray))
+
+
+def write(file: Path, tensors: Mapping[str, Raw]) -> None:
+    """A new safetensors file, byte by byte as that library writes it. OSError where it cannot be written."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered, end = sorted(tensors.items(), key=lambda one: (_ORDER.index(one[1].kind), one[0])), 0
+    for name, (kind, values) in ordered:
+        start, end = end, end + values.nbytes
+        entries[name] = {"dtype": kind, "shape": values.shape, "data_offsets": [start, end]}
+    head = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % _LENGTH)
+    with file.open("xb") as stream:
+        stream.write(len(head).to_bytes(_LENGTH, "little") + head)
+        for _, (_, values) in ordered:
+            stream.write(np.ascontiguousarray(values).data)
 
 
 def is_finite(values: np.ndarray) -> bool:

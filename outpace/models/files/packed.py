@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
+from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.checkpoint import (
     EMBEDDING,
@@ -32,6 +32,7 @@ from outpace.models.files.checkpoint import (
 from outpace.models.files.digests import Digests
 from outpace.models.files.find import cache_folder
 from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
@@ -79,10 +80,10 @@ def pack(draft: Path, target: Path, out: Path, extra: Sequence[Path] = ()) -> No
         shapes = tensor_shapes(from_dict(config))
         small.check_shapes(shapes)
         for name in _shared(shapes):
-            own = small.tensor(name)
-            if not torch.equal(own, large.tensor(name).to(own.dtype)):
+            own = small.raw(name)
+            if not np.array_equal(own.float32(), _typed(large, name, own.kind).float32()):
                 raise UserError(f"{name} of {draft} is not that of {target}, so it cannot be left out")
-        tensors = {name: small.tensor(name) for name in shapes if name not in SHARED}
+        tensors = {name: small.raw(name) for name in shapes if name not in SHARED}
         with new_folder(out) as made:
             _write(made, config, tensors)
             for file in (*_others(draft), *extra):
@@ -113,11 +114,11 @@ def _unpack(draft: Path, target: Path, out: Path, progress: Callable[[str, float
         shared = {name: shapes.pop(name) for name in _shared(shapes)}
         small.check_shapes(shapes)
         large.check_shapes(shared)
-        tensors = {name: small.tensor(name) for name in shapes}
-        dtype = next(iter(tensors.values())).dtype
+        tensors = {name: small.raw(name) for name in shapes}
+        kind = next(iter(tensors.values())).kind
         for name in shared:
             progress("converting", 0.0)
-            tensors[name] = large.tensor(name).to(dtype)
+            tensors[name] = _typed(large, name, kind)
         progress("converting", 0.5)
         with new_folder(out) as made:
             _write(made, config, tensors)
@@ -157,6 +158,12 @@ def _shared(shapes: Mapping[str, Any]) -> list[str]:
     return [name for name in SHARED if name in shapes]
 
 
+def _typed(source: Checkpoint | GgufSource, name: str, kind: str) -> Raw:
+    """A tensor in this type."""
+    found = source.raw(name) if isinstance(source, Checkpoint) else None
+    return found if found and found.kind == kind else Raw.of(source.array(name), kind)
+
+
 def _others(draft: Path) -> Iterator[Path]:
     """The files beside configuration and weights, which may lie in parts."""
     parts = set(parts_of(draft / INDEX).values()) if (draft / INDEX).is_file() else set()
@@ -173,14 +180,11 @@ def _check_new(out: Path) -> None:
         raise UserError(f"{out} already exists")
 
 
-def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
+def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, Raw]) -> None:
     (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     try:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, made / SINGLE, {"format": "pt"})
-        (made / SINGLE).chmod(0o644)  # safetensors lets nobody else read it
-    except Exception as error:  # safetensors has an error class of its own
+        mapped.write(made / SINGLE, tensors)
+    except OSError as error:
         raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
 
 
@@ -222,12 +226,13 @@ def _hash_tokenizer(source: GgufSource) -> str:
 
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
     """Of a tensor's type, shape and values, in the blocks that the file has."""
-    weight = checkpoint.weight(name)
+    weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
     if isinstance(weight, Stored):
         digest = hashlib.sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
         digest.update(np.ascontiguousarray(weight.data).data)
         return digest.hexdigest()
-    value = checkpoint.tensor(name).contiguous()
-    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}\n".encode())
-    digest.update(value.flatten().view(torch.uint8).numpy().data)
+    kind, values = weight if isinstance(weight, Raw) else Raw("F32", weight)
+    dtype = "bfloat16" if kind == "BF16" else f"float{kind[1:]}"
+    digest = hashlib.sha256(f"torch.{dtype} {values.shape}\n".encode())
+    digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()
