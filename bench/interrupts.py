@@ -1,14 +1,16 @@
 """Programs are interrupted at random moments of loading and of streaming: how they end, and what they leave behind.
 
 Run: python bench/interrupts.py [--count 100] [--models tiny,shipped,converted] [--limit 2] [--seed 1] [--state
-FOLDER] [--seconds 100]. The interrupts (SIGINT to the program's process group, as Ctrl-C in a terminal sends it) are
-shared out among all models and all ways of WAYS; half of them come before the first text, half up to a second after
-it. `tiny` is a random model that is made here, `shipped` the shipped one, `converted` the shipped one with an empty
-cache, so that it is converted first. A program must end with status 130 or by the signal, without a traceback, and
-leave no process and no half-written file; exit 1 where one does not. How many took longer than `--limit` seconds is
+FOLDER] [--seconds 100] [--again]. The interrupts (SIGINT to the program's process group, as Ctrl-C in a terminal sends
+it) are shared out among all models and all ways of WAYS; half of them come before the first text, half up to a second
+after it. `tiny` is a random model that is made here, `shipped` the shipped one, `converted` the shipped one with an
+empty cache, so that it is converted first. A program must end with status 130 or by the signal, without a traceback,
+and leave no process and no half-written file; exit 1 where one does not. How many took longer than `--limit` seconds is
 shown and is no failure, because it says as much about the machine. With `--state` a folder keeps what is known, and a
-later call with the same models and seed goes on from there; with `--seconds` none begins after that time, so that
-many are made in portions. A table, and one JSON line last. Linux only: processes are found by /proc.
+later call with the same models and seed goes on from there; with `--seconds` none begins after that time, so that many
+are made in portions; with `--again` those that took longer than the limit are made once more, at the same share of a
+time to the first text that is measured anew, and stand in place of the first. A table, and one JSON line last. Linux
+only: processes are found by /proc.
 """
 
 from __future__ import annotations
@@ -250,19 +252,22 @@ class Known:
 
 
 def interrupt_all(known: Known, kinds: Sequence[Programs], args: argparse.Namespace) -> None:
-    """All that are not known yet, as far as there is time. The moments depend on the seed and the number alone."""
+    """All that are not known yet, or those that were slow once more, as far as there is time. The moments depend on the
+    seed and the number alone."""
     until = time.monotonic() + args.seconds
-    for number in range(len(known.endings), args.count):
+    slow = [number for number, ending in enumerate(known.endings) if ending.seconds > args.limit]
+    spans = {} if args.again else known.spans
+    for number in slow if args.again else range(len(known.endings), args.count):
         kind, chance = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
         if time.monotonic() > until:
             return
         name = f"{kind.model}, {kind.way}"
-        if name not in known.spans:
-            known.spans[name] = kind.first_text()
+        if name not in spans:
+            spans[name] = kind.first_text()
             known.save()
-        before = chance.uniform(0.0, known.spans[name]) if number // len(kinds) % 2 else None
+        before = chance.uniform(0.0, spans[name]) if number // len(kinds) % 2 else None
         ending = kind.interrupt(before, chance.uniform(0.0, 1.0))
-        known.endings.append(ending)
+        known.endings[number : number + 1] = [ending]
         known.save()
         if not ending.is_well:
             print(f"{name}, {before=}: {ending}\n{ending.traceback}", file=sys.stderr)
@@ -277,6 +282,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--state", type=Path, help="a folder for what is known so far")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no interrupt begins")
+    parser.add_argument("--again", action="store_true", help="those that took longer than the limit, once more")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = args.state or Path(name)
