@@ -4,7 +4,7 @@ threads that spin take the processor from the tests beside them, and tiny produc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, and by the processes that tests start
@@ -12,7 +12,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 import pytest
 import torch
 
+from outpace.core import machine
 from outpace.core.available import available_bytes
+from outpace.models.llama.torch_runtime import Llama
 from outpace.rules import gumbel
 
 torch.set_num_threads(1)
@@ -31,9 +33,11 @@ def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 @pytest.fixture(autouse=True, scope="session")
 def _memory_asked_once() -> Iterator[None]:
     """Each engine asks how much memory is free, which takes as long as three rounds of a toy's: the first answer serves
-    all of them."""
+    all of them. How fast memory is read is told by `outpace doctor`; no test asks how much it is, so a little is read.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outpace.engine.memory.available_bytes", cache(available_bytes))
+        patch.setattr(machine, "BUFFER", 2**20)
         yield
 
 
@@ -47,13 +51,36 @@ def _noise_made_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _row_counts_found_once() -> Iterator[None]:
+    """Which row counts leave rows alone follows from the shapes and the machine, and takes as long as a tiny model's
+    answer: models of one shape share it."""
+    found: dict[Any, Any] = {}
+    probe = Llama._probe
+
+    def probe_once(model: Llama) -> Any:
+        key = (model.config, model.dtype, str(model.device), torch.get_num_threads())
+        if key not in found:
+            found[key] = probe(model)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Llama, "_probe", probe_once)
+        yield
+
+
 def _by_rows(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Remembers each row for a toy's few tokens; a model's many are made anew."""
-    row = lru_cache(1 << 14)(lambda key, vocab: make([key], vocab)[0])
+    kept: list[dict[tuple[int, int], torch.Tensor]] = [{}]
 
     def made(keys: Sequence[int], vocab: int, device: Any = "cpu") -> torch.Tensor:
         if vocab > 64 or not keys or str(device) != "cpu":
             return make(keys, vocab, device)
-        return torch.stack([row(key, vocab) for key in keys])
+        if len(kept[0]) > 1 << 16:
+            kept[0] = {}
+        known = kept[0]
+        if missing := [key for key in dict.fromkeys(keys) if (key, vocab) not in known]:
+            known.update(zip(((key, vocab) for key in missing), make(missing, vocab), strict=True))
+        return torch.stack([known[key, vocab] for key in keys])
 
     return made

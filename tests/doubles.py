@@ -54,7 +54,7 @@ class QuickToy(Toy):
         return other
 
     def _row(self, context: Sequence[int]) -> Tensor:
-        seen = tuple(int(token) for token in context[-len(self._tables) :])
+        seen = tuple(int(token) for token in context[-self.num_layers :])
         if seen not in self._rows:
             self._rows[seen] = super()._row(seen)
         return self._rows[seen].clone()

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 ANY_EVENT = ("call", "return", "c_call", "c_return", "c_exception")
 TAKEN_EVENTS = ("call", "c_return")  # where a handler of signals may run; the others lie between two such places
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected in the block, so that no interrupt comes while another test's object is: there it would
+    be reported as that test's, and leave the object half finalized."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Interrupt:
@@ -19,13 +32,14 @@ class Interrupt:
         self._calls, self._lines, self._events, self.came = first, then, events, False
 
     def run(self, work: Callable[[], None]) -> None:
-        sys.settrace(self._trace)
-        sys.setprofile(self._profile)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
-            sys.settrace(None)
+        with uncollected():
+            sys.settrace(self._trace)
+            sys.setprofile(self._profile)
+            try:
+                work()
+            finally:
+                sys.setprofile(None)
+                sys.settrace(None)
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         self._calls -= event in self._events and frame.f_code is not Interrupt.run.__code__

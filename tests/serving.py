@@ -18,7 +18,7 @@ from outpace.server.run import Server, listen, make_server
 from outpace.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello world"}]
-PATIENCE = 60.0
+PATIENCE = 300.0  # seconds: a machine that does other things may stand still for a minute or two
 
 
 @dataclass

@@ -17,7 +17,16 @@ from distill_files import settings, silent, target_folder
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import POSITIONS, REACHED, Acceptance, Judgement, Speed, _told, predicted_speedups
+from outpace.distill.judge import (
+    POSITIONS,
+    REACHED,
+    Acceptance,
+    Judgement,
+    JudgeOptions,
+    Speed,
+    _told,
+    predicted_speedups,
+)
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, keep, train_stage, write_plot
@@ -298,11 +307,12 @@ def test_transformers_loads_the_draft(made: Path) -> None:
 
 
 def test_judgement_and_its_files(target: Path, made: Path) -> None:
-    found = distill(settings(target, made, stage="judge", tasks=[str(made.parent / "asked.jsonl")]), silent)
+    tasks, judge = [str(made.parent / "asked.jsonl")], JudgeOptions(prompts=12, max_tokens=64)
+    found = distill(settings(target, made, stage="judge", tasks=tasks, judge=judge), silent)
     assert found is not None
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
-    assert all(4 < len(row.by_position) <= POSITIONS and row.prompts == 20 for row in found.rows)
+    assert all(4 < len(row.by_position) <= POSITIONS and row.prompts == 12 for row in found.rows)
     assert set(found.predicted) == set(range(1, POSITIONS + 1))
     assert json.loads((made / "judgement.json").read_text())["cost"] > 0
     assert "chain 4" in (made / "draft" / "README.md").read_text()

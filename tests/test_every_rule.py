@@ -59,7 +59,7 @@ def differ(found: dict[tuple[int, ...], float], asked: str, length: int, vocab: 
     assert max(abs(found[text] - exact[text]) for text in exact) < 1e-12
 
 
-DEAR = [("spectr", "chain"), ("spectr", "tree"), ("spectr", "tree, cut within a layer")]  # its others are short
+DEAR = [("spectr", case) for case in ("chain", "tree", "tree, cut within a layer", "duplicates, exhausted support")]
 
 
 def chains() -> Iterator[Any]:

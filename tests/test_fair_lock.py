@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from interrupting import Interrupt
+from interrupting import Interrupt, uncollected
 
 from outpace.api.fair_lock import FairLock
 
@@ -138,7 +138,7 @@ def test_an_interrupted_waiter_leaves_the_line(interrupted: Sequence[int]) -> No
         except KeyboardInterrupt:
             order.append(-number - 1)
 
-    with lock.hold():
+    with uncollected(), lock.hold():
         for number in range(4):
             threads.append(threading.Thread(target=note, args=(number,)))
             threads[-1].start()

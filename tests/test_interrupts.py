@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from doubles import Empty, QuickToy, make_drafter, make_request, within
@@ -26,6 +28,15 @@ def everywhere(work: Callable[[Interrupt], None]) -> int:
         if not interrupt.came:
             return first
         first += 1
+
+
+def test_no_garbage_is_collected_where_interrupts_come() -> None:
+    seen: list[bool] = []
+    Interrupt(1 << 30).run(lambda: seen.append(gc.isenabled()))
+    with suppress(KeyboardInterrupt):
+        Interrupt(0).run(lambda: seen.append(gc.isenabled()))
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def query(cache: CandidateCache) -> None:

@@ -66,7 +66,7 @@ def pairs() -> Iterator[Any]:
 def test_every_method_writes_what_plain_decoding_does(
     folder: Path, runtime: str, kv_dtype: str, temperature: float
 ) -> None:
-    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    asked: dict[str, Any] = {"max_tokens": 20, "temperature": temperature, "seed": 3}
     with open_pair(folder, runtime, kv_dtype, method="autoregressive") as llm:
         plain = [result.tokens for result in llm.generate([PROMPT, "hello"], **asked)]
     for how in METHODS.values():

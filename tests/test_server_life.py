@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from serving import HELLO, Answered, Served, served, wait_for
+from serving import HELLO, PATIENCE, Answered, Served, served, wait_for
 from test_library import folder
 
 import outpace
@@ -73,7 +73,7 @@ def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None 
     connection = socket.socket()
     if room is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
-    connection.settimeout(60)
+    connection.settimeout(PATIENCE)
     connection.connect(("127.0.0.1", site.port))
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
     return connection
@@ -129,7 +129,7 @@ def test_a_refusal_needs_the_head_alone_and_keeps_the_connection(llm: outpace.LL
         asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(3)]
         wait_for(lambda: len(site.service.admission.groups) == 3)
         before = site.server.server_state.total_requests
-        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE) as connection:
             answers = connection.makefile("rb")
             for _ in range(3):
                 connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n".encode())
@@ -161,7 +161,7 @@ def test_a_refused_connection_that_cannot_be_kept_is_closed(llm: outpace.LLM, br
     with served(llm, Limits(max_queue=1)) as site:
         asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(3)]
         wait_for(lambda: len(site.service.admission.groups) == 3)
-        with socket.create_connection(("127.0.0.1", site.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE) as connection:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{header}\r\nContent-Length: 4\r\n\r\n"
             connection.sendall(head.encode() + (b"body" if "close" in header else b""))
             reply = connection.makefile("rb").read()  # to the connection's end
@@ -342,7 +342,7 @@ def test_a_reader_that_takes_nothing_is_left(llm: outpace.LLM) -> None:
 
 
 def test_running_answers_end_properly_when_the_server_does(llm: outpace.LLM, brake: Brake) -> None:
-    with served(llm) as site:
+    with served(llm, Limits(drain=PATIENCE)) as site:
         streams = [send(site, {"messages": HELLO, "stream": True, **LONG}) for _ in range(4)]
         wait_for(lambda: len(site.service.admission.groups) == 4)
         site.server.handle_exit(signal.SIGTERM, None)

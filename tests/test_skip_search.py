@@ -72,10 +72,10 @@ def test_the_search_leaves_out_what_does_nothing(target: Loaded, corpus: Path, m
     pytest.importorskip("optuna")
     monkeypatch.setattr(skip_search, "_prices", lambda *given: Prices([1.0] * 9, 0.3, 0.3))
     told: list[str] = []
-    options = SearchOptions(prompts=2, max_tokens=40, trials=60)
+    options = SearchOptions(prompts=2, max_tokens=40, trials=40)
     found = search(target, [corpus], options, lambda stage, fraction: told.append(stage))
     assert set(told) == {"answers", "trials"}
-    assert found.trials == 60
+    assert found.trials == 40
     assert found.tokens == 80
     assert 4 in found.sublayers.attention
     assert 1 in found.sublayers.mlp

@@ -68,9 +68,9 @@ def test_answers_are_valid_and_the_same_by_every_method(model: str, method: str,
 def test_answers_are_valid_by_every_rule(model: str, rule: str) -> None:
     decoder = registry.find("decoders", "speculative")
     check_rule(rule, decoder, "model")
-    first = registry.names("rules").index(rule) % 2  # every other of what is asked; the next rule takes the others
+    first = registry.names("rules").index(rule) % len(ASKED)  # one of what is asked; the next rule takes the next one
     with outpace.load(model, "layers:0", method="speculative", rule=rule, profile=False) as llm:
-        for name, asked in list(ASKED.items())[first::2]:
+        for name, asked in list(ASKED.items())[first : first + 1]:
             for temperature in (0.0, 1.0):
                 try:
                     result = llm.chat("hello", structured_outputs=asked, max_tokens=60, temperature=temperature)

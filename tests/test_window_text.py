@@ -82,10 +82,11 @@ def texts(name: str, count: int, longest: int) -> Iterable[tuple[list[int], int]
         yield [chance.choice(pool) for _ in range(chance.randint(0, longest))], chance.choice([1, 1, 1, 2, 5])
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DECODERS)
-def test_each_piece_is_that_of_whole_decoding(name: str) -> None:
+def test_each_piece_is_that_of_whole_decoding(name: str, count: int) -> None:
     decode = DECODERS[name][0]
-    for ids, step in texts(name, 60, 6 * LONGEST):
+    for ids, step in texts(name, count, 6 * LONGEST):
         windowed, whole = WindowText(decode), WholeText(decode)
         for at in range(0, len(ids), step):
             assert windowed.push(ids[at : at + step]) == whole.push(ids[at : at + step]), ids[: at + step]

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +177,13 @@ def record_of(token: int, log_p: Sequence[float], top: int) -> Record:
     return token, log_p[token], tuple((other, log_p[other]) for other in best if log_p[other] > -math.inf)
 
 
+@lru_cache(1 << 14)
+def _race(key: int, vocab: int) -> list[float]:
+    """A row of exponential noise: the same one for each text that is written again with another option."""
+    row: list[float] = exponential([key], vocab)[0].tolist()
+    return row
+
+
 def pick_slowly(logits: Sequence[float], request: Request, before: Sequence[int]) -> int:
     """The token that the request's rule writes after `before`."""
     name = type(request.rule).__name__
@@ -184,7 +192,7 @@ def pick_slowly(logits: Sequence[float], request: Request, before: Sequence[int]
         return row.index(max(row))
     p = processed_slowly(logits, request, before)
     if name == "Gumbel":
-        race = exponential([row_key(request.seed, request.choice, len(before))], len(p))[0].tolist()
+        race = _race(row_key(request.seed, request.choice, len(before)), len(p))
         return max(range(len(p)), key=lambda token: p[token] / race[token])
     u, below = uniform(request.seed, request.choice, len(before)), 0.0
     for token, chance in enumerate(p):
