@@ -1,7 +1,7 @@
 """Loads a server: tokens a second by number of clients, first tokens, disconnects, and more requests than it takes.
 
 outpace serve --port 8000
-python bench/server_load.py http://127.0.0.1:8000            # a table, and one JSON line last
+python bench/server_load.py http://127.0.0.1:8000 --rounds 9  # ways in turn: a table, and one JSON line last
 python bench/server_load.py URL --peer http://127.0.0.1:8080  # beside another server that has the same API
 python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # mixed requests for an hour
 python bench/server_load.py URL --known soak.json --by-library   # their texts, against the library's plain ones
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 from server_client import PROMPTS, Seen, ask, cpu_seconds, idle_after, quantile, request, resident
 
 LEAVES = 0.2  # of the mixed requests end by a disconnect
@@ -40,38 +45,68 @@ def mixed(draw: random.Random) -> dict[str, Any]:
     return {**request(draw, draw.random() < 0.2, draw.choice([8, 60, 200])), **draw.choice(kinds)}
 
 
-async def rates(url: str, peer: str | None, counts: list[int], each: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Tokens a second of all clients together, with and without speculation, and of another server; in turn."""
-    rows = []
+async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Each client sends its requests one behind the other, all clients at once. Every prompt is asked once before, or
+    whoever comes second would find the prompts of the first in the cache."""
+    for body in (body for bodies in asked for body in bodies):
+        await ask(url, {**body, "max_tokens": 1}, Seen())
+    seen = Seen()
+
+    async def client(bodies: list[dict[str, Any]]) -> None:
+        for body in bodies:
+            await ask(url, body, seen)
+
+    cpu, began = cpu_seconds(), time.perf_counter()
+    await asyncio.gather(*map(client, asked))
+    seconds = time.perf_counter() - began
+    return {
+        "tokens_per_second": seen.tokens / seconds,
+        "first_p50": quantile(seen.first, 0.5),
+        "first_p99": quantile(seen.first, 0.99),
+        "client_cpu": (cpu_seconds() - cpu) / seconds,
+        "statuses": seen.statuses,
+        "differing_texts": sum(len(texts) - 1 for texts in seen.texts.values()),
+    }
+
+
+async def rates(
+    url: str, peer: str | None, counts: list[int], each: int, max_tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Tokens a second of all clients together, with and without speculation, and of another server: in each round the
+    same requests by all ways in turn, of which another one begins."""
     ways = {"auto": url, "plain": url} | ({"peer": peer} if peer else {})
-    for count in counts:
-        for way, where in ways.items():
-            seen, draw = Seen(), random.Random(1)
-            asked = [[request(draw, way == "plain", max_tokens) for _ in range(each)] for _ in range(count)]
-            for body in (body for bodies in asked for body in bodies if way == "peer"):
-                del body["outpace"]
-            for bodies in asked:  # or the second way would find the prompts of the first in the cache
-                for body in bodies:
-                    await ask(where, {**body, "max_tokens": 1}, Seen())
-
-            async def client(bodies: list[dict[str, Any]], seen: Seen = seen, where: str = where) -> None:
-                for body in bodies:
-                    await ask(where, body, seen)
-
-            cpu, began = cpu_seconds(), time.perf_counter()
-            await asyncio.gather(*(client(bodies) for bodies in asked))
-            seconds = time.perf_counter() - began
-            row = {"method": way, "clients": count, "tokens_per_second": seen.tokens / seconds}
-            row |= {"first_p50": quantile(seen.first, 0.5), "first_p99": quantile(seen.first, 0.99)}
-            row |= {"statuses": seen.statuses, "client_cpu": (cpu_seconds() - cpu) / seconds}
-            row["differing_texts"] = sum(len(texts) - 1 for texts in seen.texts.values())
-            rows.append(row)
-            print(
-                "  ".join(
-                    f"{name} {round(value, 3) if isinstance(value, float) else value}" for name, value in row.items()
-                )
-            )
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("rounds", total=len(counts) * rounds)
+        for count, number in itertools.product(counts, range(rounds)):
+            turn = number % len(ways)
+            for way in (*list(ways)[turn:], *list(ways)[:turn]):
+                draw = random.Random(number)
+                asked = [[request(draw, way == "plain", max_tokens) for _ in range(each)] for _ in range(count)]
+                for body in (body for bodies in asked for body in bodies if way == "peer"):
+                    del body["outpace"]
+                rows.append({"clients": count, "round": number, "way": way, **await measured(ways[way], asked)})
+            progress.advance(task)
     return rows
+
+
+def show_rates(rows: list[dict[str, Any]]) -> None:
+    """Medians of the rounds, and what each way writes over plain decoding in the same round."""
+    table = Table("clients", "way", "tokens/s", "over plain decoding", "first text, ms", "client's cores", "differing")
+    plain = {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["way"] == "plain"}
+    for count, way in dict.fromkeys((row["clients"], row["way"]) for row in rows):
+        its = [row for row in rows if (row["clients"], row["way"]) == (count, way)]
+        ratios = sorted(row["tokens_per_second"] / plain[count, row["round"]] for row in its)
+        table.add_row(
+            str(count),
+            way,
+            f"{median(row['tokens_per_second'] for row in its):.1f}",
+            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            f"{1000 * median(row['first_p50'] or 0.0 for row in its):.0f}",
+            f"{median(row['client_cpu'] for row in its):.2f}",
+            str(sum(row["differing_texts"] for row in its)),
+        )
+    Console(width=110).print(table)
 
 
 async def overload(url: str, count: int, max_tokens: int) -> dict[str, Any]:
@@ -191,6 +226,7 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--each", type=int, default=3, help="requests of each client")
     parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3, help="of all ways in turn")
     parser.add_argument("--overload", type=int, default=0, help="requests at once")
     parser.add_argument("--disconnects", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="of mixed requests")
@@ -205,7 +241,9 @@ def main() -> None:
     elif given.seconds:
         told["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
     else:
-        told["rates"] = asyncio.run(rates(given.url, given.peer, given.counts, given.each, given.max_tokens))
+        asked = (given.counts, given.each, given.max_tokens, given.rounds)
+        told["rates"] = asyncio.run(rates(given.url, given.peer, *asked))
+        show_rates(told["rates"])
         if given.overload:
             told["overload"] = asyncio.run(overload(given.url, given.overload, given.max_tokens))
         if given.disconnects:
