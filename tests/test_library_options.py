@@ -155,12 +155,6 @@ def smollm2() -> Bench:
     return Bench(target, draft, prompts, {"max_tokens": 10, "ignore_eos": True}, None, names).prepare()
 
 
-@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=[pytest.mark.smollm2, pytest.mark.long])])
-def bench(request: pytest.FixtureRequest) -> Bench:
-    made: Bench = request.getfixturevalue(request.param)
-    return made
-
-
 def parts_of(result: Result) -> tuple[Any, ...]:
     """What must not depend on the method."""
     ends = (result.finish_reason, result.prompt_tokens)
@@ -177,10 +171,18 @@ def read(stream: Stream) -> Result:
     return result
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("tiny", 4),
+        pytest.param("tiny", 1, marks=pytest.mark.long),
+        pytest.param("smollm2", 1, marks=[pytest.mark.smollm2, pytest.mark.long]),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_option_at_once(bench: Bench, method: str, every: int) -> None:
+def test_every_option_at_once(request: pytest.FixtureRequest, method: str, name: str, every: int) -> None:
     """All of them, or each fourth: the next method takes the next ones."""
+    bench: Bench = request.getfixturevalue(name)
     options, first = METHODS[method], list(METHODS).index(method) % every
     asked, expected = bench.asked[first::every], bench.plain[first::every]
     draft = bench.draft if "model" in options["drafter"] else None
@@ -188,8 +190,8 @@ def test_every_option_at_once(bench: Bench, method: str, every: int) -> None:
         streams = [llm.stream(prompt, params) for _, prompt, params in asked]
         results = [read(stream) for stream in streams]
         assert llm.engine.worker is None or llm.engine.worker.failure is None
-    for (name, _, _), mine, plain in zip(asked, results, expected, strict=True):
-        assert parts_of(mine) == parts_of(plain), name
+    for (option, _, _), mine, plain in zip(asked, results, expected, strict=True):
+        assert parts_of(mine) == parts_of(plain), option
     assert sum(result.figures.drafted for result in results) > 0
     assert sum(result.figures.accepted for result in results) > 0
 
