@@ -1,16 +1,14 @@
 """Programs are interrupted at random moments of loading and of streaming: how they end, and what they leave behind.
 
-Run: python bench/interrupts.py [--count 100] [--models tiny,shipped,converted] [--limit 2] [--seed 1] [--state
-FOLDER] [--seconds 100] [--again]. The interrupts (SIGINT to the program's process group, as Ctrl-C in a terminal sends
-it) are shared out among all models and all ways of WAYS; half of them come before the first text, half up to a second
-after it. `tiny` is a random model that is made here, `shipped` the shipped one, `converted` the shipped one with an
-empty cache, so that it is converted first. A program must end with status 130 or by the signal, without a traceback,
-and leave no process and no half-written file; exit 1 where one does not. How many took longer than `--limit` seconds is
-shown and is no failure, because it says as much about the machine. With `--state` a folder keeps what is known, and a
-later call with the same models and seed goes on from there; with `--seconds` none begins after that time, so that many
-are made in portions; with `--again` those that took longer than the limit are made once more, at the same share of a
-time to the first text that is measured anew, and stand in place of the first. A table, and one JSON line last. Linux
-only: processes are found by /proc.
+Run: python bench/interrupts.py [--count 100] [--models tiny,shipped,converted] [--state FOLDER]; --help has the
+others. The interrupts (SIGINT to the program's process group, as Ctrl-C in a terminal sends it) are shared out among
+all models and all ways of WAYS; half come before the first text, half up to a second after. `tiny` is a random model
+that is made here, `shipped` the shipped one, `converted` the shipped one with an empty cache, so that it is converted
+first. A program must end with status 130 or by the signal, without a traceback, and leave no process and no
+half-written file; exit 1 where one does not. How many took longer than `--limit` seconds is shown, and no failure.
+With `--state` a folder keeps what is known, and a later call with the same models and seed goes on from there; with
+`--seconds` none begins after that time. `--again` makes those that took longer than the limit once more, and replaces
+them. A table, and one JSON line last. Linux only: processes are found by /proc.
 """
 
 from __future__ import annotations
@@ -252,8 +250,7 @@ class Known:
 
 
 def interrupt_all(known: Known, kinds: Sequence[Programs], args: argparse.Namespace) -> None:
-    """All that are not known yet, or those that were slow once more, as far as there is time. The moments depend on the
-    seed and the number alone."""
+    """Those not known yet, or the slow ones again, while there is time. Moments depend on seed and number alone."""
     until = time.monotonic() + args.seconds
     slow = [number for number, ending in enumerate(known.endings) if ending.seconds > args.limit]
     spans = {} if args.again else known.spans

@@ -53,6 +53,11 @@ class Job(NamedTuple):
     frontier: list[int]
 
 
+def most_bytes(model: Model, tokens: Sequence[float]) -> int:
+    """The most that sessions take in which no more than so many tokens each are held."""
+    return model.stored_bytes([int(most * Session.growth) + Session.block for most in tokens])
+
+
 class Grower:
     """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`.
 
@@ -85,8 +90,9 @@ class Grower:
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that sessions for texts of so many tokens each take."""
-        most = [int(self._most(length) * Session.growth) + Session.block for length in lengths]
-        return 0 if self._on_base else self.model.stored_bytes(most)
+        if self._on_base:
+            return 0
+        return most_bytes(self.model, [self._most(length) for length in lengths])
 
     def pause(self, state: GrowState) -> None:
         """Gives back what the session holds: it begins anew when the next nodes are expanded."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
-from outpace.models.base import Model, Session, chain
+from outpace.drafters._grower import most_bytes
+from outpace.models.base import Model, chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,8 +105,7 @@ class Translating(Drafter):
         del state.read[common:]
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
-        most = [int(_most(length + 1) * Session.growth) + Session.block for length in lengths]
-        return self._model.stored_bytes(most)
+        return most_bytes(self._model, [_most(length + 1) for length in lengths])
 
     def pause(self, state: Any) -> None:
         state.session.truncate(0)
