@@ -397,3 +397,25 @@ def test_free_memory_is_a_number_of_bytes() -> None:
     if meminfo.exists():
         total = int(next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")).split()[1])
         assert free <= 1024 * total
+
+
+@pytest.mark.parametrize("budget", [None, 2300])
+def test_a_long_prompts_slots_are_made_as_it_is_read_and_counted_from_the_start(budget: int | None) -> None:
+    target = Counting()
+    prompts = [[(place * place + number * place) % 16 for place in range(1900)] for number in (0, 1)]
+    requests = [make_request(prompt, "greedy", 3) for prompt in prompts]
+    options = EngineOptions(kv_memory=slots(budget, target) if budget else None)
+    with Engine(target, options=options) as engine:
+        runs = submit(engine, *requests)
+        most_running = 0
+        while any(run.finish_reason is None for run in runs):
+            engine.step()
+            most_running = max(most_running, len(engine.running))
+            for run in engine.running:
+                there, read = run.storage.session.slots, run.prefilled
+                assert there <= max(512, 2 * read + 256), "slots long before they are read"
+            needed = sum(len(run.committed) for run in engine.running) * target.token_bytes
+            assert needed <= engine.memory.used <= engine.memory.budget
+        assert [run.tokens for run in runs] == [write(target, request) for request in requests]
+    assert most_running == (1 if budget else 2), "the second prompt fits only when the first one's text is over"
+    assert [run.history.pauses for run in runs] == [0, 0], "what a prompt needs was promised to it"

@@ -1,8 +1,10 @@
 """The budget for keys and values: who gets a session, whose grows, and which finished texts are kept to start from.
 
 Sessions grow by blocks as texts do, and what is there counts: an answer that may become long takes no more than it has
-written. Drafts count with the most that they can hold for as long a text, so that they need not ask before they grow.
-Where the budget ends kept texts go first, then the engine pauses the request that came last.
+written. A prompt counts whole from the start, so that its reading never has to stop, and its slots are made as it is
+read: new memory is filled with zeros, and those of a long prompt would keep everybody waiting at once. Drafts count
+with the most that they can hold for as long a text, so that they need not ask before they grow. Where the budget ends
+kept texts go first, then the engine pauses the request that came last.
 
 A request that begins like a text that is there (a turn before it in the same chat, a common system prompt, another
 answer to its own prompt) starts from a copy of those keys and values instead of reading them again. In exact mode the
@@ -25,6 +27,7 @@ from outpace.models.base import Model, Session
 
 _AHEAD = 64  # slots that each running request should still find when another one joins
 _WORTH_WAITING = 64  # tokens that another request is just reading: wait for them
+_AT_ONCE = 512  # slots that a prompt finds when its reading begins; then twice as many each time
 _GIB = 1 << 30
 
 Drafts = Callable[[Sequence[tuple[Running, int]]], int]
@@ -112,7 +115,7 @@ class Memory:
             holder.session.trim()
             holder.session.capacity = session.capacity
             session, holder = holder.session, None
-        self._reserve(run, session, slots, holder)
+        self._reserve(run, session, min(slots, max(length, _AT_ONCE)), slots, holder)
         if holder is not None:
             self._copy(holder, session, length)
         run.storage.session = session
@@ -122,8 +125,11 @@ class Memory:
 
     def fit(self, run: Running, rows: int) -> bool:
         """Makes slots for a request's rows of the next pass; False: another one has to go first."""
-        slots = self._slots_for(run, run.prefilled + rows)
-        return slots <= run.storage.session.slots or self._reserve(run, run.storage.session, slots)
+        session, slots = run.storage.session, self._slots_for(run, run.prefilled + rows)
+        if slots <= session.slots:
+            return True
+        promised = self._promised(run)
+        return self._reserve(run, session, max(slots, min(2 * session.slots, promised)), promised)
 
     def release(self, run: Running) -> None:
         """Takes a running request's keys and values away: they are read again when it is opened the next time."""
@@ -198,12 +204,14 @@ class Memory:
         """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
         return self._most_kept > 0 and not run.must_read
 
-    def _reserve(self, run: Running, session: Session, slots: int, spared: Running | _Kept | None = None) -> bool:
-        """Makes slots for a request, and lets kept texts go for them but the one that is spared; False: they are too
-        many."""
+    def _reserve(
+        self, run: Running, session: Session, slots: int, promised: int, spared: Running | _Kept | None = None
+    ) -> bool:
+        """Makes slots for a request, and lets kept texts go for all that it is promised but the one that is spared;
+        False: they are too many."""
         others = [pair for pair in self._slots() if pair[0] is not run]
         for least in (False, True):
-            needed = [*others, (run, session.slots_after(slots, least))]
+            needed = [*others, (run, max(session.slots_after(slots, least), session.slots_after(promised, least=True)))]
             if self._bytes(needed) <= self.budget:
                 break
         else:
@@ -219,8 +227,12 @@ class Memory:
                 self._drop(kept)
 
     def _slots(self) -> list[tuple[Running, int]]:
-        """Those of the running requests' sessions."""
-        return [(run, run.storage.session.slots) for run in self._open]
+        """Those of the running requests' sessions, and those that their prompts are still to get."""
+        return [(run, run.storage.session.slots_after(self._promised(run), least=True)) for run in self._open]
+
+    def _promised(self, run: Running) -> int:
+        """Slots that a request needs for what it still has to read."""
+        return self._slots_for(run, len(run.committed)) if run.is_prefilling else 0
 
     def _bytes(self, texts: Sequence[tuple[Running, int]], kept: Iterable[int] = ()) -> int:
         """What requests take whose sessions have so many slots, their drafts included, and kept texts that have."""
