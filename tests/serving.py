@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,10 +109,12 @@ def wait_for(happens: Any) -> None:
 
 
 @contextmanager
-def served(llm: outpace.LLM, limits: Limits | None = None, **options: Any) -> Iterator[Served]:
-    """Serves a model until the block ends."""
+def served(
+    llm: outpace.LLM, limits: Limits | None = None, now: Callable[[], float] = time.monotonic, **options: Any
+) -> Iterator[Served]:
+    """Serves a model until the block ends. `now`: the system's clock."""
     settings = ServerOptions(port=0, limits=limits or Limits(), **options)
-    service = Service(llm, settings)
+    service = Service(llm, settings, now)
     server = make_server(build(service), service)
     with listen(settings) as listener:
         port = listener.getsockname()[1]

@@ -24,11 +24,10 @@ def begin(group: Any, when: float) -> None:
     group.choices[0].run.history.began = when
 
 
-def test_room_is_seen_a_moment_later_though_the_engine_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_seen_a_moment_later_though_the_engine_told_nothing() -> None:
     """It takes up an answer before it writes any of it."""
     now = 100.0
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now))
-    queue, first, second = Admission(Limits(max_queue=1), batch=1), group(), group()
+    queue, first, second = Admission(Limits(max_queue=1), batch=1, clock=lambda: now), group(), group()
     queue.admit(first)
     queue.admit(second)
     assert queue.is_full
@@ -44,10 +43,9 @@ def test_room_is_seen_a_moment_later_though_the_engine_told_nothing(monkeypatch:
     assert queue.is_full
 
 
-def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_that_of_the_last_seconds() -> None:
     now = 100.0
-    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now))
-    queue = Admission(Limits(), batch=1)
+    queue = Admission(Limits(), batch=1, clock=lambda: now)
     for _ in range(10):
         queue.wrote(10_000)
         now += 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from outpace.server.choices import Group
@@ -21,8 +21,8 @@ MOMENT = 0.01  # seconds for which a count is kept
 class Admission:
     """Knows every request that is not over. Used by the event loop alone."""
 
-    def __init__(self, limits: Limits, batch: int) -> None:
-        self._limits, self._batch = limits, batch
+    def __init__(self, limits: Limits, batch: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._batch, self._clock = limits, batch, clock
         self.groups: set[Group] = set()
         self._keys: Counter[str] = Counter()
         self._recent: deque[tuple[float, int]] = deque()
@@ -61,7 +61,7 @@ class Admission:
         the engine does is looked at once in a moment, or when it told something."""
         if not self.groups and not self._preparing:
             return 0
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._counts_until:
             self._counts, self._counts_until = self._counted(), now + MOMENT
         waiting, running = self._counts
@@ -115,7 +115,7 @@ class Admission:
 
     def wrote(self, tokens: int) -> None:
         """So many tokens were written now, by all."""
-        now = time.monotonic()
+        now = self._clock()
         self._counts_until = 0.0
         self._recent.append((now, tokens))
         self._recently += tokens
@@ -128,7 +128,7 @@ class Admission:
     def wait(self) -> float:
         """Seconds until there should be room for who is refused now: behind those who were refused before, as if all
         stood in a line. Otherwise they would all come back at once, and be refused again."""
-        now, each = time.monotonic(), self._each()
+        now, each = self._clock(), self._each()
         self._promised = min(max(self._promised, now) + each, now + max(LONGEST, each))
         return self._promised - now
 

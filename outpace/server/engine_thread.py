@@ -29,10 +29,16 @@ Deliver = Callable[[Sequence[Update]], None]
 class EngineThread:
     """Owns the engine from `start` to `stop`. All methods but the thread's own return at once, in any thread."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, report: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Deliver,
+        report: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`deliver` is called in the engine's thread, once a step that had something to tell; `report` with an error
-        that no request is to blame for."""
-        self.engine = engine
+        that no request is to blame for. `clock` measures how long a step takes."""
+        self.engine, self._clock = engine, clock
         self._deliver, self._report = deliver, report
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live: dict[Choice, Running] = {}
@@ -59,7 +65,7 @@ class EngineThread:
     def step_age(self) -> float:
         """Seconds since the last step ended, while work is pending."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else self._clock() - since
 
     def submit(self, choices: Sequence[Choice]) -> Future[None]:
         """Hands in the choices of one request, all or none; the result is UserError where one can never run."""
@@ -76,7 +82,7 @@ class EngineThread:
             self._obey()
             if self._is_over:
                 break
-            self._busy_since = time.monotonic()
+            self._busy_since = self._clock()
             try:
                 self.engine.step()
             except Exception as error:  # of no request: the engine's own

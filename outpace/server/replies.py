@@ -48,11 +48,11 @@ class Reply(Response):
         super().__init__()
         self._service, self._group, self._shape, self._beside = service, group, shape, dict(headers)
         self._is_told = False  # all but the last bytes: from now on nobody leaves
-        self._sends_since: float | None = None  # in the loop's seconds
+        self._sends_since: float | None = None  # by the server's clock
         self._is_late = False  # the client takes nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._look_at_sending()
@@ -99,7 +99,7 @@ class Reply(Response):
     async def _send(self, send: Send, message: Message) -> None:
         """A client that takes nothing for too long is held to have left."""
         self._is_told = message["type"] == "http.response.body" and not message.get("more_body", False)
-        self._sends_since = self._loop.time()
+        self._sends_since = self._service.clock.time()
         try:
             await send(message)
         finally:
@@ -107,13 +107,13 @@ class Reply(Response):
 
     def _look_at_sending(self) -> None:
         """One timer for all that is sent; it breaks off what takes too long."""
-        now, most = self._loop.time(), self._service.limits.write_timeout
+        now, most = self._service.clock.time(), self._service.limits.write_timeout
         left = most if self._sends_since is None else self._sends_since + most - now
         if left <= 0.0:
             self._is_late = True
             self._task.cancel()
             return
-        self._timer = self._loop.call_at(now + left, self._look_at_sending)
+        self._timer = self._service.clock.after(left, self._look_at_sending)
 
     def _note(self, record: dict[str, Any]) -> None:
         """For the log."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -50,12 +49,12 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         service = self._service
         logs.write("drain", requests=len(service.admission.groups))
-        end = time.monotonic() + service.limits.drain
-        while service.admission.groups and time.monotonic() < end:
+        end = service.clock.time() + service.limits.drain
+        while service.admission.groups and service.clock.time() < end:
             await asyncio.sleep(0.02)
         service.end_all(unavailable("the server is shutting down", "draining"))
-        end = time.monotonic() + GRACE
-        while service.admission.groups and time.monotonic() < end:
+        end = service.clock.time() + GRACE
+        while service.admission.groups and service.clock.time() < end:
             await asyncio.sleep(0.02)
         self.should_exit = True
 

@@ -19,6 +19,7 @@ from outpace.server.errors import ApiError, unavailable
 from outpace.server.jobs import Job, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
+from outpace.server.timers import LoopClock, Timer
 from outpace.tools.families import Family, family_of
 from outpace.tools.offered import takes_tools
 from outpace.tools.reasoning import has_thoughts
@@ -31,14 +32,16 @@ PREPARERS = 2  # threads that tokenise, render templates and compile grammars
 class Service:
     """One model that is served. Everything but the engine's thread belongs to one event loop."""
 
-    def __init__(self, llm: LLM, options: ServerOptions) -> None:
+    def __init__(self, llm: LLM, options: ServerOptions, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: the system's clock."""
+        self.clock = LoopClock(now)
         self.llm, self.options, self.limits = llm, options, options.limits
         self.names = options.names or (llm.target.name,)
         self.created = int(time.time())
         self.fingerprint = fingerprint.of(llm)
         self.max_model_len: int = llm.target.model.max_positions
-        self.admission = Admission(self.limits, llm.engine.options.batch)
-        self.thread = EngineThread(llm.engine, self._post, logs.fault)
+        self.admission = Admission(self.limits, llm.engine.options.batch, self.clock.time)
+        self.thread = EngineThread(llm.engine, self._post, logs.fault, self.clock.time)
         readings: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.admission.running,
             "num_requests_waiting": lambda: self.admission.waiting,
@@ -51,17 +54,19 @@ class Service:
         self._executor = ThreadPoolExecutor(PREPARERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._groups: dict[Any, Group] = {}  # by choice
-        self._timers: dict[Group, list[asyncio.TimerHandle]] = {}
+        self._timers: dict[Group, list[Timer]] = {}
 
     def begin(self) -> None:
         """Called in the event loop."""
         self._loop = asyncio.get_running_loop()
+        self.clock.begin(self._loop)
         self.thread.start()
 
     def end(self) -> None:
         """Ends the engine's thread, and with it all answers."""
         self.is_draining = True
         self.thread.stop(10.0)
+        self.clock.end()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     @cached_property
@@ -157,7 +162,6 @@ class Service:
             group.fail(error)
 
     def _set_timers(self, group: Group) -> None:
-        assert self._loop is not None
         limits = self.limits
         late = ApiError(504, f"the answer took more than {limits.request_timeout:g} seconds", code="timeout")
         full = f"the request waited {limits.queue_timeout:g} seconds for room"
@@ -167,8 +171,8 @@ class Service:
                 group.fail(unavailable(full, "queue_timeout"))
 
         self._timers[group] = [
-            self._loop.call_later(limits.request_timeout, group.fail, late),
-            self._loop.call_later(limits.queue_timeout, look_at_queue),
+            self.clock.after(limits.request_timeout, lambda: group.fail(late)),
+            self.clock.after(limits.queue_timeout, look_at_queue),
         ]
 
     def _post(self, updates: Sequence[Update]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core import child_process
+from outpace.core.awake import Patience
 from outpace.core.errors import UserError
 from outpace.models.text import template_process
 
@@ -54,23 +55,20 @@ class ChatTemplate:
 
     def _asked(self, question: bytes) -> dict[str, Any]:
         process = self._running()
-        timer = threading.Timer(PATIENCE, process.kill)
-        timer.start()
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
-                process.stdin.write(question + b"\n")
-                process.stdin.flush()
-            line = process.stdout.readline()
+            with Patience(PATIENCE, process.kill):
+                with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
+                    process.stdin.write(question + b"\n")
+                    process.stdin.flush()
+                line = process.stdout.readline()
             if line:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         except BaseException:
             self._stop()  # interrupted between question and answer: the next one would get this one's
             raise
-        finally:
-            timer.cancel()
         self._stop()
         limits = f"{template_process.SECONDS} seconds or {template_process.BYTES >> 20} MiB"
         return {"refusal": f"takes more than {limits}, it was stopped"}
