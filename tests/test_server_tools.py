@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from files import TEMPLATE, set_fields
 from serving import Answered, Served, served
+from splits import check_every_split
 from test_library import folder
 from test_server_apis import named
 
@@ -205,18 +205,12 @@ def test_a_wrong_form_behind_a_thought_is_told(thinking: Served) -> None:
 @pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("text", [f"{thought}{call}" for thought in THOUGHTS for call in CALLS])
 def test_every_split_of_thoughts_and_calls_gives_the_same_parts(text: str, every: int) -> None:
-    """In two at every place; in three with a short piece between, and with every `every`-th of the longer ones."""
+    def splitter() -> Splitter:
+        return Splitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
 
-    def parts(chunks: Iterable[str]) -> list[Part]:
-        splitter = Splitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
-        told = [part for chunk in chunks for part in splitter.push(chunk)] + splitter.finish()
-        return merged(told)
-
-    expected = parts([text])
-    assert parts(text) == expected
-    cuts = itertools.combinations_with_replacement(range(len(text) + 1), 2)
-    for first, second in (cut for cut in cuts if cut[1] - cut[0] < 4 or sum(cut) % every == 0):
-        assert parts((text[:first], text[first:second], text[second:])) == expected, (first, second)
+    whole = splitter()
+    expected = merged([*whole.push(text), *whole.finish()])
+    assert check_every_split(splitter, text, merged, every) == expected
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:

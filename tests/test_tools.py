@@ -13,6 +13,7 @@ import pytest
 from files import folder_of, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from splits import check_every_split
 
 from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
@@ -125,12 +126,8 @@ def parsed(family: Family, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOL
 def test_every_split_of_a_transcript_gives_the_same_deltas(
     family: Family, text: str, expected: list[Delta], every: int
 ) -> None:
-    """In two at every place; in three with a short piece between, and with every `every`-th of the longer ones."""
     assert parsed(family, [text]) == expected
-    assert parsed(family, text) == expected
-    cuts = itertools.combinations_with_replacement(range(len(text) + 1), 2)
-    for first, second in (cut for cut in cuts if cut[1] - cut[0] < 4 or sum(cut) % every == 0):
-        assert parsed(family, (text[:first], text[first:second], text[second:])) == expected, (first, second)
+    assert check_every_split(lambda: CallParser(family, TOOLS), text, merged, every) == expected
 
 
 PARTS = [
