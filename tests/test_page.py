@@ -97,6 +97,31 @@ def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.M
     page.wait_for_selector("button.compare:visible")
 
 
+def test_an_example_is_asked_by_a_click(page: Any) -> None:
+    page.fill("#most", "5")
+    page.click(".examples button >> nth=1")
+    assert "linked list" in page.inner_text(".turn.user")
+    page.wait_for_selector("button.compare:visible")
+    page.click("#new")
+    assert page.locator(".turn").count() == 0
+    assert page.locator(".examples button").count() == 3
+
+
+def test_fenced_lines_are_code(page: Any) -> None:
+    page.evaluate(
+        """() => {
+            const node = document.createElement("div"), ink = new Ink(node);
+            document.body.append(node);
+            const said = ["a ``` b\\n`", "``py\\nx =", " 1\\n```", "\\nend"];
+            said.forEach((text, place) => ink.write(text, place % 2 ? "ngram" : "target"));
+            node.id = "inked";
+        }"""
+    )
+    assert page.text_content("#inked") == "a ``` b\n```py\nx = 1\n```\nend"
+    assert "".join(page.locator("#inked .code").all_text_contents()) == "``py\nx = 1\n```\n"
+    assert page.locator("#inked .by-ngram:not(.code)").all_text_contents() == ["end"]
+
+
 def test_errors_are_shown_as_text(page: Any) -> None:
     ask(page, "<img src=x onerror=alert(1)> " * 2000, 10)
     page.wait_for_selector(".foot.differs")
