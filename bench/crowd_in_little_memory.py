@@ -22,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from known import Known
 from rich.console import Console
 from rich.table import Table
 
@@ -80,53 +81,31 @@ def answer(llm: LLM, prompts: Sequence[Any], params: SamplingParams) -> tuple[li
     }
 
 
-class Known:
-    """What is known so far of one part, in a file where there is a folder for it."""
-
-    def __init__(self, folder: Path | None, part: str, asked: dict[str, Any]) -> None:
-        """UserError where the file was made by a command that asked for something else."""
-        self._file, self._asked = folder / f"{part}.json" if folder else None, asked
-        self.row: dict[str, Any] = {}
-        self.texts: list[list[int]] = []
-        if self._file is not None and self._file.is_file():
-            kept = json.loads(self._file.read_text(encoding="utf-8"))
-            if kept["asked"] != asked:
-                raise UserError(f"{self._file} is of {kept['asked']}, not of {asked}: name another --state folder")
-            self.row, self.texts = kept["row"], kept["texts"]
-
-    def save(self) -> None:
-        """Writes the file, whole or not at all."""
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(".new")
-            new.write_text(json.dumps({"asked": self._asked, "row": self.row, "texts": self.texts}), encoding="utf-8")
-            new.replace(self._file)
-
-
 def answer_crowd(known: Known, prompts: Sequence[Any], params: SamplingParams, args: argparse.Namespace) -> None:
     """All requests at once, in one run."""
     with closing(LLM(method=args.method, batch=args.batch, kv_memory=args.kv_memory, profile=False)) as llm:
-        runs, known.row = answer(llm, prompts, params)
-    known.texts = [run.tokens for run in runs]
-    known.row["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 3)
+        runs, row = answer(llm, prompts, params)
+    row["peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 3)
+    known.found = {"row": row, "texts": [run.tokens for run in runs]}
     known.save()
 
 
 def answer_alone(known: Known, prompts: Sequence[Any], params: SamplingParams, method: str, until: float) -> None:
     """One request after the other and nothing reused, for prompts that have no single run yet."""
     with closing(LLM(method=method, reuse=False, batch=1, profile=False)) as llm:
-        for prompt in prompts[len(known.texts) :]:
+        for prompt in prompts[len(known.found["texts"]) :]:
             if time.perf_counter() > until:
                 return
-            known.texts.append(answer(llm, [prompt], params)[0][0].tokens)
+            known.found["texts"].append(answer(llm, [prompt], params)[0][0].tokens)
             known.save()
 
 
 def report(crowd: Known, alone: Known, asked: dict[str, Any]) -> int:
     """The table for people, the line for machines; the exit code."""
-    pairs = list(zip(alone.texts, crowd.texts, strict=False))
+    pairs = list(zip(alone.found["texts"], crowd.found["texts"], strict=False))
     differ = sum(single != text for single, text in pairs)
-    row = crowd.row | {"compared": len(pairs), "compared_tokens": sum(len(text) for _, text in pairs), "differ": differ}
+    counts = {"compared": len(pairs), "compared_tokens": sum(len(text) for _, text in pairs), "differ": differ}
+    row = crowd.found["row"] | counts
     table = Table("what", "figure", title="{requests} requests of {max_tokens} tokens, {method}".format(**asked))
     for name, value in row.items():
         table.add_row(name.replace("_", " "), str(value))
@@ -154,17 +133,16 @@ def main() -> int:
     asked = {name: getattr(args, name) for name in ("requests", "max_tokens")}
     prompts, params = make_prompts(args.requests), SamplingParams(max_tokens=args.max_tokens)
     some = prompts[: args.requests if args.alone is None else args.alone]
-    alone = Known(args.state, "alone", asked)
+    alone = Known(args.state / "alone.json" if args.state else None, asked, row={}, texts=[])
     asked = asked | {name: getattr(args, name) for name in ("kv_memory", "method", "batch")}
-    crowd = Known(args.state, "crowd", asked)
-    if not crowd.row and args.part != "alone":
+    crowd = Known(args.state / "crowd.json" if args.state else None, asked, row={}, texts=[])
+    if not crowd.found["row"] and args.part != "alone":
         answer_crowd(crowd, prompts, params, args)
-    if len(alone.texts) < len(some) and args.part != "crowd":
+    if len(alone.found["texts"]) < len(some) and args.part != "crowd":
         answer_alone(alone, some, params, args.alone_method, until)
-    if not crowd.row or len(alone.texts) < len(some):
-        print(
-            f"the crowd is {'over' if crowd.row else 'to come'}, {len(alone.texts)} of {len(some)} single runs are made"
-        )
+    made = len(alone.found["texts"])
+    if not crowd.found["row"] or made < len(some):
+        print(f"the crowd is {'over' if crowd.found['row'] else 'to come'}, {made} of {len(some)} single runs are made")
         return 3
     return report(crowd, alone, asked)
 

@@ -32,6 +32,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from known import Known
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -228,33 +229,13 @@ def _counts(endings: Sequence[Ending], limit: float) -> dict[str, Any]:
     }
 
 
-class Known:
-    """What is known so far, kept in a file: how long each kind takes to its first text, and how each program ended."""
-
-    def __init__(self, file: Path, asked: dict[str, Any]) -> None:
-        self._file, self._asked = file, asked
-        self.spans: dict[str, float] = {}
-        self.endings: list[Ending] = []
-        if file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            if kept["asked"] != asked:
-                raise SystemExit(f"error: {file} is of {kept['asked']}, not of {asked}: name another --state folder")
-            self.spans, self.endings = kept["spans"], [Ending(**ending) for ending in kept["endings"]]
-
-    def save(self) -> None:
-        """Writes the file, whole or not at all."""
-        kept = {"asked": self._asked, "spans": self.spans, "endings": [asdict(ending) for ending in self.endings]}
-        new = self._file.with_suffix(".new")
-        new.write_text(json.dumps(kept), encoding="utf-8")
-        new.replace(self._file)
-
-
 def interrupt_all(known: Known, kinds: Sequence[Programs], args: argparse.Namespace) -> None:
     """Those not known yet, or the slow ones again, while there is time. Moments depend on seed and number alone."""
     until = time.monotonic() + args.seconds
-    slow = [number for number, ending in enumerate(known.endings) if ending.seconds > args.limit]
-    spans = {} if args.again else known.spans
-    for number in slow if args.again else range(len(known.endings), args.count):
+    endings = known.found["endings"]
+    slow = [number for number, ending in enumerate(endings) if ending["seconds"] > args.limit]
+    spans = {} if args.again else known.found["spans"]  # by kind, seconds to the first text
+    for number in slow if args.again else range(len(endings), args.count):
         kind, chance = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
         if time.monotonic() > until:
             return
@@ -264,7 +245,7 @@ def interrupt_all(known: Known, kinds: Sequence[Programs], args: argparse.Namesp
             known.save()
         before = chance.uniform(0.0, spans[name]) if number // len(kinds) % 2 else None
         ending = kind.interrupt(before, chance.uniform(0.0, 1.0))
-        known.endings[number : number + 1] = [ending]
+        endings[number : number + 1] = [asdict(ending)]
         known.save()
         if not ending.is_well:
             print(f"{name}, {before=}: {ending}\n{ending.traceback}", file=sys.stderr)
@@ -284,15 +265,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = args.state or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        known = Known(folder / "known.json", {"models": args.models, "seed": args.seed})
+        asked = {"models": args.models, "seed": args.seed}
+        known = Known(folder / "known.json", asked, spans={}, endings=[])
         make_tiny(folder / "tiny")
         kinds = [Programs(model, way, folder) for model in args.models.split(",") for way in WAYS]
         interrupt_all(known, kinds, args)
-    if not known.endings:
+    endings = [Ending(**ending) for ending in known.found["endings"]]
+    if not endings:
         raise SystemExit("error: no interrupt was made: give more --seconds")
-    Console(width=140).print(_table(known.endings, args.limit))
-    well = all(ending.is_well for ending in known.endings)
-    print(json.dumps({"well": well, "limit": args.limit, "seed": args.seed, **_counts(known.endings, args.limit)}))
+    Console(width=140).print(_table(endings, args.limit))
+    well = all(ending.is_well for ending in endings)
+    print(json.dumps({"well": well, "limit": args.limit, "seed": args.seed, **_counts(endings, args.limit)}))
     sys.exit(0 if well else 1)
 
 

@@ -38,6 +38,7 @@ class Answer(NamedTuple):
 
 
 def by_library(llm: outpace.LLM, asked: dict[str, Any], plain: bool) -> Answer:
+    """Reads piece by piece in this process; `cpu` stays 0."""
     began, first = time.perf_counter(), 0.0
     stream = llm.stream(asked["messages"], max_tokens=asked["max_tokens"], temperature=0, plain=plain)
     for piece in stream:
@@ -66,6 +67,7 @@ def by_server(connection: socket.socket, asked: dict[str, Any], plain: bool) -> 
 
 
 def connected(url: str) -> socket.socket:
+    """A connection that is kept for all answers."""
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80))
 

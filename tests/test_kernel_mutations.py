@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,3 +43,16 @@ def test_a_mistake_whose_place_is_gone_is_said(tmp_path: Path) -> None:
     mutation = next(mutation for mutation in module.MUTATIONS if mutation.file == "product.h")
     with pytest.raises(ValueError, match="stands 0 times"), mutation.applied(tmp_path):
         pass
+
+
+def test_a_copy_is_used_again_and_what_a_broken_run_left_in_it_is_new(tmp_path: Path) -> None:
+    """By its time a build knows what to compile: an original's own would be older than what was built of a mistake."""
+    module = load_mutations()
+    module.copy_sources(tmp_path)
+    same, left = (tmp_path / "src" / name for name in ("team.h", "product.h"))
+    left.write_text("a mistake", encoding="utf-8")
+    for file in (same, left):
+        os.utime(file, (1, 1))
+    module.copy_sources(tmp_path)
+    assert left.read_bytes() == (module.KERNELS / "src" / "product.h").read_bytes()
+    assert (same.stat().st_mtime, left.stat().st_mtime > 1) == (1, True)

@@ -1,7 +1,8 @@
 """What the blocks of a file mean, in numpy: weights c * (q - bias) + m, with c and m those of a part of a row.
 
 The formats are ggml's (https://github.com/ggml-org/ggml, ggml-quants.c); U4_32 and U4_64 are ours, for what GPTQ and
-AWQ write: c * (q - zero), held as c and -zero. Every number is exact in float32.
+AWQ write: c * (q - zero), held as c and -zero. Every number is exact in float32. A function with the name of a format
+takes its blocks, uint8 [rows, blocks, bytes of a block].
 """
 
 from __future__ import annotations
@@ -39,26 +40,32 @@ def single_bits(data: np.ndarray) -> np.ndarray:
 
 
 def q4_0(block: np.ndarray) -> Parts:
+    """18 bytes for 32 inputs: c, nibbles with a bias of 8."""
     return Parts(nibbles(block[..., 2:]) - 8, half(block, 0), None)
 
 
 def q4_1(block: np.ndarray) -> Parts:
+    """20 bytes for 32 inputs: c, m, nibbles."""
     return Parts(nibbles(block[..., 4:]), half(block, 0), half(block, 2))
 
 
 def q5_0(block: np.ndarray) -> Parts:
+    """22 bytes for 32 inputs: c, the fifth bits, nibbles; a bias of 16."""
     return Parts(nibbles(block[..., 6:]) + 16 * single_bits(block[..., 2:6]) - 16, half(block, 0), None)
 
 
 def q5_1(block: np.ndarray) -> Parts:
+    """24 bytes for 32 inputs: c, m, the fifth bits, nibbles."""
     return Parts(nibbles(block[..., 8:]) + 16 * single_bits(block[..., 4:8]), half(block, 0), half(block, 2))
 
 
 def q8_0(block: np.ndarray) -> Parts:
+    """34 bytes for 32 inputs: c, bytes with a sign."""
     return Parts(block[..., 2:].view(np.int8).astype(np.int16), half(block, 0), None)
 
 
 def iq4_nl(block: np.ndarray) -> Parts:
+    """18 bytes for 32 inputs: c, nibbles that choose one of sixteen numbers."""
     return Parts(IQ4_NL[nibbles(block[..., 2:])], half(block, 0), None)
 
 
@@ -79,15 +86,18 @@ def k_parts(block: np.ndarray, low: np.ndarray, high: np.ndarray | int) -> Parts
 
 
 def q4_k(block: np.ndarray) -> Parts:
+    """144 bytes for 256 inputs in eight parts: factors of c and m, c and m in six bits, nibbles."""
     return k_parts(block, block[..., 16:], 0)
 
 
 def q5_k(block: np.ndarray) -> Parts:
+    """176 bytes for 256 inputs in eight parts: as q4_k, with the fifth bits before the nibbles."""
     fifth = block[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # bit i of 32 bytes: part i
     return k_parts(block, block[..., 48:], 16 * fifth.astype(np.int16))
 
 
 def q6_k(block: np.ndarray) -> Parts:
+    """210 bytes for 256 inputs in sixteen parts: nibbles, upper two bits, c in a byte, its factor; a bias of 32."""
     low = block[..., :128].reshape(*block.shape[:-1], 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
     pairs = block[..., 128:192].reshape(*block.shape[:-1], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     q = low.reshape(*block.shape[:-1], 256) | pairs.reshape(*block.shape[:-1], 256) << 4

@@ -63,6 +63,7 @@ def turns() -> np.ndarray:
 
 
 def main() -> None:
+    """Compares the bits of all instruction sets, with one and two threads, and of the emulation; says what was met."""
     sets = outpace_kernels.instruction_sets()
     for kv_dtype in outpace_kernels.KV_DTYPES:
         found = {(name, count): scores(outpace_kernels, name, count, kv_dtype) for name in sets for count in (1, 2)}

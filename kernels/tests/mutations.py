@@ -236,12 +236,26 @@ def run(build: Path) -> tuple[bool, str]:
     return True, said[-1].removeprefix("failed: ") if said else f"ends with {done.returncode}"
 
 
-def copy_sources(root: Path) -> Path:
-    """A copy of what is compiled, and the folder of its build, configured to compile fast."""
+def copy_changed(source: str, place: str) -> None:
+    """Leaves a copy that is the same. Another gets the time of now, so that what was built of it is built anew."""
+    data = Path(source).read_bytes()
+    if not Path(place).is_file() or Path(place).read_bytes() != data:
+        Path(place).write_bytes(data)
+
+
+def copy_sources(root: Path) -> None:
+    """A copy of what is compiled, also where an earlier run, ended or broken off, left one with what it built."""
+    root.mkdir(parents=True, exist_ok=True)
     for name in COPIED:
         source, place = KERNELS / name, root / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, place, dirs_exist_ok=True) if source.is_dir() else shutil.copy2(source, place)
+        if source.is_dir():
+            shutil.copytree(source, place, copy_function=copy_changed, dirs_exist_ok=True)
+        else:
+            copy_changed(str(source), str(place))
+
+
+def configure(root: Path) -> Path:
+    """The folder of the copy's build, configured to compile fast."""
     build = root / "build"
     options = ["-DOUTPACE_TESTS=ON", "-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"]
     subprocess.run(["cmake", "-S", str(root), "-B", str(build), *options], check=True, stdout=subprocess.DEVNULL)
@@ -249,6 +263,7 @@ def copy_sources(root: Path) -> Path:
 
 
 def main() -> int:
+    """The command: a line for each mistake."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mistakes whose name holds this")
     parser.add_argument("--build", type=Path, help="where to build; else a temporary folder")
@@ -256,7 +271,8 @@ def main() -> int:
     chosen = [mutation for mutation in MUTATIONS if asked.only in mutation.name]
     with tempfile.TemporaryDirectory() as folder:
         root = asked.build or Path(folder)
-        build = copy_sources(root)
+        copy_sources(root)
+        build = configure(root)
         fails, why = judge(None, root, build)
         if fails or why != "no check notices it":
             print(f"the kernels fail without a mistake: {why}")
