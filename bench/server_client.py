@@ -214,7 +214,7 @@ def serving(*options: str) -> Iterator[Server]:
 
 
 async def crowd(url: str, clients: int, asked: Callable[[int], dict[str, Any]], seen: Seen) -> None:
-    """Clients that ask again as soon as they have an answer, and .1 s after a refusal, until they are cancelled."""
+    """Clients that ask again as soon as they have an answer, and 0.1 s after a refusal, until they are cancelled."""
 
     async def client(number: int) -> None:
         while True:

@@ -7,8 +7,8 @@ window, the flood. `impatient`: they arrive at ten times the rate that was answe
 `patient`: ten times as many clients as the batch holds, each of which waits as long as it was told and asks again, as
 the OpenAI and Anthropic clients do. `elsewhere`: as `impatient`, but a program of its own refuses them, with one write
 for each and no look at it: what the clients themselves take from a server on the same cores. All clients keep their
-connections. A table, and one JSON line last; status 1 where less than .9 of the tokens are left, or a refusal takes
-more than .2 s.
+connections. A table, and one JSON line last; status 1 where less than 0.9 of the tokens are left, or a refusal takes
+more than 0.2 s.
 """
 
 from __future__ import annotations

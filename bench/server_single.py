@@ -4,7 +4,7 @@ python bench/server_single.py PROMPTS.jsonl [--count 12] [--max-tokens 128]
 
 A server of the shipped model, and the library in this process, answer the same prompts in turn (who begins changes),
 each prompt once, greedily. The other process sleeps meanwhile. Medians by prompt, with the client's processor time,
-which the server's cores bear too. A table, and one JSON line last; status 1 where a text differs, less than .93 of
+which the server's cores bear too. A table, and one JSON line last; status 1 where a text differs, less than 0.93 of
 the tokens a second are left, or the first text comes more than 5 ms later.
 """
 

@@ -67,6 +67,21 @@ def test_the_readme_names_the_two_commands() -> None:
     assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", (HOUSE / "README.md").read_text(), re.MULTILINE))
 
 
+def test_the_readme_keeps_its_order() -> None:
+    """The gain before everything, then what a new user needs, in the order in which he needs it."""
+    text = (HOUSE / "README.md").read_text()
+    heads = ("Install", "Five lines", "Commands", "The text is the same", "What it supports", "What it cannot do yet")
+    places = [text.index(f"\n## {head}\n") for head in (*heads, "Papers")]
+    assert places == sorted(places)
+    assert text.index("--method auto") < text.index("needs a device of its own") < places[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+def test_a_number_has_a_digit_before_its_point(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    assert not re.findall(r"(?:^|[ (\[*|~<>=+-])\.\d.*", text, re.MULTILINE), "0.59, not .59"
+
+
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: outpace\.(\w+)$", (HOUSE / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(outpace.__all__)

@@ -33,8 +33,8 @@ Clean = Annotated[
     bool,
     typer.Option(
         "--clean",
-        help="Empty the cache folder: converted models, drafts made whole and what the planner learnt. They are made"
-        " again when they are needed. What outpace has not made stays.",
+        help="Empty the cache folder: converted models, unpacked drafts and what the planner learnt. They are made"
+        " again when they are needed. Files that outpace did not make are kept.",
     ),
 ]
 
@@ -148,13 +148,17 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
-    packed = "available" if found["packed_product"] else "missing: this torch has no oneDNN, passes take longer"
+    packed = (
+        "available in torch"
+        if found["packed_product"]
+        else "missing in this torch, whose passes take longer without it"
+    )
     return [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
         ("torch", f"{found['torch']}, {found['threads']} threads on {found['cores']} cores"),
         ("devices", ", ".join(found["devices"])),
         ("native kernels", _kernels_line(found["kernels"])),
-        ("packed product", packed),
+        ("oneDNN", packed),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
         *_busy(found),
     ]
@@ -175,7 +179,9 @@ def _busy(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Others' work makes what is measured here slower, so it is said."""
     if (found["load"] or 0) < 0.5 * found["cores"]:
         return []
-    return [("busy", f"load {found['load']:.1f} on {found['cores']} cores: what is measured here comes out too slow")]
+    return [
+        ("busy", f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than is shown here")
+    ]
 
 
 def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
@@ -186,7 +192,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     exact = f"on{padding}" if model["exact"] else "not available on this machine"
     runs = f"{model['precision']} by {model['instruction_set'] or 'torch'}"
     return [
-        ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read a pass"),
+        ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read in each pass"),
         ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
         ("exact mode", exact),
         ("floor of a pass", f"{1000 * floor:.1f} ms: at most {1 / floor:.0f} tokens/s by plain decoding"),

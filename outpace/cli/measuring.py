@@ -48,13 +48,13 @@ class Measuring:
         ),
     ] = ""
     prompts: Annotated[
-        int, typer.Option(help="Use the first so many prompts of each task.", rich_help_panel=MEASURED)
+        int, typer.Option(help="The number of prompts taken from the start of each task.", rich_help_panel=MEASURED)
     ] = 10
     turns: Annotated[
         int,
         typer.Option(
-            help="Of conversations, such as MT-bench's, use the first so many turns; between them stands what plain"
-            " decoding answers. Later turns are tasks of their own.",
+            help="The number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers"
+            " between them. Each later turn is a task of its own.",
             rich_help_panel=MEASURED,
         ),
     ] = 1
@@ -65,7 +65,8 @@ class Measuring:
     inflate: Annotated[
         int,
         typer.Option(
-            help="Give the target the cost of one that is this many times as large.", rich_help_panel=MEASURED
+            help="Emulate a target that is this many times as large, by layers that do not change its text.",
+            rich_help_panel=MEASURED,
         ),
     ] = 1
     run_tests: Annotated[
@@ -88,7 +89,8 @@ class Keeping:
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for results as they finish; run again to continue a bench that stopped.", rich_help_panel=KEPT
+            help="Folder to which each result is written at once; run again to continue a bench that stopped.",
+            rich_help_panel=KEPT,
         ),
     ] = None
     json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None

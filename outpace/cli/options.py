@@ -137,8 +137,8 @@ class Loading:
     kv_memory: Annotated[
         float | None,
         typer.Option(
-            help="Memory for the KV cache, in GiB: of the target with its kept texts, and of drafts in this process;"
-            " the default is half of the free memory.",
+            help="Memory for the KV cache, in GiB: the target's with its prefix cache, and that of drafts in this"
+            " process; the default is half of the free memory.",
             rich_help_panel=METHOD,
         ),
     ] = None

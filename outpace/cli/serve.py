@@ -77,15 +77,17 @@ class Bounds:
     queue_timeout: Annotated[float, _flag("Seconds that a request may wait in the queue.", BOUNDS)] = 60.0
     request_timeout: Annotated[float, _flag("Seconds that an answer may take.", BOUNDS)] = 600.0
     write_timeout: Annotated[float, _flag("Seconds without reading until a client is dropped.", BOUNDS)] = 30.0
-    drain: Annotated[float, _flag("Seconds that running answers have to end after SIGTERM.", BOUNDS)] = 30.0
+    drain: Annotated[
+        float, _flag("The most seconds for finishing running answers after SIGTERM or Ctrl-C.", BOUNDS)
+    ] = 30.0
 
 
 @flags
 def serve(ctx: typer.Context, loading: Loading, listening: Listening, bounds: Bounds) -> None:
     """Answer the OpenAI and Anthropic APIs over HTTP.
 
-    Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C running answers may
-    end; a second signal ends the server at once.
+    Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C it finishes running
+    answers, for at most --drain seconds; a second signal ends it at once.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -48,7 +48,8 @@ class Times:
     ratio: Annotated[
         str,
         typer.Option(
-            help="Times of a target pass over a draft step, joined by commas; further rows cost nothing.",
+            help="Time of a target pass over that of a draft step, or several, joined by commas. More rows cost"
+            " nothing.",
             rich_help_panel=TIMES,
         ),
     ] = "3.5,7,15"
@@ -91,7 +92,10 @@ def simulate(
     ] = None,
     nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
     width: Annotated[
-        str, typer.Option(help="Nodes that the drafter expands in one forward (K); further ones, as in 16,5, for CARD.")
+        str,
+        typer.Option(
+            help="Nodes that the drafter expands in one forward (K). Further widths, as in 16,5,25, add rows for CARD."
+        ),
     ] = "16",
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
