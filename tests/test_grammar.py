@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from files import folder_of, write_gguf
 
@@ -15,6 +17,7 @@ from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
 from outpace.grammar import compiler, schema, structure
 from outpace.grammar.compiler import Grammars
+from outpace.grammar.matcher import unpacked
 from outpace.grammar.structure import Structure, choice_of, read, schema_of
 from outpace.grammar.vocabulary import Vocabulary
 from outpace.models.text.tokenizer import Tokenizer
@@ -300,3 +303,21 @@ def test_a_question_does_not_change_the_answer_to_another(grammars: Grammars, to
     assert after is not None
     assert alone is not None
     assert after.tolist() == alone.tolist() != before.tolist()
+
+
+@pytest.mark.parametrize("pattern", ["(.|\n)*", "a*b?", "(ab|a|abab)*c?", "(a|b){2,5}", "[0-9]+(\\.[0-9]+)?"])
+def test_whether_a_text_is_over_is_told_by_all_tokens(pattern: str, grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """One token that was allowed before is asked for first; the answer is that of the whole mask."""
+    structure, draw = Structure("regex", pattern), random.Random(pattern)
+    first, known = grammars.compile(structure), grammars.constraint(structure, 0)
+    ends = known._ends
+    for _ in range(20):
+        matcher, text = first.deep_copy(), list[int]()
+        while not matcher.is_stopped() and len(text) < 8:
+            following = set(np.flatnonzero(unpacked(matcher.deep_copy().compute_bitmask())).tolist())
+            is_over = matcher.is_accepting() and following <= ends
+            assert known.is_over(text, []) == grammars.constraint(structure, 0).is_over(text, []) == is_over
+            if not following - ends:
+                break
+            text.append(draw.choice(sorted(following - ends)))
+            assert matcher.try_consume_tokens(text[-1:]) == 1

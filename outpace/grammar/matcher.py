@@ -70,6 +70,7 @@ class GrammarConstraint(Constraint):
         """`matcher` stands at the grammar's beginning and is copied; `ends` are the tokens that end an answer."""
         self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
         self._idle: deque[_Walker] = deque()
+        self._other: int | None = None  # a token that was allowed somewhere and is no end: asked for before all others
 
     def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
         with self._walker(text) as walker:
@@ -98,8 +99,11 @@ class GrammarConstraint(Constraint):
         """Whether nothing but an end may follow. llguidance says that it stopped, but sometimes only later."""
         if matcher.is_stopped() or not matcher.is_accepting():
             return bool(matcher.is_stopped())
-        following = np.flatnonzero(unpacked(matcher.compute_bitmask()))
-        return len(following) <= len(self._ends) and self._ends.issuperset(following.tolist())
+        if self._other is not None and matcher.validate_tokens([self._other]):
+            return False
+        following = np.flatnonzero(unpacked(matcher.compute_bitmask()))[: len(self._ends) + 1].tolist()
+        self._other = next((token for token in following if token not in self._ends), self._other)
+        return self._ends.issuperset(following)
 
     def _whole(self, tokens: list[int], written: str) -> list[int]:
         """The tokens of all forced text: llguidance leaves out the last ones, which what follows may change."""
