@@ -1,11 +1,15 @@
-"""An LLM that is dropped without being closed: a warning as for files, and what works for it ends all the same."""
+"""An LLM that nobody closes: dropped, a warning as for files, and its worker ends; at the program's end no fault."""
 
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from turns import in_turn
 import outpace
 from outpace.api.llm import LLM
 
+SECONDS = 120.0  # after which something hangs
 WORKERS = {"thread": "outpace-drafter", "process": "outpace-drafter-owner"}
 
 
@@ -70,3 +75,30 @@ def test_one_that_was_never_whole_gives_no_warning(target: str, warned: list[str
         outpace.load(target, method="card", drafter="ngram", nodes=-1)
     gc.collect()
     assert warned == []
+
+
+ENDS_MEANWHILE = """
+import sys, threading, warnings
+from outpace.api.llm import LLM
+warnings.simplefilter("ignore")
+llm, began = LLM(sys.argv[1], dtype=sys.argv[2]), threading.Event()
+def work():
+    while True:
+        for piece in llm.stream("hello", max_tokens=60, ignore_eos=True):
+            began.set()
+threading.Thread(target=work, daemon=True).start()
+began.wait()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("float32", marks=pytest.mark.long)])
+def test_a_program_may_end_while_a_daemon_thread_writes(target: str, tmp_path: Path, dtype: str) -> None:
+    """Neither an abort, nor a word about a model that nobody closed."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_MEANWHILE, target, dtype],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OUTPACE_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
