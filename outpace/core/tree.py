@@ -26,6 +26,9 @@ class Role(Enum):
     PROBE = "probe"  # scored for the drafter's sake, never accepted, never counted as drafted
 
 
+_PRIMARY, _SECONDARY, _PROBE = Role  # as names of the module, which are found faster
+
+
 class Siblings(Enum):
     """How the children of one node were made; a rule refuses what it is not exact for."""
 
@@ -91,21 +94,29 @@ class TokenTree:
             return None
         above = self.scores[parent]
         node_id = self.next_id if node_id is None else node_id
-        self._append(parent, token, score if score < above else above, role, node_id)
+        self._append([parent], [token], [score if score < above else above], [role], [node_id])
         return node
 
-    def _append(self, parent: int, token: int, score: float, role: Role, node_id: int) -> None:
-        """One more node, which was checked."""
-        self._children[parent].append(len(self.tokens))
-        self._children.append([])
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.scores.append(score)
-        self.roles.append(role)
-        self.ids.append(node_id)
-        self.sources.append("")
-        if node_id >= self.next_id:
-            self.next_id = node_id + 1
+    def _append(
+        self,
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        scores: Sequence[float],
+        roles: Sequence[Role],
+        ids: Sequence[int],
+    ) -> None:
+        """More nodes, parents first, which were checked."""
+        children = self._children
+        for node, parent in enumerate(parents, len(children)):
+            children.append([])
+            children[parent].append(node)
+        self.tokens += tokens
+        self.parents += parents
+        self.scores += scores
+        self.roles += roles
+        self.ids += ids
+        self.sources += [""] * len(tokens)
+        self.next_id = max(self.next_id, max(ids) + 1)
 
     def hang(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
         """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
@@ -115,16 +126,19 @@ class TokenTree:
             if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
                 raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
         fresh = [
-            (min(score, scores[parent]), parent, token, Role.PRIMARY if place < primary else Role.SECONDARY)
+            (min(score, scores[parent]), parent, token, _PRIMARY if place < primary else _SECONDARY)
             for place, (score, parent, token) in enumerate(children)
             if not kids[parent] or self.child(parent, token) is None
         ]
         bound = self.bound([child[0] for child in fresh])
-        for score, parent, token, role in fresh:
-            if math.isnan(score):
+        for score, _, token, _ in fresh:
+            if score != score:
                 raise ValueError(f"the path score of token {token} is not a number")
-            if score >= bound:
-                self._append(parent, token, score, role, self.next_id)
+        if bound > -math.inf:
+            fresh = [child for child in fresh if child[0] >= bound]
+        if fresh:
+            path_scores, parents, tokens, roles = zip(*fresh, strict=True)
+            self._append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
     def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
         """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
@@ -156,10 +170,15 @@ class TokenTree:
         """The children of a node, in the order in which they were added."""
         return self._children[node]
 
+    def leaves(self) -> list[int]:
+        """Nodes without children, but for the root and probes."""
+        roles = self.roles
+        return [node for node, below in enumerate(self._children) if not below and node and roles[node] is not _PROBE]
+
     def child(self, node: int, token: int) -> int | None:
         """The candidate below `node` that carries `token`; probes are never found."""
         for child in self._children[node]:
-            if self.tokens[child] == token and self.roles[child] is not Role.PROBE:
+            if self.tokens[child] == token and self.roles[child] is not _PROBE:
                 return child
         return None
 
@@ -177,16 +196,18 @@ class TokenTree:
         """A tree of these nodes alone; `nodes` is closed under ancestors below its first, which becomes the root."""
         root, *rest = nodes
         tree = TokenTree(self.tokens[root], self.ids[root], self.next_id)
-        index = {root: 0}
-        shift = self.scores[root]
-        for node in rest:
-            parent = self.parents[node]
-            kind = self.siblings[parent]
-            score = self.scores[node] - shift
-            added = tree.add(index[parent], self.tokens[node], score, self.roles[node], kind, self.ids[node])
-            assert added is not None
-            tree.sources[added] = self.sources[node]
-            index[node] = added
+        index = {node: place for place, node in enumerate(nodes)}
+        if rest:
+            above = [self.parents[node] for node in rest]
+            tree._append(
+                [index[parent] for parent in above],
+                [self.tokens[node] for node in rest],
+                [self.scores[node] - self.scores[root] for node in rest],
+                [self.roles[node] for node in rest],
+                [self.ids[node] for node in rest],
+            )
+            tree.siblings = {index[parent]: self.siblings[parent] for parent in above}
+            tree.sources[1:] = [self.sources[node] for node in rest]
         for node, drawn in self.drawn.items():
             if node in index:
                 is_leaf = not tree._children[index[node]]

@@ -15,7 +15,8 @@ class Recent:
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] | None = None
+        self._medians: dict[int, float] = {}
+        self._changed: set[int] = set()  # numbers whose medians are not those of their times any more
 
     def __iter__(self) -> Iterator[int]:
         """The numbers that have a time."""
@@ -23,18 +24,21 @@ class Recent:
 
     def learn(self, number: int, seconds: float) -> None:
         """It took so long once more."""
-        self._times.setdefault(number, deque(maxlen=KEPT)).append(seconds)
-        self._medians = None
+        if number not in self._times:
+            self._times[number] = deque(maxlen=KEPT)
+        self._times[number].append(seconds)
+        self._changed.add(number)
 
     def expect(self, number: int, seconds: float) -> None:
         """What it took is known from elsewhere: as much as two fresh times, so that it is soon overruled."""
         self._times[number] = deque([seconds] * TRIED, maxlen=KEPT)
-        self._medians = None
+        self._changed.add(number)
 
     def forget(self, number: int) -> None:
         """Its times do not hold any more."""
         del self._times[number]
-        self._medians = None
+        self._medians.pop(number, None)
+        self._changed.discard(number)
 
     def count(self, number: int) -> int:
         """Times that are kept of a number."""
@@ -43,8 +47,10 @@ class Recent:
     @property
     def medians(self) -> Mapping[int, float]:
         """Of the numbers that have `TRIED` times."""
-        if self._medians is None:
-            self._medians = {number: median(times) for number, times in self._times.items() if len(times) >= TRIED}
+        while self._changed:
+            times = self._times[number := self._changed.pop()]
+            if len(times) >= TRIED:
+                self._medians[number] = median(times)
         return self._medians
 
     @property

@@ -13,10 +13,8 @@ trials together cost a small share of the time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from math import exp
 from typing import Any
 
@@ -38,6 +36,7 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _SAVED = 0.15  # of plain decoding's time, that a draft is held to save where its reading of the text is weighed
+_PROBE = Role.PROBE
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -98,7 +97,8 @@ class _Planner:
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
         self.growers = [Grower(source, options.deepest) for source in place.sources if source.runs_model]
-        self._chances: list[float] = []  # of this round's nodes, see `_weigh`
+        self._chances = [1.0]  # of this round's nodes, see `_weigh`
+        self._factors: dict[str, float] = {}  # by source: how far its chances are trusted in this round
         self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._worth = 0.0  # of this round's tree
         self._has_copies = False  # in this round's tree, that promise more than little
@@ -112,7 +112,8 @@ class _Planner:
         """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
         at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
         but for who copies."""
-        self._chances, self._sources, self._worth, self._has_copies = [], {}, 0.0, False
+        self._chances, self._sources, self._worth, self._has_copies = [1.0], {}, 0.0, False
+        self._factors = {name: trust.value for name, trust in self._trust.items()}
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
@@ -233,17 +234,17 @@ class _Planner:
                 self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
         if len(tree) == 1 and not any(copier.is_asked for copier in self.copiers):
             return
-        walked = [self._sources[tree.ids[node]] for node in path[1:]]
-        self._learn_copies(Counter(self._sources[node] for node in tree.ids[1:]), Counter(walked))
+        sources = [self._sources[node] for node in tree.ids[1:]]
+        walked = _count([sources[node - 1] for node in path[1:]])
+        self._learn_copies(_count(sources), walked)
         promised: dict[str, float] = {}
-        for node in range(1, len(tree)):
-            source = self._sources[tree.ids[node]]
-            if source not in self._trust or tree.roles[node] is Role.PROBE:
-                continue  # a probe promises nothing in this round
-            promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
+        for source, score, role in zip(sources, tree.scores[1:], tree.roles[1:], strict=True):
+            if source in self._trust and role is not _PROBE:  # a probe promises nothing in this round
+                promised[source] = promised.get(source, 0.0) + exp(score)
         for source, chances in promised.items():
-            self._trust[source].learn(walked.count(source), chances)
-            self._costs.trust(source).learn(walked.count(source), chances)
+            came = walked.get(source, 0)
+            self._trust[source].learn(came, chances)
+            self._costs.trust(source).learn(came, chances)
 
     def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
         """What sources without a model gave, by their names, and what their rows cost."""
@@ -258,27 +259,31 @@ class _Planner:
 
     def _weigh(self, tree: TokenTree) -> list[float]:
         """The chance that the target walks to each node, trusted as far as those of its source came true. It never
-        exceeds the parent's, so the best n are closed under ancestors."""
-        chances = self._chances
-        for node in range(len(chances), len(tree)):
-            own = exp(tree.scores[node]) * self._trusted(self._sources[tree.ids[node]]) if node else 1.0
-            chances.append(min(own, chances[tree.parents[node]]) if node else own)
-        return chances
+        exceeds the parent's, so the best n are closed under ancestors.
 
-    def _trusted(self, source: str) -> float:
-        """How far this source's chances are trusted. One factor for short and long branches would make long ones sure
-        where short ones came true: who fits chances to each length is not corrected."""
-        trust = self._trust.get(source)
-        return 1.0 if trust is None else trust.value
+        One factor for short and long branches would make long ones sure where short ones came true: who fits chances to
+        each length is not corrected."""
+        chances, sources, factors = self._chances, self._sources, self._factors
+        parents, scores, ids = tree.parents, tree.scores, tree.ids
+        for node in range(len(chances), len(tree)):
+            own, above = exp(scores[node]) * factors.get(sources[ids[node]], 1.0), chances[parents[node]]
+            chances.append(own if own < above else above)
+        return chances
 
     def _reach(self, tree: TokenTree, grower: Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root."""
-        chances, leaves = self._weigh(tree), []
-        for node in range(1, len(tree)):
-            if not tree.children(node) and tree.roles[node] is not Role.PROBE:
-                leaves.append(chances[node])
-        reach = sum(nlargest(_BEAM, leaves))
+        chances = self._weigh(tree)
+        reach = sum(sorted([chances[node] for node in tree.leaves()], reverse=True)[:_BEAM])
         if not grower.layers:
-            reach += self._trusted(grower.source.name) * max(0.0, 1.0 - sum(chances[node] for node in tree.children(0)))
+            factor = self._factors.get(grower.source.name, 1.0)
+            reach += factor * max(0.0, 1.0 - sum([chances[node] for node in tree.children(0)]))
         return min(1.0, reach)
+
+
+def _count(names: Sequence[str]) -> dict[str, int]:
+    """How often each stands among them. A Counter takes longer for so few."""
+    found: dict[str, int] = {}
+    for name in names:
+        found[name] = found.get(name, 0) + 1
+    return found

@@ -11,12 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from outpace.core.types import Observation, Offer, Request
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
-_DIVISORS = np.array(_TEMPERATURES)[:, None]
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
 _LEAST = 0.05  # of coverage, and of what is left open as a share of what the draft leaves
@@ -96,10 +93,12 @@ class ChoiceModel:
             self._open.learn(picked is None, _left_open(values))
         if picked is None:
             return
-        scaled = np.array(values) / _DIVISORS  # [temperatures, proposals]
-        gains = scaled[:, picked] - np.logaddexp.reduce(scaled, 1)
-        past = self._likelihoods
-        self._likelihoods = [kept * _MEMORY + gain for kept, gain in zip(past, gains.tolist(), strict=True)]
+        top = max(values)
+        below = [value - top for value in values]
+        for number, temperature in enumerate(_TEMPERATURES):  # so few numbers are sooner done one by one than as arrays
+            shares = sum([math.exp(value / temperature) for value in below])
+            gain = below[picked] / temperature - math.log(shares)
+            self._likelihoods[number] = self._likelihoods[number] * _MEMORY + gain
         self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]
 
 

@@ -245,9 +245,9 @@ class Running:
         tree, verdict, hit = commit
         length = len(verdict.path) - 1
         late = verdict.path[-1] >= rows  # a late node ends the path
-        judged = rows - 1 - tree.roles[1:rows].count(Role.PROBE)
-        branches = zip(depths(tree.parents[:rows]), tree.roles, strict=False)
-        longest = max(length, *(depth for depth, role in branches if role is not Role.PROBE))
+        nodes = [node for node, role in enumerate(tree.roles[:rows]) if node and role is not Role.PROBE]
+        deep = depths(tree.parents[:rows])
+        longest = max([length, *[deep[node] for node in nodes]])
         accepted = min(length, emitted)  # not what a stop or the limit cut off
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0
@@ -255,12 +255,14 @@ class Running:
         predicted = self._predicted(tree, rows, verdict.path[1 : accepted + 1])
         self.alignment.follow(self.committed[len(self.committed) - emitted :])
         history = self.history
-        history.steps.append(Step(judged + late, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
+        history.steps.append(
+            Step(len(nodes) + late, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed)
+        )
         history.ended, history.first_token = now, history.first_token or now
         history.sources += [tree.sources[node] or UNKNOWN for node in verdict.path[1 : accepted + 1]]
         history.sources += [TARGET] * (emitted - accepted)
-        nodes = [node for node in range(1, rows) if tree.roles[node] is not Role.PROBE]
-        history.drafted.update(tree.sources[node] or UNKNOWN for node in [*nodes, *verdict.path[-1:] * late])
+        for node in [*nodes, *verdict.path[-1:] * late]:  # a Counter's own way takes longer for so few
+            history.drafted[tree.sources[node] or UNKNOWN] += 1
         if self.request.rounds:
             path = tuple(node for node in verdict.path[: accepted + 1] if node < rows)
             tokens, parents, sources = tree.tokens[:rows], tree.parents[:rows], tree.sources[:rows]

@@ -159,6 +159,9 @@ def offer_at(places: np.ndarray, values: np.ndarray, held: Held) -> Offer:
 
 def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Neighbouring rows of one rule, with the number of the first."""
+    rule = rows[0].request.rule if rows else None
+    if all(row.request.rule is rule for row in rows):
+        return [(0, list(rows))] if rows else []
     return _neighbours(rows, lambda row: id(row.request.rule))
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 DAMAGED = "\ufffd"
+_NAMES = 1 << 16  # of tokens that are remembered
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -133,10 +135,11 @@ def stream_maker(tokenizer: tokenizers.Tokenizer) -> Callable[[bool], TokenText]
     steps = _decoder_steps(tokenizer)
     kinds = [step.get("type") for step in steps]
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    name_of = lru_cache(_NAMES)(tokenizer.id_to_token)
 
     def tokens_of(skip_special: bool) -> Callable[[Iterable[int]], list[str]]:
         def tokens(ids: Iterable[int]) -> list[str]:
-            found = [tokenizer.id_to_token(index) for index in ids if not (skip_special and index in special)]
+            found = [name_of(index) for index in ids if not (skip_special and index in special)]
             return [token for token in found if token is not None]
 
         return tokens
