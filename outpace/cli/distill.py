@@ -35,7 +35,8 @@ class Amount:
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Instead of a budget: the number of tokens of text that the target writes.", rich_help_panel=AMOUNT
+            help="Instead of a budget: tokens of text that the target writes; answers that were begun are finished.",
+            rich_help_panel=AMOUNT,
         ),
     ] = None
     epochs: Annotated[float, typer.Option(help="How often training goes through the text.", rich_help_panel=AMOUNT)] = (
