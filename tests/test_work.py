@@ -18,6 +18,7 @@ from torch import Tensor
 from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
+from outpace.decoders import auto
 from outpace.decoders.base import Coroutine, Place
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
@@ -211,6 +212,26 @@ def test_a_planner_seldom_asks_a_draft_that_is_no_good() -> None:
     assert outcome.texts == [write(target, request)]
     assert 0 < draft.work["passes"] < 40
     assert watch.now < 1.03 * 6.0 * (400 + 1)
+
+
+def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither the draft's nor free: what a plain round does not need counts with the rows that it brings."""
+    watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), auto._Planner.pays
+
+    def pays(planner: Any, tree: TokenTree, grower: Any) -> bool:
+        watch.now += 0.4
+        return asked(planner, tree, grower)
+
+    monkeypatch.setattr(auto._Planner, "pays", pays)
+    drafter = ModelDrafter(Timed(target, watch, 0.5, 0.0), Options(width=1))
+    with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
+        run = engine.submit(requests_of(1, 100)[0], auto, auto.Options(deepest=4))
+        while run.finish_reason is None:
+            engine.step()
+        costs, (source,) = engine.costs, drafter.sources
+    assert run.history.steps[-2].verified_rows == 5
+    assert costs.target(5) == pytest.approx(6.0 + 4 * 0.1 + 5 * 0.4), "asked five times: four layers, and no more"
+    assert costs.draft(source) == pytest.approx(0.5)
 
 
 def test_a_planner_takes_what_a_perfect_draft_gives() -> None:

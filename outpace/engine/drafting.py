@@ -29,6 +29,7 @@ class Drafting:
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
         self._names = tuple(drafters)  # those too that were given up
         self._warned: set[str | None] = set()
+        self.spent = 0.0  # seconds of growing and of waiting for a worker, since the last step began
 
     @property
     def drafter(self) -> Drafter | None:
@@ -122,8 +123,10 @@ class Drafting:
                 asking = [run for run, its in drafting if its == source and run.draft.name == name]
                 self._grow(asking, name, source)
             for run in waiting:
+                began = self._clock()
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
                     self.worker.wait(run.place.candidates, *run.ask)
+                self.spent += self._clock() - began
                 run.advance(None)
 
     @property
@@ -195,6 +198,7 @@ class Drafting:
             for tree, first in zip(trees, before, strict=True):
                 tree.mark(first, drafter.name)
             seconds = self._clock() - began
+            self.spent += seconds
             self._costs.drafted(seconds, len(runs), source)
             for run in runs:
                 run.draft.seconds += seconds

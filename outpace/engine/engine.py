@@ -132,12 +132,13 @@ class Engine(AbstractContextManager["Engine"]):
         start = self._clock()
         self.sweep()
         joined = self._admission.join()
+        self.drafting.spent = 0.0
         self._draft()
-        drafted = self._clock()
+        drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
         chunks, trees = self._parts()
         try:
             self._round(chunks, trees, start)
-            note_round(self.costs, chunks, trees, drafted - start, self._clock() - start)
+            note_round(self.costs, chunks, trees, drafting, self._clock() - start)
         except BaseException as error:
             self._admission.fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None]
