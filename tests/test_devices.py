@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from files import model_folder
 import outpace
 from outpace.candidates.thread import own_stream
 from outpace.core.errors import UserError
+from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
-from outpace.models.load import load_model
+from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions
 
 
@@ -99,3 +102,20 @@ def test_a_drafter_on_a_cpu_needs_no_stream() -> None:
     for device in (None, torch.device("cpu")):
         with own_stream(device) as stream:
             assert stream is None
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "method"),
+    [
+        (torch.device("cpu"), "cpu", "auto"),
+        ("cpu", torch.device("cpu"), "auto"),
+        (torch.device("cuda:0"), "cpu", "card"),
+        (torch.device("cuda:0"), torch.device("cuda:1"), "card"),
+        (torch.device("cuda:0"), torch.device("cuda:0"), "auto"),
+        (torch.device("cpu"), None, "auto"),
+    ],
+)
+def test_auto_means_card_where_the_draft_has_a_device_of_its_own(target: Any, draft: Any, method: str) -> None:
+    """Runtimes name their devices by torch's objects or by strings, which are never equal."""
+    models = [Loaded(SimpleNamespace(device=device), None, "") for device in (target, draft)]
+    assert choose_method(models[0], models[1], "auto") == method

@@ -47,8 +47,10 @@ def _takes(method: str, rule: str) -> bool:
     return method != PLANNED and decoder.NEEDS == "drafter" and _misfit(rule, decoder, "model") is None
 
 
-def _device(loaded: Loaded) -> Any:
-    return loaded.model.device
+def _device(loaded: Loaded) -> str | None:
+    """Its name: runtimes hold it as torch does, or as a string."""
+    device = loaded.model.device
+    return None if device is None else str(device)
 
 
 def default_drafter(method: str, has_draft: bool) -> str:
