@@ -24,15 +24,18 @@ class AwakeClock:
 
     def time(self) -> float:
         """In any thread."""
-        counted, last = self._seen
-        return counted + min(self._now() - last, MOST)
+        return self._counted(self._now())
 
     def look(self) -> float:
         """What `time` gives, noted."""
-        counted, last = self._seen
         now = self._now()
-        self._seen = (counted + min(now - last, MOST), now)
-        return self._seen[0]
+        counted = self._counted(now)
+        self._seen = (counted, now)
+        return counted
+
+    def _counted(self, now: float) -> float:
+        counted, last = self._seen
+        return counted + min(now - last, MOST)
 
 
 class Patience:

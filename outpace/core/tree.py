@@ -26,9 +26,6 @@ class Role(Enum):
     PROBE = "probe"  # scored for the drafter's sake, never accepted, never counted as drafted
 
 
-_PRIMARY, _SECONDARY, _PROBE = Role  # as names of the module, which are found faster
-
-
 class Siblings(Enum):
     """How the children of one node were made; a rule refuses what it is not exact for."""
 
@@ -126,7 +123,7 @@ class TokenTree:
             if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
                 raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
         fresh = [
-            (min(score, scores[parent]), parent, token, _PRIMARY if place < primary else _SECONDARY)
+            (min(score, scores[parent]), parent, token, Role.PRIMARY if place < primary else Role.SECONDARY)
             for place, (score, parent, token) in enumerate(children)
             if not kids[parent] or self.child(parent, token) is None
         ]
@@ -173,12 +170,14 @@ class TokenTree:
     def leaves(self) -> list[int]:
         """Nodes without children, but for the root and probes."""
         roles = self.roles
-        return [node for node, below in enumerate(self._children) if not below and node and roles[node] is not _PROBE]
+        return [
+            node for node, below in enumerate(self._children) if not below and node and roles[node] is not Role.PROBE
+        ]
 
     def child(self, node: int, token: int) -> int | None:
         """The candidate below `node` that carries `token`; probes are never found."""
         for child in self._children[node]:
-            if self.tokens[child] == token and self.roles[child] is not _PROBE:
+            if self.tokens[child] == token and self.roles[child] is not Role.PROBE:
                 return child
         return None
 

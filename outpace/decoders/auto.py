@@ -36,7 +36,6 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _SAVED = 0.15  # of plain decoding's time, that a draft is held to save where its reading of the text is weighed
-_PROBE = Role.PROBE
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -239,7 +238,7 @@ class _Planner:
         self._learn_copies(_count(sources), walked)
         promised: dict[str, float] = {}
         for source, score, role in zip(sources, tree.scores[1:], tree.roles[1:], strict=True):
-            if source in self._trust and role is not _PROBE:  # a probe promises nothing in this round
+            if source in self._trust and role is not Role.PROBE:  # a probe promises nothing in this round
                 promised[source] = promised.get(source, 0.0) + exp(score)
         for source, chances in promised.items():
             came = walked.get(source, 0)

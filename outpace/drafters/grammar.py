@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 from outpace.core.errors import UserError, check_whole
-from outpace.core.tree import Role, TokenTree, path_to
+from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.drafters._chance import Rate
 
@@ -97,11 +97,7 @@ class Grammar(Drafter):
 
     def _places(self, state: GrammarState, tree: TokenTree) -> list[int]:
         """The root, and the likeliest leaves, where they were not asked before."""
-        leaves = [
-            node
-            for node in range(1, len(tree))
-            if not tree.children(node) and tree.roles[node] is not Role.PROBE and tree.ids[node] not in state.asked
-        ]
+        leaves = [node for node in tree.leaves() if tree.ids[node] not in state.asked]
         root = [0] if tree.ids[0] not in state.asked else []
         return [*root, *nlargest(self._options.leaves, leaves, key=tree.scores.__getitem__)]
 

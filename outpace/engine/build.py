@@ -230,7 +230,7 @@ def build_engine(
     check_beside(drafters[name])
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
     worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name], draft)
-    if parts.worker != "inline" and all(str(one.model.device) == "cpu" for one in (target, draft) if one):
+    if parts.worker != "inline" and all(_device(one) == "cpu" for one in (target, draft) if one):
         worker.cores = parts.draft_threads if drafters[name].runs_model else 0
     return Engine(target.model, worker=worker, options=settings, needs=needs)
 

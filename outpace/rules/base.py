@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -159,19 +158,20 @@ def offer_at(places: np.ndarray, values: np.ndarray, held: Held) -> Offer:
 
 def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Neighbouring rows of one rule, with the number of the first."""
-    rule = rows[0].request.rule if rows else None
-    if all(row.request.rule is rule for row in rows):
-        return [(0, list(rows))] if rows else []
-    return _neighbours(rows, lambda row: id(row.request.rule))
+    return _neighbours(rows, lambda row: row.request.rule)
 
 
 def _by_request(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
     """Neighbouring rows of one request, with the number of the first."""
-    return _neighbours(rows, lambda row: id(row.request))
+    return _neighbours(rows, lambda row: row.request)
 
 
-def _neighbours(rows: Sequence[Row], key: Callable[[Row], int]) -> list[tuple[int, list[Row]]]:
+def _neighbours(rows: Sequence[Row], owner: Callable[[Row], object]) -> list[tuple[int, list[Row]]]:
     groups: list[tuple[int, list[Row]]] = []
-    for _, group in groupby(rows, key=key):
-        groups.append((sum(len(some) for _, some in groups), list(group)))
+    last: object = None
+    for place, row in enumerate(rows):
+        if (its := owner(row)) is not last:
+            groups.append((place, []))
+            last = its
+        groups[-1][1].append(row)
     return groups
