@@ -243,20 +243,46 @@ def test_a_key_has_a_bound_of_its_own(llm: outpace.LLM, brake: Brake) -> None:
         assert site.chat(max_tokens=3).status == 200
 
 
-def test_a_request_waits_for_room_so_long(llm: outpace.LLM, brake: Brake) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_for_room_so_long(llm: outpace.LLM, brake: Brake, stream: bool) -> None:
+    """Then it is told by a status after which clients ask again, streamed or not: a stream begins with the engine."""
     with served(llm, Limits(queue_timeout=0.2)) as site:
-        found = site.chat(**LONG)
-        assert (found.status, found.error["code"]) == (503, "queue_timeout")
-        assert "retry-after" in found.headers
+        found = site.chat(stream=stream, **LONG)
+        assert (found.status, found.error["code"]) == (429, "queue_timeout")
+        assert found.error["type"] == "rate_limit_error"
+        assert int(found.headers["retry-after"]) >= 1
+        assert int(found.headers["retry-after-ms"]) > 0
+        assert site.figure("requests_rejected_total", reason="queue_timeout") == 1
         brake.release()
+        site.wait_idle()
+
+
+def test_a_request_that_cannot_begin_in_time_is_refused_at_once(
+    llm: outpace.LLM, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(llm) as site:
+        asked = [send(site, {"messages": HELLO, **LONG}) for _ in range(4)]
+        wait_for(lambda: len(site.service.admission.groups) == 4)
+        assert not site.service.admission.is_full
+        monkeypatch.setattr(site.service.admission._pace, "seconds", lambda tokens: tokens)  # one a second
+        for found in (site.chat(**LONG), site.chat(stream=True, **LONG), site.ask(CHAT, b"no JSON")):
+            assert (found.status, found.error["code"]) == (429, "queue_slow")
+            assert int(found.headers["retry-after"]) >= 1
+        assert site.figure("requests_rejected_total", reason="queue_slow") == 3
+        brake.release()
+        assert [one.recv(15) for one in asked] == [b"HTTP/1.1 200 OK"] * 4
+        site.wait_idle()
+        assert site.chat(max_tokens=3).status == 200
 
 
 def test_an_answer_takes_so_long(llm: outpace.LLM, brake: Brake) -> None:
-    brake.left = 3
     with served(llm, Limits(request_timeout=0.5)) as site:
+        brake.left = 3
         found = site.chat(**LONG)
         assert (found.status, found.error["code"]) == (504, "timeout")
         assert found.headers["x-should-retry"] == "false"
+        assert site.chat(stream=True, **LONG).status == 504  # nobody has begun with it
+        brake.left = 3
         assert error_of(site.chat(stream=True, **LONG))["code"] == "timeout"
         brake.release()
         site.wait_idle()
@@ -271,6 +297,7 @@ def error_of(stream: Answered) -> dict[str, Any]:
 
 
 def test_silence_is_filled_with_the_progress_of_the_prompt(llm: outpace.LLM, brake: Brake) -> None:
+    brake.left = 1
     with served(llm, Limits(ping=0.05)) as site:
         threading.Timer(0.5, brake.release).start()
         found = site.chat(stream=True, **LONG)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from outpace.server.choices import Group
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
+from outpace.server.pace import Pace
 
 LONGEST = 10.0  # seconds that a refused client is told to stay away, or as long as one answer takes
-WINDOW = 30.0  # seconds of writing that the rate is taken from
-USUAL = 128.0  # tokens of an answer, before any has ended
-FORGETS = 0.9
+UNKNOWN = 1.0  # seconds for one more, before any were measured
 MOMENT = 0.01  # seconds for which a count is kept
+
+
+class Counts(NamedTuple):
+    """Choices that wait for room and that the engine works on; `ahead`: tokens that are expected of those that wait."""
+
+    waiting: int = 0
+    running: int = 0
+    ahead: float = 0.0
+
+
+class Want(NamedTuple):
+    """Why there is no room, in words and as a code, and the least seconds until there may be."""
+
+    why: str
+    code: str
+    seconds: float = 0.0
 
 
 class Admission:
@@ -25,48 +41,63 @@ class Admission:
         self._limits, self._batch, self._clock = limits, batch, clock
         self.groups: set[Group] = set()
         self._keys: Counter[str] = Counter()
-        self._recent: deque[tuple[float, int]] = deque()
-        self._recently = 0  # tokens of those
-        self._usual = USUAL
+        self._pace = Pace(clock)
         self._preparing = 0  # requests whose prompts are being read
-        self._counts, self._counts_until = (0, 0), 0.0  # those that wait and that run, as they were a moment ago
+        self._counts, self._counts_until = Counts(), 0.0  # as they were a moment ago
         self._promised = 0.0  # when the client that was refused last was told to come back
 
     @property
     def waiting(self) -> int:
         """Choices without room in the engine yet."""
-        return self._counted()[0]
+        return self._counted().waiting
 
     @property
     def running(self) -> int:
         """Choices that the engine works on."""
-        return self._counted()[1]
+        return self._counted().running
 
-    def _counted(self) -> tuple[int, int]:
-        """Those that wait and those that run."""
+    def _counted(self) -> Counts:
         waiting = running = 0
+        ahead = 0.0
         for group in self.groups:
             for choice in group.choices:
-                waiting += (is_waiting := choice.is_waiting)
-                running += choice.ended is None and not is_waiting
-        return waiting, running
+                if choice.is_waiting:
+                    waiting += 1
+                    ahead += self._pace.expected(choice.asked.request.max_tokens)
+                else:
+                    running += choice.ended is None
+        return Counts(waiting, running, ahead)
 
     @property
     def is_full(self) -> bool:
         """Whether there is no place for one more."""
-        return self._ahead() > 0
+        return self._want() is not None
 
-    def _ahead(self) -> int:
-        """Choices that wait where there is no place for one more, else 0. A flood asks this for every request, so what
-        the engine does is looked at once in a moment, or when it told something."""
+    def _want(self) -> Want | None:
+        """Why there is no place for one more. A flood asks this for every request, so what the engine does is looked
+        at once in a moment, or when it told something."""
         if not self.groups and not self._preparing:
-            return 0
+            return None
         now = self._clock()
         if now >= self._counts_until:
             self._counts, self._counts_until = self._counted(), now + MOMENT
-        waiting, running = self._counts
-        waiting += self._preparing
-        return waiting if waiting >= self._room(running) else 0
+        waiting = self._counts.waiting + self._preparing
+        if waiting >= self._room(self._counts.running):
+            return Want(f"the queue is full: {waiting} answers wait for room", "queue_full")
+        seconds, most = self._begins_in(self._counts), self._limits.queue_timeout
+        if seconds <= most:
+            return None
+        why = f"{waiting} answers wait for room, which takes about {seconds:.0f} seconds, and {most:g} are allowed"
+        return Want(f"the queue is slow: {why}", "queue_slow", seconds - most)
+
+    def _begins_in(self, counts: Counts) -> float:
+        """Seconds until the engine should begin with who comes now, behind all who wait, by what it wrote lately; 0
+        where that is not known. Where nobody was left waiting by its last step, it takes up those for whom it has
+        places at once."""
+        waiting, tokens = counts.waiting + self._preparing, counts.ahead + self._preparing * self._pace.expected()
+        if waiting and not self._pace.is_crowded:
+            tokens *= max(0, waiting - max(0, self._batch - counts.running)) / waiting
+        return self._pace.seconds(tokens) or 0.0
 
     def _room(self, running: int) -> int:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
@@ -74,8 +105,8 @@ class Admission:
 
     def check(self) -> None:
         """ApiError 429 where there is no place for one more."""
-        if waiting := self._ahead():
-            raise self._refusal(f"the queue is full: {waiting} answers wait for room", "queue_full")
+        if want := self._want():
+            raise self._later(want)
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -91,13 +122,14 @@ class Admission:
         """Takes a request in; ApiError 429 where there is no room to wait. A server without work takes any."""
         limits, more = self._limits, len(group.choices)
         if limits.per_key and self._keys[group.key] >= limits.per_key:
-            raise self._refusal(f"this key has {limits.per_key} requests under way, which is its limit", "key_limit")
+            said = f"this key has {limits.per_key} requests under way, which is its limit"
+            raise self._later(Want(said, "key_limit"))
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
         if self.groups and len(waiting) + more > self._room(self.running):
-            raise self._refusal(f"the queue is full: {len(waiting)} answers wait for room", "queue_full")
+            raise self._later(Want(f"the queue is full: {len(waiting)} answers wait for room", "queue_full"))
         tokens = sum(len(choice.asked.request.prompt) for choice in waiting)
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:
-            raise self._refusal(f"the queue is full: prompts of {tokens} tokens wait for room", "queue_full")
+            raise self._later(Want(f"the queue is full: prompts of {tokens} tokens wait for room", "queue_full"))
         self.groups.add(group)
         self._counts_until = 0.0
         self._keys[group.key] += 1
@@ -111,30 +143,35 @@ class Admission:
             self._keys += Counter()  # without those at zero
             for choice in group.choices:
                 if choice.ended and choice.ended.tokens:
-                    self._usual = FORGETS * self._usual + (1 - FORGETS) * choice.ended.tokens
+                    self._pace.ended(choice.ended.tokens)
+            if not self.groups:
+                self._pace.rest()
 
     def wrote(self, tokens: int) -> None:
         """So many tokens were written now, by all."""
-        now = self._clock()
-        self._counts_until = 0.0
-        self._recent.append((now, tokens))
-        self._recently += tokens
-        while self._recent[0][0] < now - WINDOW:
-            self._recently -= self._recent.popleft()[1]
+        self._counts, self._counts_until = self._counted(), self._clock() + MOMENT
+        self._pace.wrote(tokens, self._counts.waiting > 0)
 
-    def _refusal(self, why: str, code: str) -> ApiError:
-        return ApiError(429, f"{why}; ask again later", code=code, retry_after=self.wait())
+    def waited(self, group: Group) -> ApiError | None:
+        """What to tell a request whose time in the queue is over; None where the engine works on it."""
+        if not group.is_waiting:
+            return None
+        said = f"the request waited {self._limits.queue_timeout:g} seconds for room"
+        return self._later(Want(said, "queue_timeout"))
 
-    def wait(self) -> float:
-        """Seconds until there should be room for who is refused now: behind those who were refused before, as if all
+    def _later(self, want: Want) -> ApiError:
+        said, retry_after = f"{want.why}; ask again later", self.wait(want.seconds)
+        return ApiError(429, said, code=want.code, retry_after=retry_after)
+
+    def wait(self, at_least: float = 0.0) -> float:
+        """Seconds until there should be room for who is refused now, behind those who were refused before, as if all
         stood in a line. Otherwise they would all come back at once, and be refused again."""
         now, each = self._clock(), self._each()
-        self._promised = min(max(self._promised, now) + each, now + max(LONGEST, each))
+        most = max(LONGEST, at_least + each)
+        self._promised = min(max(self._promised, now + at_least) + each, now + most)
         return self._promised - now
 
     def _each(self) -> float:
         """Seconds in which there is room for one more, by what was written lately."""
-        if len(self._recent) < 2 or not self._recently:
-            return 1.0
-        rate = self._recently / max(self._recent[-1][0] - self._recent[0][0], 0.1)
-        return min(max(self._usual / rate, 0.05), 60.0)
+        seconds = self._pace.seconds(self._pace.expected())
+        return UNKNOWN if seconds is None else min(max(seconds, 0.05), 60.0)

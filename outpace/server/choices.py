@@ -123,6 +123,11 @@ class Group:
         return all(choice.ended is not None for choice in self.choices)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether the engine has begun with none of its choices."""
+        return all(choice.is_waiting for choice in self.choices)
+
+    @property
     def error(self) -> Exception | None:
         """What went wrong with it, or with one of its choices."""
         return self.failure or next((c.ended.error for c in self.choices if c.ended and c.ended.error), None)

@@ -16,7 +16,7 @@ from outpace.server.choices import Choice, Delta, Ended
 
 
 class Update(NamedTuple):
-    """What a step did for a choice."""
+    """What a step did for a choice; neither a delta nor an end: the engine has begun with it."""
 
     choice: Choice
     delta: Delta | None
@@ -43,6 +43,7 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live: dict[Choice, Running] = {}
         self._sent: dict[Choice, int] = {}  # tokens that were delivered
+        self._waiting: set[Choice] = set()  # those with which the engine has not begun, or not told it
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._busy_since: float | None = None  # when the step that is under way, or due, began
         self._is_over = False
@@ -121,6 +122,7 @@ class EngineThread:
                 run = self.engine.submit(asked.request, asked.decoder, asked.options, asked.text.watch, asked.drafter)
                 choice.run = self._live[choice] = run
                 self._sent[choice] = 0
+                self._waiting.add(choice)
             done.set_result(None)
         except BaseException as error:
             self._end(choices)
@@ -139,7 +141,10 @@ class EngineThread:
         for choice, run in list(self._live.items()):
             ended = self._ended(choice, run) if run.finish_reason is not None else None
             delta = self._delta(choice, run)
-            if delta is not None or ended is not None:
+            begins = run.history.began and choice in self._waiting
+            if begins:
+                self._waiting.remove(choice)
+            if begins or delta is not None or ended is not None:
                 updates.append(Update(choice, delta, ended))
             if ended is not None:
                 self._forget(choice)
@@ -177,3 +182,4 @@ class EngineThread:
     def _forget(self, choice: Choice) -> None:
         self._live.pop(choice, None)
         self._sent.pop(choice, None)
+        self._waiting.discard(choice)

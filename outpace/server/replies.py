@@ -90,10 +90,7 @@ class Reply(Response):
             raise Gone
         error = self._group.error
         if error is not None:
-            known = of(error)
-            if known.status == 500:
-                logs.fault(error)
-            raise known
+            raise error
         return came
 
     async def _send(self, send: Send, message: Message) -> None:
@@ -104,6 +101,23 @@ class Reply(Response):
             await send(message)
         finally:
             self._sends_since = None
+
+    def _refusal(self, scope: Scope, error: Exception) -> Response:
+        """An answer that is nothing but an error."""
+        return error_reply(self._known(error), scope["state"]["record"]["id"], self._shape.in_messages)
+
+    @staticmethod
+    def _known(error: Exception) -> ApiError:
+        """As it is told; a bug is logged."""
+        known = of(error)
+        if known.status == 500:
+            logs.fault(error)
+        return known
+
+    async def _send_whole(self, scope: Scope, send: Send, reply: Response) -> None:
+        scope["state"]["record"]["status"] = reply.status_code
+        for message in _messages(reply):
+            await self._send(send, message)
 
     def _look_at_sending(self) -> None:
         """One timer for all that is sent; it breaks off what takes too long."""
@@ -132,20 +146,14 @@ class Whole(Reply):
         try:
             while not self._group.has_ended:
                 await self._next(60.0)
-            error = self._group.error
-            if error is not None:
-                raise of(error)
-            reply = JsonReply(self._shape.whole(self._group), headers=self._beside)
-        except ApiError as error:
-            reply = error_reply(error, scope["state"]["record"]["id"], self._shape.in_messages)
+            if self._group.error is not None:
+                raise self._group.error
+            reply: Response = JsonReply(self._shape.whole(self._group), headers=self._beside)
         except Gone:
             raise
-        except Exception as fault:
-            logs.fault(fault)
-            reply = error_reply(of(fault), scope["state"]["record"]["id"], self._shape.in_messages)
-        scope["state"]["record"]["status"] = reply.status_code
-        for message in _messages(reply):
-            await self._send(send, message)
+        except Exception as error:
+            reply = self._refusal(scope, error)
+        await self._send_whole(scope, send, reply)
 
 
 def _messages(reply: Response) -> Iterable[Message]:
@@ -154,22 +162,31 @@ def _messages(reply: Response) -> Iterable[Message]:
 
 
 class EventStream(Reply):
-    """Server-sent events: one a round and choice, and a sign of life in silence."""
+    """Server-sent events: one a round and choice, and a sign of life in silence. They begin when the engine does: what
+    ends a request in the queue is told by its status, by which clients know whether to ask again."""
 
     async def _reply(self, scope: Scope, send: Send) -> None:
+        try:
+            while self._group.is_waiting:
+                await self._next(self._service.limits.ping / 2)
+        except Gone:
+            raise
+        except Exception as error:
+            await self._send_whole(scope, send, self._refusal(scope, error))
+            return
+        self._group.wake()  # what came is still to be looked at
         pairs = {**self._beside, **EVENT_HEADERS}.items()
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._write(send, self._shape.opening(self._group))
             await self._events(send)
-        except ApiError as error:
-            await self._write(send, self._shape.failed(error, scope["state"]["record"]["id"]))
         except Gone:
             raise
-        except Exception as fault:
-            logs.fault(fault)
-            await self._write(send, self._shape.failed(of(fault), scope["state"]["record"]["id"]))
+        except Exception as error:
+            record, known = scope["state"]["record"], self._known(error)
+            record["error"] = known.code
+            await self._write(send, self._shape.failed(known, record["id"]))
         await self._send(send, {"type": "http.response.body", "body": b""})
 
     async def _events(self, send: Send) -> None:

@@ -164,11 +164,11 @@ class Service:
     def _set_timers(self, group: Group) -> None:
         limits = self.limits
         late = ApiError(504, f"the answer took more than {limits.request_timeout:g} seconds", code="timeout")
-        full = f"the request waited {limits.queue_timeout:g} seconds for room"
 
         def look_at_queue() -> None:
-            if any(choice.is_waiting for choice in group.choices):
-                group.fail(unavailable(full, "queue_timeout"))
+            if error := self.admission.waited(group):
+                self.metrics.rejected(error.code or "")
+                group.fail(error)
 
         self._timers[group] = [
             self.clock.after(limits.request_timeout, lambda: group.fail(late)),
@@ -183,7 +183,6 @@ class Service:
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         tokens = sum(len(update.delta.tokens) for update in updates if update.delta)
-        self.admission.wrote(tokens)
         self.metrics.add("generation_tokens", tokens)
         for choice, delta, ended in updates:
             group = self._groups.get(choice)
@@ -191,3 +190,4 @@ class Service:
             choice.add(delta, ended)
             if group is not None:
                 group.wake()
+        self.admission.wrote(tokens)
