@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,8 @@ from outpace.server.run import Server, listen, make_server
 from outpace.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello world"}]
+CHAT = "/v1/chat/completions"
+LONG = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
 PATIENCE = 300.0  # seconds: a machine that does other things may stand still for a minute or two
 
 
@@ -128,3 +131,39 @@ def served(
             server.handle_exit(15, None)
             thread.join(PATIENCE)
             assert not thread.is_alive(), "the server does not end"
+
+
+class Brake:
+    """Holds the engine before each step until it is let go."""
+
+    def __init__(self, llm: outpace.LLM) -> None:
+        self._step, self._go = llm.engine.step, threading.Event()
+        self.left = 0
+        llm.engine.step = self._braked  # type: ignore[method-assign]
+
+    def _braked(self) -> Any:
+        while self.left == 0 and not self._go.wait(0.002):
+            pass
+        self.left = max(self.left - 1, 0)
+        return self._step()
+
+    def release(self) -> None:
+        self._go.set()
+
+
+def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None = None) -> socket.socket:
+    """A request whose answer is not read; `room`: bytes that the client takes without reading."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    connection = socket.socket()
+    if room is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    connection.settimeout(PATIENCE)
+    connection.connect(("127.0.0.1", site.port))
+    connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
+    return connection

@@ -3,13 +3,14 @@ while somebody waited."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from outpace.server import admission, pace
-from outpace.server.admission import Admission
+from outpace.server.admission import LONGEST, Admission
 from outpace.server.choices import Choice, Group
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
@@ -183,3 +184,25 @@ def test_who_began_has_not_waited_too_long() -> None:
     assert queue.waited(one).code == "queue_timeout"  # type: ignore[union-attr]
     begin(one, 1.0)
     assert queue.waited(one) is None
+
+
+def test_who_is_refused_later_is_told_to_come_back_later() -> None:
+    admission = Admission(Limits(), batch=1)
+    waits = [admission.wait() for _ in range(40)]
+    assert all(later > earlier for earlier, later in pairwise(waits[:9]))
+    assert waits[0] == pytest.approx(1.0, abs=0.1)  # nothing was measured yet
+    assert waits[8] == pytest.approx(9.0, abs=0.1)
+    assert max(waits) <= LONGEST
+
+
+def test_what_is_being_tokenised_has_a_place_in_the_queue() -> None:
+    admission = Admission(Limits(max_queue=1), batch=1)
+    places = [admission.place(), admission.place()]
+    with pytest.raises(ApiError, match="the queue is full: 2 answers wait for room") as refused:
+        admission.place()
+    assert refused.value.status == 429
+    for place in places:
+        place.leave()
+        place.leave()  # which counts once
+    assert admission.preparing == 0
+    admission.place()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 from outpace.server.choices import Group
@@ -42,7 +41,7 @@ class Admission:
         self.groups: set[Group] = set()
         self._keys: Counter[str] = Counter()
         self._pace = Pace(clock)
-        self._preparing = 0  # requests whose prompts are being read
+        self.preparing = 0  # places of requests that are not admitted yet
         self._counts, self._counts_until = Counts(), 0.0  # as they were a moment ago
         self._promised = 0.0  # when the client that was refused last was told to come back
 
@@ -76,12 +75,12 @@ class Admission:
     def _want(self) -> Want | None:
         """Why there is no place for one more. A flood asks this for every request, so what the engine does is looked
         at once in a moment, or when it told something."""
-        if not self.groups and not self._preparing:
+        if not self.groups and not self.preparing:
             return None
         now = self._clock()
         if now >= self._counts_until:
             self._counts, self._counts_until = self._counted(), now + MOMENT
-        waiting = self._counts.waiting + self._preparing
+        waiting = self._counts.waiting + self.preparing
         if waiting >= self._room(self._counts.running):
             return Want(f"the queue is full: {waiting} answers wait for room", "queue_full")
         seconds, most = self._begins_in(self._counts), self._limits.queue_timeout
@@ -94,7 +93,7 @@ class Admission:
         """Seconds until the engine should begin with who comes now, behind all who wait, by what it wrote lately; 0
         where that is not known. Where nobody was left waiting by its last step, it takes up those for whom it has
         places at once."""
-        waiting, tokens = counts.waiting + self._preparing, counts.ahead + self._preparing * self._pace.expected()
+        waiting, tokens = counts.waiting + self.preparing, counts.ahead + self.preparing * self._pace.expected()
         if waiting and not self._pace.is_crowded:
             tokens *= max(0, waiting - max(0, self._batch - counts.running)) / waiting
         return self._pace.seconds(tokens) or 0.0
@@ -108,15 +107,10 @@ class Admission:
         if want := self._want():
             raise self._later(want)
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Holds a place while a request's prompt is tokenised; ApiError 429 at once where there is none."""
+    def place(self) -> Place:
+        """A place for a request until it is admitted; ApiError 429 at once where there is none."""
         self.check()
-        self._preparing += 1
-        try:
-            yield
-        finally:
-            self._preparing -= 1
+        return Place(self)
 
     def admit(self, group: Group) -> None:
         """Takes a request in; ApiError 429 where there is no room to wait. A server without work takes any."""
@@ -175,3 +169,18 @@ class Admission:
         """Seconds in which there is room for one more, by what was written lately."""
         seconds = self._pace.seconds(self._pace.expected())
         return UNKNOWN if seconds is None else min(max(seconds, 0.05), 60.0)
+
+
+class Place:
+    """What a request holds in the queue from the moment that it has come until it is admitted or refused: many may come
+    before the first of them is looked at."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._is_held = admission, True
+        admission.preparing += 1
+
+    def leave(self) -> None:
+        """Once counts."""
+        if self._is_held:
+            self._is_held = False
+            self._admission.preparing -= 1

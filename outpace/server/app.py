@@ -130,7 +130,8 @@ class Routes:
             service.check_ready()
             body, headers = await self._body(request, kind)
             assert isinstance(body, Sampled)
-            job, group = await service.start(job_of, body, _record(request).get("key", ""))
+            key, place = _record(request).get("key", ""), request.scope["state"].get("place")
+            job, group = await service.start(job_of, body, key, place)
             shape = shape_of(service, body, job)
             return (EventStream if body.stream else Whole)(service, group, shape, headers)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -14,8 +14,17 @@ from outpace.server.options import Limits
 HEAD_BYTES = 64 << 10
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-Refuse = Callable[[str, str, Sequence[tuple[bytes, bytes]]], Response | None]  # by method, path and headers
 LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Doorkeeper(Protocol):
+    """Is asked about each request by its method, path and headers."""
+
+    def refusal(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Response | None:
+        """What is sent as soon as a request's head is there."""
+
+    def place(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Any:
+        """What a request holds whose body is there too: its `state` has it as `place`, and gives it back."""
 
 
 class Bounded(HttpToolsProtocol):
@@ -23,7 +32,7 @@ class Bounded(HttpToolsProtocol):
     its empty line. The body of a refused request is read and dropped."""
 
     limits: Limits
-    refuse: Refuse  # static
+    door: Doorkeeper
     _timer: asyncio.TimerHandle | None = None
     _is_refused = False
     _keeps_alive = True  # after a refusal
@@ -67,6 +76,8 @@ class Bounded(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_refused:
             super().on_message_complete()
+            if not self.pipeline and not self.cycle.response_complete:  # its task is sure to go on
+                self.scope["state"]["place"] = self.door.place(*self._request())
         elif not self._keeps_alive:
             self.transport.close()
 
@@ -75,8 +86,7 @@ class Bounded(HttpToolsProtocol):
         self._is_refused = False
         if self.cycle is not None and not self.cycle.response_complete:
             return False
-        path = self.url.partition(b"?")[0].decode("ascii", "replace")
-        reply = self.refuse(self.parser.get_method().decode("ascii"), path, self.headers)
+        reply = self.door.refusal(*self._request())
         if reply is None:
             return False
         self._is_refused = True
@@ -87,6 +97,11 @@ class Bounded(HttpToolsProtocol):
             self.transport.close()
         self._timer = self.loop.call_later(self.limits.body_seconds, self.transport.close)  # body and all, or no more
         return True
+
+    def _request(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
+        """Its method, path and headers."""
+        path = self.url.partition(b"?")[0].decode("ascii", "replace")
+        return self.parser.get_method().decode("ascii"), path, self.headers
 
     def _expect_head(self) -> None:
         self._head = 0
@@ -104,9 +119,9 @@ class Bounded(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded(limits: Limits, refuse: Refuse) -> type[Bounded]:
-    """uvicorn's protocol with these limits. What `refuse` answers is sent as soon as a request's head is there."""
-    return type("Bounded", (Bounded,), {"limits": limits, "refuse": staticmethod(refuse)})
+def bounded(limits: Limits, door: Doorkeeper) -> type[Bounded]:
+    """uvicorn's protocol with these limits."""
+    return type("Bounded", (Bounded,), {"limits": limits, "door": door})
 
 
 def _written(reply: Response, beside: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
@@ -116,10 +131,10 @@ def _written(reply: Response, beside: Sequence[tuple[bytes, bytes]], keeps_alive
     return b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body])
 
 
-def settings(limits: Limits, refuse: Refuse) -> dict[str, Any]:
+def settings(limits: Limits, door: Doorkeeper) -> dict[str, Any]:
     """uvicorn's settings beside: no log of its own, no server header, no websockets."""
     return {
-        "http": bounded(limits, refuse),
+        "http": bounded(limits, door),
         "ws": "none",
         "log_config": None,
         "access_log": False,

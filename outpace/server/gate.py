@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.server import logs
+from outpace.server.admission import Place
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.replies import error_reply
@@ -38,7 +39,8 @@ class Gate:
             return
         headers = _by_name(scope["headers"])
         record = _record(scope["method"], scope["path"], headers)
-        scope.setdefault("state", {})["record"] = record
+        state = scope.setdefault("state", {})
+        state["record"] = record
         began = time.perf_counter()
 
         async def send_marked(message: Message) -> None:
@@ -48,13 +50,15 @@ class Gate:
             await send(message)
 
         try:
-            self._pass(scope["path"], headers, record)
+            self._pass(scope["path"], headers, record, state.get("place") is not None)
         except ApiError as error:
             reply = error_reply(error, record["id"], is_messages(scope["path"]))
             await reply(scope, receive, send_marked)
         else:
             await self._app(scope, receive, send_marked)
         finally:
+            if (place := state.get("place")) is not None:
+                place.leave()
             record["seconds"] = round(time.perf_counter() - began, 4)
             if scope["path"] not in OPEN[1:]:
                 logs.write("request", **record)
@@ -67,7 +71,7 @@ class Gate:
         headers = _by_name(pairs)
         record = _record(method, path, headers)
         try:
-            self._pass(path, headers, record)
+            self._pass(path, headers, record, False)
             return None
         except ApiError as error:
             logs.write("request", **record, status=error.status, seconds=0.0)
@@ -75,10 +79,23 @@ class Gate:
             reply.raw_headers.extend(_own_headers(record))
             return reply
 
-    def _pass(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any]) -> None:
+    def place(self, method: str, path: str, pairs: Iterable[tuple[bytes, bytes]]) -> Place | None:
+        """Held for a request whose body has come, before its task begins: of many that come in one moment those that
+        are too many are refused by their heads. None where no room is needed, or there is none, or the request may not
+        pass: that is found again, and told, by its task."""
+        admission = self._service.admission
+        if path not in self._answering or method != "POST" or admission.is_full:
+            return None
+        try:
+            self._admit(path, _by_name(pairs))
+        except ApiError:
+            return None
+        return admission.place()
+
+    def _pass(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_place: bool) -> None:
         """ApiError where a request may not pass, or where there is no room for it: its body is not read then."""
         record["key"] = self._admit(path, headers)
-        if path in self._answering:
+        if path in self._answering and not has_place:
             self._service.check_room()
 
     def _admit(self, path: str, headers: Mapping[bytes, str]) -> str:

@@ -94,4 +94,4 @@ def make_server(app: Gate, service: Service) -> Server:
     tls: dict[str, Any] = {}
     if options.certificate is not None:
         tls = {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.certificate_key)}
-    return Server(uvicorn.Config(app, **settings(options.limits, app.refusal), **tls), service)
+    return Server(uvicorn.Config(app, **settings(options.limits, app), **tls), service)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
 from outpace.server import fingerprint, logs
-from outpace.server.admission import Admission
+from outpace.server.admission import Admission, Place
 from outpace.server.choices import Choice, Group
 from outpace.server.engine_thread import EngineThread, Update
 from outpace.server.errors import ApiError, unavailable
@@ -115,13 +115,20 @@ class Service:
         """What a call gives that takes long, in a thread of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
-    async def start(self, job_of: Callable[..., Job], body: Any, key: str) -> tuple[Job, Group]:
-        """Takes a request in: it is admitted, and each of its choices can run. ApiError or UserError where not."""
+    async def start(
+        self, job_of: Callable[..., Job], body: Any, key: str, place: Place | None = None
+    ) -> tuple[Job, Group]:
+        """Takes a request in, into the `place` that it has: it is admitted, and each of its choices can run. ApiError
+        or UserError where not."""
         self.check_ready()
-        with self._counting(), self.admission.preparing():
-            job, choices = await self.apart(self._prepared, job_of, body, key)
-            group = Group(choices, job.prompts, key, job.thoughts)
-            self.admission.admit(group)
+        with self._counting():
+            place = place or self.admission.place()
+            try:
+                job, choices = await self.apart(self._prepared, job_of, body, key)
+                group = Group(choices, job.prompts, key, job.thoughts)
+                self.admission.admit(group)
+            finally:
+                place.leave()
         self._groups.update(dict.fromkeys(choices, group))
         self._set_timers(group)
         submitted = asyncio.wrap_future(self.thread.submit(choices))
