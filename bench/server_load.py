@@ -2,7 +2,8 @@
 
 outpace serve --port 8000
 python bench/server_load.py http://127.0.0.1:8000 --rounds 9  # ways in turn: a table, and one JSON line last
-python bench/server_load.py URL --peer http://127.0.0.1:8080  # beside another server that has the same API
+python bench/server_load.py URL --peer llama-server=http://127.0.0.1:8080 --rows rows.json  # beside others of the same
+    # API, and of the same model, in the same rounds; a later call adds rounds to those that the file has
 python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # mixed requests for an hour
 python bench/server_load.py URL --known soak.json --by-library   # their texts, against the library's plain ones
 """
@@ -69,25 +70,36 @@ async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any
     }
 
 
-async def rates(
-    url: str, peer: str | None, counts: list[int], each: int, max_tokens: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Tokens a second of all clients together, with and without speculation, and of another server: in each round the
+class Rates:
+    """Tokens a second of all clients together, with and without speculation, and of other servers: in each round the
     same requests by all ways in turn, of which another one begins."""
-    ways = {"auto": url, "plain": url} | ({"peer": peer} if peer else {})
-    rows = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("rounds", total=len(counts) * rounds)
-        for count, number in itertools.product(counts, range(rounds)):
-            turn = number % len(ways)
-            for way in (*list(ways)[turn:], *list(ways)[:turn]):
-                draw = random.Random(number)
-                asked = [[request(draw, way == "plain", max_tokens) for _ in range(each)] for _ in range(count)]
-                for body in (body for bodies in asked for body in bodies if way == "peer"):
-                    del body["outpace"]
-                rows.append({"clients": count, "round": number, "way": way, **await measured(ways[way], asked)})
-            progress.advance(task)
-    return rows
+
+    def __init__(self, url: str, peers: dict[str, str], each: int, max_tokens: int, kept: Path | None) -> None:
+        """`kept`: a file of rows, to which those of each round are added."""
+        self._ways = {"auto": url, "plain": url, **peers}
+        self._peers, self._each, self._max_tokens, self._kept = peers, each, max_tokens, kept
+        self.rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else []
+
+    async def run(self, counts: list[int], rounds: int) -> list[dict[str, Any]]:
+        """So many rounds more."""
+        first = max((row["round"] for row in self.rows), default=-1) + 1
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task("rounds", total=len(counts) * rounds)
+            for number, count in itertools.product(range(first, first + rounds), counts):
+                turn, ways = number % len(self._ways), list(self._ways)
+                found = [await self._row(count, number, way) for way in (*ways[turn:], *ways[:turn])]
+                self.rows += found  # none of a round that is broken off
+                if self._kept is not None:
+                    self._kept.write_text(json.dumps(self.rows))
+                progress.advance(task)
+        return self.rows
+
+    async def _row(self, count: int, number: int, way: str) -> dict[str, Any]:
+        draw = random.Random(number)
+        asked = [[request(draw, way == "plain", self._max_tokens) for _ in range(self._each)] for _ in range(count)]
+        for body in (body for bodies in asked for body in bodies if way in self._peers):
+            del body["outpace"]
+        return {"clients": count, "round": number, "way": way, **await measured(self._ways[way], asked)}
 
 
 def show_rates(rows: list[dict[str, Any]]) -> None:
@@ -222,7 +234,8 @@ def main() -> None:
     """Reads the options and runs the load that they name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
-    parser.add_argument("--peer", help="another server, of the same model")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server")
+    parser.add_argument("--rows", type=Path, help="file that keeps the rounds' rows")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--each", type=int, default=3, help="requests of each client")
     parser.add_argument("--max-tokens", type=int, default=100)
@@ -241,8 +254,9 @@ def main() -> None:
     elif given.seconds:
         told["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
     else:
-        asked = (given.counts, given.each, given.max_tokens, given.rounds)
-        told["rates"] = asyncio.run(rates(given.url, given.peer, *asked))
+        peers = {name: url for name, _, url in (peer.partition("=") for peer in given.peer)}
+        ways = Rates(given.url, peers, given.each, given.max_tokens, given.rows)
+        told["rates"] = asyncio.run(ways.run(given.counts, given.rounds))
         show_rates(told["rates"])
         if given.overload:
             told["overload"] = asyncio.run(overload(given.url, given.overload, given.max_tokens))
