@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import CHECKED, of_exact, of_forwards, of_texts, random_weights
+from gpu_checks import CHECKED, of_exact, of_forwards, of_plain, of_texts, random_weights
 from gpu_clock import Bench, Row, bandwidth, joules
+from gpu_steps import draft_steps
 
 from outpace.api.llm import LLM
 from outpace.core import machine
@@ -100,10 +101,10 @@ def shapes(bench: Bench) -> Iterator[Row]:
             gc.collect()
 
 
-def loaded(bench: Bench, inflate: int = 1, exact: bool = False) -> tuple[Any, Any]:
+def loaded(bench: Bench, inflate: int = 1, exact: bool = False, graphs: str | None = None) -> tuple[Any, Any]:
     """Target and draft: the shipped ones, or those that were named. The draft is never exact, which nothing needs."""
-    dtype = str(bench.dtype).removeprefix("torch.")
-    given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": "cuda" if bench.is_cuda else "eager"}
+    dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
+    given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
     target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
     spec = bench.args.draft or shipped_draft(load_name(target.name))
     return target, load_draft(spec or "layers:0", target, **given) if spec or inflate == 1 else None
@@ -186,12 +187,16 @@ def precisions(bench: Bench) -> Iterator[Row]:
 
 def texts(bench: Bench) -> Iterator[Row]:
     """Answers against plain decoding's, without exact mode and with it, and what a pass costs in each: its price."""
-    context = 64 if bench.args.quick else 512
+    context, asked = 64 if bench.args.quick else 512, (bench.args.prompts, bench.args.tokens)
     for exact in (False, True):
         target, draft = loaded(bench, exact=exact)
-        for options in (METHODS["in turn"], METHODS["beside"]):
-            with LLM(target, draft, **options) as llm:
-                yield from of_texts(llm, bench.args.prompts, bench.args.tokens)
+        if not exact:
+            yield from of_plain(target, loaded(bench, graphs="off")[0], *asked)
+        for method in ("in turn", "beside", "planner"):
+            with LLM(target, draft, **METHODS[method]) as llm:
+                yield from of_texts(llm, *asked, method)
+        if bench.args.checks_only:
+            continue
         name = "target, exact" if exact else "target"
         yield from passes(bench, target.model, name, [(1, 1, context), (1, 16, context), (4, 8, context)])
 
@@ -227,17 +232,19 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", help="target; the default is the shipped one")
     parser.add_argument("--draft", help="its draft; the default is the shipped one")
-    parser.add_argument("--data", type=Path, help="JSON lines with `turns`; the default are built-in prompts")
+    parser.add_argument("--data", type=Path, nargs="+", help="JSON lines with `turns`; the default: built-in prompts")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20, help="passes whose median counts")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the command")
+    parser.add_argument("--checks-only", action="store_true", help="forwards and texts, no clock")
     args = parser.parse_args(given)
     check_device(args.device)
     args.prompts = list(PROMPTS)
     if args.data:
-        lines = args.data.read_text(encoding="utf-8").splitlines()[:8]
+        each = max(1, 8 // len(args.data))
+        lines = [line for path in args.data for line in path.read_text(encoding="utf-8").splitlines()[:each]]
         args.prompts = [json.loads(line)["turns"][0] for line in lines]
     return args
 
@@ -255,16 +262,24 @@ def main(given: Sequence[str] | None = None) -> int:
     bench.part("machine", lambda: [about])
     bench.part("checks", lambda: checks(bench, dtypes))
     bench.part("texts", lambda: texts(bench))
+    if not args.checks_only:
+        measure(bench)
+    failed = [row for rows in bench.rows.values() for row in rows if row.get("passed") is False]
+    print(json.dumps({"failed": len(failed), **bench.rows}))
+    return 1 if failed else 0
+
+
+def measure(bench: Bench) -> None:
+    """Every part after the checks."""
+    quick = bench.args.quick
     bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
+    bench.part("draft steps", lambda: draft_steps(bench, loaded(bench)[1].model))
     bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
     for factor in (2,) if quick else (8, 30, 200):
         bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
     bench.part("precisions", lambda: precisions(bench))
     bench.part("shapes", lambda: shapes(bench))
     bench.part("peers", lambda: peers(bench))
-    failed = [row for rows in bench.rows.values() for row in rows if row.get("passed") is False]
-    print(json.dumps({"failed": len(failed), **bench.rows}))
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -150,24 +150,50 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
     ]
 
 
-def of_texts(llm: LLM, prompts: Sequence[str], count: int) -> list[Row]:
+def of_texts(llm: LLM, prompts: Sequence[str], count: int, method: str = "") -> list[Row]:
     """Texts against plain decoding's: tokens before the first difference, for without exact mode near ties may flip."""
-    found = []
-    for temperature in (0.0, 0.8):
-        sampling = {"max_tokens": count, "temperature": temperature, "seed": 1}
-        plain = llm.generate(list(prompts), plain=True, **sampling)
-        ours = llm.generate(list(prompts), **sampling)
-        written = differing = 0
-        for one, other in zip(plain, ours, strict=True):
-            same = next(
-                (n for n, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None
-            )
-            written += len(one.tokens) if same is None else same + 1
-            differing += same is not None
-        rate = 1e6 * differing / written
-        is_exact = llm.target.model.exact
-        mode = f"{llm.target.precision}{', exact' if is_exact else ''}"
-        name = f"text against plain decoding, temperature {temperature:g} ({mode})"
-        passed = differing == 0 or not (is_exact or llm.target.precision == "float32")
-        found.append({"check": name, "differing_per_million": rate, "tokens": written, "passed": passed})
+    found, label = [], f"{method} against plain decoding" if method else "text against plain decoding"
+    asked = _asked(llm.target, prompts)
+    for sampling in _samplings(count):
+        plain = llm.generate(asked, plain=True, **sampling)
+        found.append(_alike(label, llm.target, sampling, plain, llm.generate(asked, **sampling)))
     return found
+
+
+def of_plain(target: Any, slow: Any, prompts: Sequence[str], count: int) -> list[Row]:
+    """Plain decoding by captured passes against plain decoding by the runtime that attends session by session."""
+    found = []
+    with LLM(target, None, method="autoregressive") as ours, LLM(slow, None, method="autoregressive") as other:
+        for sampling in _samplings(count):
+            texts = [llm.generate(_asked(target, prompts), **sampling) for llm in (other, ours)]
+            found.append(_alike("captured passes against uncaptured ones", target, sampling, *texts))
+    return found
+
+
+def _asked(target: Any, prompts: Sequence[str]) -> list[Any]:
+    """As a user asks a model that was trained to answer; else as texts to go on with."""
+    if not getattr(target.tokenizer, "has_template", False):
+        return list(prompts)
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
+
+
+def _samplings(count: int) -> list[dict[str, Any]]:
+    return [{"max_tokens": count, "temperature": temperature, "seed": 1} for temperature in (0.0, 0.8)]
+
+
+def _alike(label: str, target: Any, sampling: dict[str, Any], plain: Sequence[Any], ours: Sequence[Any]) -> Row:
+    """How many of the answers differ, per million tokens that were written until they did."""
+    written = differing = 0
+    for one, other in zip(plain, ours, strict=True):
+        same = next(
+            (n for n, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None
+        )
+        written += len(one.tokens) if same is None else same + 1
+        differing += same is not None
+    mode = f"{target.precision}{', exact' if target.model.exact else ''}"
+    return {
+        "check": f"{label}, temperature {sampling['temperature']:g} ({mode})",
+        "differing_per_million": 1e6 * differing / written,
+        "tokens": written,
+        "passed": differing == 0 or not (target.model.exact or target.precision == "float32"),
+    }

@@ -12,10 +12,12 @@ from files import model_folder
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
+import test_draft_steps
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.load import load_model
 
@@ -86,3 +88,28 @@ def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> Non
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(UserError, match=missing):
         outpace.load(folder, folder, device="cuda", draft_device=missing)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
+def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, steps: int) -> None:
+    """In exact mode bit for bit, by real captures; float32, whose products keep a row's bits or refuse."""
+    config = test_draft_steps.reference.TINY
+    tensors = test_draft_steps.reference.random_tensors(config)
+    given = {"exact": True, "device": "cuda", "is_eager": False}
+    try:
+        model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, **given)
+    except UserError as refusal:
+        pytest.skip(str(refusal))
+    words = test_draft_steps.words(model, 20)
+    pair = test_draft_steps.Pair(model, [test_draft_steps.request_of(rule, words)], steps)
+    for _ in range(8):
+        pair.grow([0])
+    assert pair.forwards[1] == 8 // steps
+
+
+def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:
+    with outpace.load(folder, folder, device="cuda", method="speculative", drafter="model") as llm:
+        assert llm.draft.model.several_steps
+        llm.generate(["the cat sat on the"], max_tokens=24)
+        assert any(key[0] == "steps" for key in llm.draft.model.captures._made)

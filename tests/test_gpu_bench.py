@@ -30,15 +30,31 @@ def test_all_parts_run_and_are_written_one_by_one(tmp_path: Path, capsys: pytest
     wrong = [row for part in written for row in part["rows"] if "error" in row and "check" not in row]
     assert (status, last["failed"], wrong) == (0, 0, [])
     parts = [part["part"] for part in written]
-    assert parts == ["machine", "checks", "texts", "passes", "answers", "inflated 2", "precisions", "shapes", "peers"]
+    measured = ["passes", "draft steps", "answers", "inflated 2", "precisions", "shapes", "peers"]
+    assert parts == ["machine", "checks", "texts", *measured]
+    assert all(row["same_tree"] for row in last["draft steps"])
     assert all(part["rows"] == last[part["part"]] for part in written)
     assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
+
+
+def test_checks_alone_measure_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "checks", lambda *_: [])
+    folder, data, out = str(model_folder(tmp_path)), tmp_path / "data.jsonl", tmp_path / "gpu.jsonl"
+    data.write_text(json.dumps({"turns": ["the cat sat"]}) + "\n")
+    given = ["--device", "cpu", "--quick", "--checks-only", "--model", folder, "--draft", folder, "--out", str(out)]
+    assert gpu.main([*given, "--tokens", "4", "--data", str(data), str(data)]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert sorted(last) == ["checks", "failed", "machine", "texts"]
+    assert len(last["texts"]) == 14
+    assert all("error" not in row and row["passed"] for row in last["texts"])
 
 
 def test_a_time_limit_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["--device", "cpu", "--quick", "--minutes", "0", "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 9
+    assert len(out.read_text().splitlines()) == 10
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["failed"] == 0
 
 

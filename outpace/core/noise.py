@@ -52,9 +52,13 @@ def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
 
 def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
-    words = [[_signed(key), _signed(key >> 32)] for key in keys]
-    low, high = uploaded(words, np.int32, device).view(len(keys), 2, 1).unbind(1)  # [rows, 1] each
-    bits = torch.arange(vocab, dtype=torch.int32, device=device) ^ low  # [rows, vocab]
+    return exponential_of(uploaded([halves(key) for key in keys], np.int32, device).view(len(keys), 2), vocab)
+
+
+def exponential_of(words: Tensor, vocab: int) -> Tensor:
+    """As `exponential`, of keys that are on the device already: int32 [rows, 2], as `halves` gives them."""
+    low, high = words[:, :1], words[:, 1:]  # [rows, 1] each
+    bits = torch.arange(vocab, dtype=torch.int32, device=words.device) ^ low  # [rows, vocab]
     _mix(bits, 0x7FEB352D)
     bits.bitwise_xor_(high)
     _mix(bits, 0x846CA68B - (1 << 32))
@@ -65,8 +69,17 @@ def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "c
 
 def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """g = -log E for every row key and every token: float32 [rows, vocab]."""
-    e = exponential(keys, vocab, device)
+    return gumbel_from(exponential(keys, vocab, device))
+
+
+def gumbel_from(e: Tensor) -> Tensor:
+    """g of E, as these modules' functions give it. float32, the same shape"""
     return _minus_log(e, 1.0 - e)
+
+
+def halves(key: int) -> tuple[int, int]:
+    """A row's key as two words of 32 bits with a sign, the low one first."""
+    return _signed(key), _signed(key >> 32)
 
 
 def hashes(key: int, tokens: np.ndarray) -> np.ndarray:

@@ -30,5 +30,9 @@ class TakesOrders:
     def heed(self, state: Any, orders: Orders) -> None:
         """How wide and where to draft for a request from now on; whoever cannot, drafts as ever."""
 
+    def amortised(self, seconds: float) -> float:
+        """What the growth that took so long is held to have taken, where it also did others' work, or had its done."""
+        return seconds
+
     def share_cores(self, most: int) -> None:
         """Its models take at most so many CPU threads in what this thread runs."""

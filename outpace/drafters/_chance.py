@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outpace.core.steps import LEAST_COVERAGE, Trust
 from outpace.core.types import Observation, Offer, Request
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
-_LEAST = 0.05  # of coverage, and of what is left open as a share of what the draft leaves
+_LEAST = 0.05  # of what is left open as a share of what the draft leaves, in a profile
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
 
@@ -84,7 +85,12 @@ class ChoiceModel:
         """The chance that the target picks one of these proposals."""
         if not self._has_shares:
             return self._coverage.value
-        return max(_LEAST, 1.0 - self._open.value * _left_open(values))
+        return max(LEAST_COVERAGE, 1.0 - self._open.value * _left_open(values))
+
+    @property
+    def trust(self) -> Trust:
+        """What `log_chances` goes by at present."""
+        return Trust(self._temperature, self._coverage.value, self._open.value if self._has_shares else None)
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
         """The target picked proposal number `picked` of these, or none of them."""

@@ -27,6 +27,11 @@ class Several(Drafter):
         for part, inner in zip(self.parts, state.parts, strict=True):
             part.heed(inner, orders)
 
+    def amortised(self, seconds: float) -> float:
+        for part in self.parts:
+            seconds = part.amortised(seconds)
+        return seconds
+
     def share_cores(self, most: int) -> None:
         for part in self.parts:
             part.share_cores(most)

@@ -16,8 +16,10 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given
 from outpace.core.orders import Orders
 from outpace.core.scores import Held
+from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
+from outpace.drafters._ahead import SPARE, Ahead, Burst
 from outpace.drafters._chance import Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
@@ -27,7 +29,6 @@ from outpace.rules.base import best_rows
 
 DRAWS = True
 COST = "a forward of the draft model for each layer"
-_SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _CHILDREN = 2  # for each node of the width that a forward may add in any case
 _SCORE = itemgetter(0)
 
@@ -37,13 +38,15 @@ class Options:
     """`width`: nodes of a request in each forward, and children of each; `tree_nodes`: the largest tree; `floor`: nodes
     that the target is less likely to reach are not expanded; `draft_window`: the draft reads this many last tokens of
     the text when drafting begins; 0: all; the default is in its config.json; `draws`: children drawn below a node of
-    depth 0, 1, ..., with a rule that judges several drawn children."""
+    depth 0, 1, ..., with a rule that judges several drawn children; `steps`: forwards that the draft takes in one
+    graph, without the host between them; the default is as many as rounds take, up to 8, on a GPU, else 1."""
 
     width: int = 4
     tree_nodes: int = 256
     floor: float = 0.005
     draft_window: int | None = None
     draws: str = "2,1"
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("width", self.width, 1, 512)
@@ -51,6 +54,8 @@ class Options:
         check_range("floor", self.floor, 0.0, 1.0)
         if self.draft_window is not None:
             check_whole("draft_window", self.draft_window, 0)
+        if self.steps is not None:
+            check_whole("steps", self.steps, 1, MOST_STEPS)
         Draws.read(self.draws)
 
 
@@ -59,6 +64,7 @@ class ModelState(GrowState):
     """`offers`: what was proposed below a tree node (by id)."""
 
     offers: dict[int, Offer] = field(default_factory=dict)
+    ahead: Burst = field(default_factory=Burst)
 
 
 class ModelDrafter(Drafter):
@@ -72,6 +78,7 @@ class ModelDrafter(Drafter):
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
         self._draws = Draws.read(options.draws)
         self._choices = Choices()
+        self._ahead = Ahead(model, self._choices, options)
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -99,8 +106,14 @@ class ModelDrafter(Drafter):
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def _expand(self, jobs: Sequence[Job]) -> list[int]:
-        """One forward over the jobs' frontiers; nodes added to each tree."""
+        """One forward over the jobs' frontiers, or what such forwards gave before; nodes added to each tree."""
+        known = self._ahead.known(jobs)
+        if known is not None:
+            return self._add_all(jobs, known)
         held, rows = self._grower.score(jobs)
+        known = self._ahead.steps(jobs, held)
+        if known is not None:
+            return self._add_all(jobs, known)
         offers = self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:
@@ -112,9 +125,14 @@ class ModelDrafter(Drafter):
                 added.append(self._add(state, tree, frontier, offers[mine]))
         return added
 
+    def _add_all(self, jobs: Sequence[Job], offers: Sequence[Sequence[Offer]]) -> list[int]:
+        """Children that are picked, below each job's frontier; nodes added to each tree."""
+        pairs = zip(jobs, offers, strict=True)
+        return [self._add(state, tree, frontier, mine) for (state, tree, frontier), mine in pairs]
+
     def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
         """What is proposed below each row's node; nothing where children are drawn."""
-        count = self._options.width + _SPARE
+        count = self._options.width + SPARE
         if not any(is_drawn(row.request) for row in rows):
             return best_rows(held, rows, count)
         offers: list[Offer] = [([], []) for _ in rows]
@@ -126,6 +144,7 @@ class ModelDrafter(Drafter):
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not is_drawn(state.request):
             self._choices.learn(state.request, state.offers, seen)
+        self._ahead.forget(state.ahead)
         self._grower.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
@@ -143,7 +162,11 @@ class ModelDrafter(Drafter):
         return self._grower.stored_bytes(lengths)
 
     def pause(self, state: ModelState) -> None:
+        state.ahead = Burst()
         self._grower.pause(state)
+
+    def amortised(self, seconds: float) -> float:
+        return self._ahead.amortised(seconds)
 
     def close(self, state: ModelState) -> None:
         state.session = None

@@ -199,7 +199,7 @@ class Drafting:
                 tree.mark(first, drafter.name)
             seconds = self._clock() - began
             self.spent += seconds
-            self._costs.drafted(seconds, len(runs), source)
+            self._costs.drafted(drafter.amortised(seconds), len(runs), source)
             for run in runs:
                 run.draft.seconds += seconds
         for run, count in zip(runs, added or [0] * len(runs), strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Needs
 from outpace.core.scores import Held, Scored
+from outpace.core.steps import TakesSteps
 from outpace.core.tree import PREFIX
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
     return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
 
 
-class Model:
+class Model(TakesSteps):
     """A language model that scores token trees: what a runtime must offer, and what one may leave out."""
 
     vocab_size: int
@@ -245,8 +246,7 @@ class Model:
 
     def score_held(self, forest: Sequence[Part]) -> Held:
         """As `score`, of those tokens alone that the model has output rows for."""
-        scores = self.score(forest)
-        return Held(scores, None, scores.shape[-1])
+        return Held(scores := self.score(forest), None, scores.shape[-1])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Model:
         """The same weights on the same sessions, where the residual passes by these layers' attention and MLP."""

@@ -113,7 +113,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """By torch; `reason`: why it is not the native runtime, where that was expected."""
     from outpace.models.llama.graph_exact import ExactGraphLlama
-    from outpace.models.llama.graph_runtime import GraphLlama
+    from outpace.models.llama.graph_steps import SteppingLlama
     from outpace.models.llama.torch_runtime import Llama
 
     if options.trust_remote_code or options.device_map is not None:
@@ -123,7 +123,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     }
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
-        kind = ExactGraphLlama if options.exact else GraphLlama
+        kind = ExactGraphLlama if options.exact else SteppingLlama
         build = partial(kind.from_tensors, is_eager=options.graphs == EAGER, **given)
     return _read(spec, options, progress, build, reason)
 

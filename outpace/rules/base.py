@@ -10,6 +10,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
+from outpace.core.ranking import best_of
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
@@ -120,15 +121,15 @@ def _best_on_device(held: Held, rows: Sequence[Row], count: int) -> list[Offer] 
         ranks = rows[0].request.rule.rank(held.wide(), rows)
     except UserError:
         return None
-    best = torch.topk(ranks, min(count, ranks.shape[-1]))
-    values, tokens = torch.stack([best.values.double(), best.indices.double()]).tolist()  # in one copy, exactly
+    places, best = best_of(ranks, min(count, ranks.shape[-1]))
+    values, tokens = torch.stack([best.double(), places.double()]).tolist()  # in one copy, exactly
     return [offer_of([int(token) for token in some], its) for some, its in zip(tokens, values, strict=True)]
 
 
 def _best_by_rank(held: Held, number: int, row: Row, count: int) -> Offer:
     ranks = _ranked(held.wide(slice(number, number + 1)), [row])[0]
-    best = torch.topk(ranks, min(count, len(ranks)))
-    return offer_of(best.indices.tolist(), best.values.tolist())
+    places, best = best_of(ranks, min(count, len(ranks)))
+    return offer_of(places.tolist(), best.tolist())
 
 
 def offer_of(tokens: list[int], values: list[float]) -> Offer:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from outpace.models.llama.attention import ExactAttention
 from outpace.models.llama.batched import attend_exactly, tree_mask
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.linear import FIXED, Linear, rows_stay
 from outpace.models.llama.torch_weights import Normed
 
 
-class ExactGraphLlama(GraphLlama):
+class ExactGraphLlama(SteppingLlama):
     """As GraphLlama. Keys and values are float64, unless they are held in fewer bits."""
 
     exact_where = f"whose products of {FIXED} rows give a row other bits at another place"

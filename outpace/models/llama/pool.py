@@ -17,6 +17,7 @@ from torch import Tensor
 from outpace.core.upload import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.static_inputs import seen_bits
 from outpace.models.llama.torch_session import Holding
 
 SPARE = 8  # slots behind those of the texts: padding is written to the last, nothing reads them
@@ -169,6 +170,11 @@ class GraphSession(Session):
         mine = self.pool.kv[:, :, self.row]
         index = uploaded(source, np.int64, mine.device)
         mine[:, :, :, start : start + len(source)] = mine[:, :, :, index]
+
+    def seen_bits(self) -> np.ndarray:
+        """Which pending nodes each pending node sees, itself among them, as bits: int64 [pending, WORDS]"""
+        rows = bytearray().join([row.ljust(self.pending, b"\0") for row in self._sees])
+        return seen_bits(np.ndarray((self.pending, self.pending), bool, rows))
 
     def _resize(self, slots: int) -> None:
         self.pool.fit(self, slots)

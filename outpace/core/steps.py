@@ -1,0 +1,89 @@
+"""Several draft steps that a model takes without the host: what it is told of a text's tree, and what it gives back.
+
+A step expands the best unexpanded nodes of each tree, `width` at most, as `drafters/_grower.py` chooses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from outpace.core.scores import Held
+
+MOST_STEPS = 8
+LEAST_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares
+MOST_DEPTH = 128  # of a node below the root
+
+
+class OpenNode(NamedTuple):
+    """A tree node that is not expanded yet. `above`: the pending node that its parent is, PREFIX for the root's."""
+
+    score: float
+    token: int
+    depth: int
+    above: int
+
+
+class Trust(NamedTuple):
+    """How scores on a rule's scale become chances: see `drafters/_chance.ChoiceModel`. `open` None: they are no shares,
+    and the chance that any proposal is picked is `coverage`."""
+
+    temperature: float
+    coverage: float
+    open: float | None
+
+
+@dataclass
+class Asked:
+    """One text's part. The nodes of the first step are scored already: `scores` are their path scores, `slots` the
+    pending nodes that they are, in the order of the tree. `opened`: others that may be expanded, in that order.
+
+    `nodes` of the tree stand, and `most_nodes` may; a step adds at most the `share` of what is left. Nodes below the
+    path score `floor`, or deeper than `deepest`, are not expanded. `temperature`: by which scores are divided; `keys`,
+    in halves: of the noise that is added to what is proposed below nodes of depth 0, 1, ..., empty for none.
+    """
+
+    session: Any
+    scores: Sequence[float]
+    slots: Sequence[int]
+    opened: Sequence[OpenNode]
+    width: int
+    nodes: int
+    most_nodes: int
+    share: float
+    floor: float
+    deepest: int
+    trust: Trust
+    temperature: float = 1.0
+    keys: Sequence[tuple[int, int]] = ()
+
+
+class Expanded(NamedTuple):
+    """A node that a step expanded. `opened`: which of those that were open it is; else it is the child with `token` of
+    the `parent`-th node expanded. `slot`: the pending node that it is. Its best proposals follow, best first."""
+
+    opened: int | None
+    parent: int
+    token: int
+    slot: int
+    tokens: list[int]
+    values: list[float]
+
+
+class TakesSteps:
+    """What a model offers that can take several draft steps without the host between them; by default it cannot."""
+
+    several_steps: bool | None = None  # whether that saves time; None: it cannot
+
+    def draft_steps(
+        self, asked: Sequence[Asked], scored: Held, steps: int, width: int, offered: int
+    ) -> list[list[Expanded]] | None:
+        """So many steps, of which the first is scored already: `scored` has the rows of its nodes, one text's after the
+        other's. A step expands `width` nodes of a text at most, and `offered` tokens are proposed below each.
+
+        What each text's steps expanded, the first step's nodes first; all of it is pending in the sessions then. None
+        where this cannot be, and nothing has changed.
+        """
+        return None

@@ -1,0 +1,201 @@
+"""Draft steps that were taken before they are asked for: several in one go, where a model can do that on its device.
+
+A step's proposals are used where the host, choosing as ever, comes to expand the same nodes; where it does not, it
+makes a forward of its own, and steps taken in vain have cost their time. So the trees are those of single steps,
+whatever the device chose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import Any
+
+from outpace.core.errors import UserError
+from outpace.core.noise import halves, row_key
+from outpace.core.scores import Held
+from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode
+from outpace.core.tree import PREFIX, TokenTree
+from outpace.core.types import Offer, Request
+from outpace.drafters._chance import Choices
+from outpace.drafters._grower import Job
+from outpace.models.base import Model
+from outpace.rules.greedy import Greedy
+from outpace.rules.gumbel import Gumbel
+from outpace.rules.match import Match
+
+SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
+_FADE = 0.9  # of the past's weight, a round
+_FIRST = 4.0  # steps that a round is held to take, before any was seen
+
+
+@dataclass
+class Burst:
+    """Steps that were taken for one request and not asked for yet: what they expanded, and which of it the nodes of the
+    tree are, by id. `taken`: steps that the present round has asked for."""
+
+    expanded: list[Expanded] = field(default_factory=list)
+    known: dict[int, int] = field(default_factory=dict)
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number and the token
+    taken: int = 0
+
+    def find(self, tree: TokenTree, node: int) -> Expanded | None:
+        """What was expanded for this node."""
+        found = self.known.get(tree.ids[node])
+        if found is None and node:
+            above = self.known.get(tree.ids[tree.parents[node]], PREFIX)
+            found = self.children.get((above, tree.tokens[node]))
+            if found is not None:
+                self.known[tree.ids[node]] = found
+        return None if found is None else self.expanded[found]
+
+
+class Ahead:
+    """Takes steps ahead, and hands out their proposals one step at a time."""
+
+    def __init__(self, model: Model, choices: Choices, options: Any) -> None:
+        """`options`: those of the drafter `model`. UserError for steps that its model cannot take at once."""
+        if model.several_steps is None and options.steps not in (None, 1):
+            raise UserError(
+                f"steps is {options.steps}, and {type(model).__name__} takes one at a time: several need a draft with"
+                " graphs, on a GPU or by graphs eager"
+            )
+        self._model, self._choices, self._options = model, choices, options
+        self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
+        self._usual = _FIRST
+        self._owed = self._share = 0.0  # see `amortised`
+        self._is_new = False
+        self._is_used = False
+
+    def known(self, jobs: Sequence[Job]) -> list[list[Offer]] | None:
+        """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
+        if self._chosen == 1:
+            return None
+        for job in jobs:
+            job.state.ahead.taken += 1
+        found = [[job.state.ahead.find(job.tree, node) for node in job.frontier] for job in jobs]
+        if not all(map(all, found)):
+            return None
+        self._is_used = True
+        for job, mine in zip(jobs, found, strict=True):
+            job.state.slots |= {
+                job.tree.ids[node]: one.slot for node, one in zip(job.frontier, mine, strict=True) if one is not None
+            }
+        return [[_offer(one) for one in mine if one is not None] for mine in found]
+
+    def steps(self, jobs: Sequence[Job], held: Held) -> list[list[Offer]] | None:
+        """The proposals below the jobs' frontiers, whose scores `held` are, and steps beyond; None where no step is to
+        be taken ahead."""
+        if self._chosen == 1:
+            return None
+        count = min(self._count(job) for job in jobs)
+        if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
+            return None
+        width = self._options.width
+        opened = [_opened(job, width * (count - 1)) for job in jobs]
+        asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
+        taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
+        if taken is None:
+            return None
+        self._is_new, self._owed = True, float(count)
+        for job, some, expanded in zip(jobs, opened, taken, strict=True):
+            job.state.ahead = _burst(job, [node_id for node_id, _ in some], expanded)
+        return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
+
+    def forget(self, burst: Burst) -> None:
+        """A round is over: what it did not ask for is of no use."""
+        if burst.taken:
+            self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
+        burst.expanded, burst.known, burst.children, burst.taken = [], {}, {}, 0
+
+    def amortised(self, seconds: float) -> float:
+        """Of steps that were taken together each is held to have taken an equal share."""
+        if self._is_new:
+            self._share = seconds / self._owed
+            seconds = self._share
+        elif self._is_used:
+            seconds += self._share
+        self._is_new = self._is_used = False
+        return seconds
+
+    def _count(self, job: Job) -> int:
+        """Steps that are worth taking together for this request: a power of two."""
+        state = job.state
+        most = MOST_STEPS if self._chosen is None else self._chosen
+        if state.orders.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
+            return 1
+        if self._chosen is not None:
+            return most
+        left = round(self._usual) - state.ahead.taken + 1
+        return 1 << (max(min(left, most), 1).bit_length() - 1)
+
+    def _asked(self, job: Job, opened: list[OpenNode], count: int) -> Asked:
+        state, tree, frontier = job
+        width = self._options.width
+        depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
+        floor = self._options.floor if state.orders.floor is None else state.orders.floor
+        request = state.request
+        return Asked(
+            state.session,
+            [tree.scores[node] for node in frontier],
+            [state.slots[tree.ids[node]] for node in frontier],
+            opened,
+            min(state.orders.width or width, width),
+            len(tree),
+            self._options.tree_nodes,
+            state.orders.share,
+            math.log(floor) if floor else -math.inf,
+            state.session.capacity - len(state.tokens) + state.start,
+            self._choices.of(request).trust,
+            1.0 if request.sampling.is_greedy else request.sampling.temperature,
+            _keys(request, len(state.tokens), max(depths) + count),
+        )
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether what is proposed is the best of log q, or of log q with the noise of the position, and nothing else."""
+    rules = (Greedy, Gumbel, Match)
+    is_bare = request.adjustments is None and request.constraint is None
+    return is_bare and type(request.rule) in rules and not request.sampling.filters
+
+
+def _keys(request: Request, start: int, depths: int) -> list[tuple[int, int]]:
+    """Of the noise of what is proposed below nodes of so many depths, where the rule has it."""
+    if type(request.rule) is not Gumbel:
+        return []
+    return [halves(row_key(request.seed, request.choice, start + depth)) for depth in range(depths)]
+
+
+def _opened(job: Job, most: int) -> list[tuple[int, OpenNode]]:
+    """The best nodes that are open beside the frontier, with their ids, in the tree's order; not those below a node
+    that is open itself."""
+    state, tree, _ = job
+    opened = []
+    for node in sorted(node for _, node in nsmallest(most, state.open)):
+        above = state.slots.get(tree.ids[tree.parents[node]]) if node else PREFIX
+        if above is not None:
+            found = OpenNode(tree.scores[node], tree.tokens[node], tree.depth(node), above)
+            opened.append((tree.ids[node], found))
+    return opened
+
+
+def _burst(job: Job, ids: Sequence[int], expanded: list[Expanded]) -> Burst:
+    """What was expanded, by the nodes of the tree that it is or stands below. `ids` of those that were open."""
+    state, tree, frontier = job
+    burst = Burst(expanded, taken=state.ahead.taken)
+    for number, one in enumerate(expanded):
+        if number < len(frontier):
+            burst.known[tree.ids[frontier[number]]] = number
+        elif one.opened is not None:
+            burst.known[ids[one.opened]] = number
+        else:
+            burst.children[one.parent, one.token] = number
+    return burst
+
+
+def _offer(one: Expanded) -> Offer:
+    """Without what is filtered out: it stands last."""
+    possible = sum(value > -math.inf for value in one.values)
+    return one.tokens[:possible], one.values[:possible]

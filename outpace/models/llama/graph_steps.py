@@ -1,0 +1,226 @@
+"""Several draft steps in one graph: what is expanded next is chosen on the device, and the host waits once for all.
+
+The first step's forward is any captured pass over the trees' frontiers. The graph turns its scores into children,
+expands the best of these by a forward of the same layers, and so on. EAGLE-2 (arXiv:2406.16858) grows trees of such a
+shape; in one graph every step has a fixed number of rows, and those without a node write to a slot that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outpace.core.scores import Held, tensor_of
+from outpace.core.steps import MOST_DEPTH, Asked, Expanded
+from outpace.core.tree import PREFIX
+from outpace.core.upload import uploaded
+from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama
+from outpace.models.llama.pool import LEAST, power_of_two
+from outpace.models.llama.static_inputs import MOST_PENDING, WORDS, Shapes, StaticInputs
+from outpace.models.llama.step_choice import Choice, Given, Nodes, Sizes, proposals
+
+
+class SteppingLlama(GraphLlama):
+    """Captured passes, and draft steps several at once."""
+
+    @property
+    def several_steps(self) -> bool | None:  # type: ignore[override]  # by the device
+        """They save launches and waits, which only a device has."""
+        return None if any(self._skipped) else not self.captures.is_eager
+
+    def draft_steps(
+        self, asked: Sequence[Asked], scored: Held, steps: int, width: int, offered: int
+    ) -> list[list[Expanded]] | None:
+        sizes = Sizes(power_of_two(len(asked)), width, steps, offered)
+        if any(self._skipped) or offered > self.vocab_size or not _have_room(asked, sizes):
+            return None
+        for one in asked:
+            one.session.reserve(one.session.held + sizes.opened)
+        self.pool.bring_to_front([one.session for one in asked])
+        self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
+        found = self._run_steps(asked, tensor_of(scored.values), sizes)  # [steps, batch, width, columns]
+        return [_taken(one, found[:, one.session.place], sizes) for one in asked]
+
+    @torch.inference_mode()
+    def _run_steps(self, asked: Sequence[Asked], scores: Tensor, sizes: Sizes) -> np.ndarray:
+        """Fills the buffers, replays the graph, and waits for what it gives."""
+        most, noisy = max(one.session.held for one in asked) + sizes.opened, any(one.keys for one in asked)
+        slots = min(power_of_two(most, LEAST), self.pool.slots)
+        inputs = self._inputs(("steps", sizes), lambda: StaticInputs(_shapes(sizes), self.device))
+        first, out = self._step_buffers(scores, sizes)
+        self._hidden = self.captures.buffers("hidden", self._make_hidden)
+        key = ("steps", sizes, slots, noisy, scores.shape[-1])
+        if not self.captures.has(key):
+            inputs.begin({})
+            inputs.send()
+            work = partial(self._steps_pass, sizes, inputs.device, first, out, slots, noisy)
+            self.captures.prepare(key, work, inputs.buffer, self.pool.kv, self._hidden, first, out)
+        host = inputs.begin({})
+        for one in asked:
+            _fill(host, one.session.place, one)
+        inputs.send()
+        places = [one.session.place * sizes.width + node for one in asked for node in range(len(one.slots))]
+        first.index_copy_(0, uploaded(places, np.int64, self.device), scores)
+        self.captures.replay(key)
+        found: np.ndarray = out.cpu().numpy()  # the one wait
+        return found
+
+    def _step_buffers(self, scores: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Where the first step's scores go, and where the results come from."""
+        rows, vocab = sizes.batch * sizes.width, scores.shape[-1]
+        shape = (sizes.steps, sizes.batch, sizes.width, sizes.columns)
+        first: Tensor = self.captures.buffers(("step scores", rows, vocab), lambda: scores.new_zeros(rows, vocab))
+        out: Tensor = self.captures.buffers(
+            ("step results", sizes), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
+        )
+        return first, out
+
+    def _steps_pass(self, sizes: Sizes, given: Given, first: Tensor, out: Tensor, slots: int, noisy: bool) -> None:
+        """Captured: the first step's scores to all steps' proposals."""
+        choice, below = Choice(sizes, given), given["below"].clone()
+        nodes, logits = choice.first(), first
+        for step in range(sizes.steps):
+            tokens, values = self._proposed(sizes, given, nodes, logits, noisy)
+            origin = nodes.origin.masked_fill(~nodes.ok, -1)
+            out[step].copy_(torch.cat([torch.stack([origin, nodes.tokens], -1).double(), tokens.double(), values], -1))
+            if step + 1 < sizes.steps:
+                choice.hang(step, nodes, tokens, values)
+                after = torch.arange(step * sizes.width, (step + 1) * sizes.width, device=out.device)
+                pending = given["pending"][:, None] + after
+                nodes = choice.best(pending)
+                logits = self._step_forward(given, nodes, pending, below, slots)
+
+    def _proposed(self, sizes: Sizes, given: Given, nodes: Nodes, logits: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
+        """What is proposed below each node, and its values in float64. [batch, width, offered] both"""
+        rows, words = len(nodes.depths) * sizes.width, None
+        if noisy:
+            at = nodes.depths.clamp(max=MOST_DEPTH - 1)[..., None].expand(-1, -1, 2)
+            words = given["keys"].gather(1, at).to(torch.int32).view(rows, 2)
+        of_row = (given["temperature"].view(torch.float64), given["has_noise"] > 0)
+        temperature, has_noise = (part.repeat_interleave(sizes.width, output_size=rows) for part in of_row)
+        tokens, values = proposals(logits, temperature, words, has_noise, sizes.offered)
+        shape = (sizes.batch, sizes.width, sizes.offered)
+        return tokens.view(shape), values.double().view(shape)
+
+    def _step_forward(self, given: Given, nodes: Nodes, pending: Tensor, below: Tensor, slots: int) -> Tensor:
+        """Scores of the nodes, which become these pending ones. [batch * width, vocab]"""
+        below.scatter_(1, pending.clamp(max=MOST_PENDING - 1), nodes.depths)
+        lengths = given["lengths"]
+        self._layers_pass(
+            0,
+            {
+                "tokens": nodes.tokens,
+                "positions": (lengths[:, None] + nodes.depths).clamp(max=self.max_positions - 1),
+                "slots": (lengths[:, None] + pending).masked_fill(~nodes.ok, self.pool.padding),
+                "depths": nodes.depths,
+                "lengths": lengths,
+                "bits": nodes.bits,
+                "below": below,
+            },
+            slots,
+        )
+        return self._logits(self._hidden[: nodes.tokens.numel()])
+
+
+def _have_room(asked: Sequence[Asked], sizes: Sizes) -> bool:
+    """Whether the sessions have slots for all steps, and the buffers places."""
+    sessions = [one.session for one in asked]
+    if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
+        return False
+    for one, session in zip(asked, sessions, strict=True):
+        depths = [*(session.pending_depths[slot] for slot in one.slots), *(node.depth for node in one.opened)]
+        if max(depths) + sizes.steps > MOST_DEPTH or len(one.slots) > sizes.width or len(one.opened) > sizes.opened:
+            return False
+        if session.pending + sizes.opened > MOST_PENDING or sizes.opened > session.free:
+            return False
+    return True
+
+
+def _shapes(sizes: Sizes) -> Shapes:
+    one, each, opened = (sizes.batch,), (sizes.batch, sizes.width), (sizes.batch, sizes.opened)
+    return {
+        **dict.fromkeys(("lengths", "pending", "width", "nodes", "most_nodes", "deepest"), one),
+        **dict.fromkeys(("has_noise", "has_shares", "first_count", "open_count"), one),
+        **dict.fromkeys(("share", "floor", "temperature", "trust", "coverage", "open"), one),
+        **dict.fromkeys(("first_scores", "first_depths"), each),
+        **dict.fromkeys(("open_scores", "open_tokens", "open_depths"), opened),
+        "first_bits": (*each, WORDS),
+        "open_bits": (*opened, WORDS),
+        "below": (sizes.batch, MOST_PENDING),
+        "keys": (sizes.batch, MOST_DEPTH, 2),
+    }
+
+
+def _fill(host: dict[str, np.ndarray], row: int, one: Asked) -> None:
+    """One text's numbers; those with a fraction by their bits."""
+    session, trust = one.session, one.trust
+    depths, seen = session.pending_depths, session.seen_bits()
+    for name, value in (
+        ("lengths", session.length),
+        ("pending", session.pending),
+        ("width", one.width),
+        ("nodes", one.nodes),
+        ("most_nodes", one.most_nodes),
+        ("deepest", one.deepest),
+        ("has_noise", bool(one.keys)),
+        ("has_shares", trust.open is not None),
+        ("first_count", len(one.slots)),
+        ("open_count", len(one.opened)),
+    ):
+        host[name][row] = value
+    for name, number in (
+        ("share", one.share),
+        ("floor", one.floor),
+        ("temperature", one.temperature),
+        ("trust", trust.temperature),
+        ("coverage", trust.coverage),
+        ("open", trust.open or 0.0),
+    ):
+        host[name].view(np.float64)[row] = number
+    first, slots = len(one.slots), list(one.slots)
+    host["below"][row, : len(depths)] = depths
+    host["first_scores"].view(np.float64)[row, :first] = one.scores
+    host["first_depths"][row, :first] = [depths[slot] for slot in slots]
+    host["first_bits"][row, :first] = seen[slots]
+    for number, node in enumerate(one.opened):
+        host["open_scores"].view(np.float64)[row, number] = node.score
+        host["open_tokens"][row, number], host["open_depths"][row, number] = node.token, node.depth
+        host["open_bits"][row, number] = 0 if node.above == PREFIX else seen[node.above]
+    if one.keys:
+        host["keys"][row, : len(one.keys)] = one.keys
+
+
+def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
+    """A text's results [steps, width, columns], and its session with what was expanded: a row that stood for no node
+    is a pending node that nobody sees."""
+    before, offered = one.session.pending, sizes.offered
+    expanded: list[Expanded] = []
+    numbers: dict[int, int] = {}  # of the rows that stand for a node
+    parents: list[int] = []
+    for row, (origin, token, *offers) in enumerate(_rows(found)):
+        is_first = row < sizes.width
+        if not is_first:
+            parents.append(PREFIX)
+        if origin < 0:
+            continue
+        number, opened, parent = len(expanded), None, -1
+        slot = one.slots[row] if is_first else before + row - sizes.width
+        if not is_first:
+            opened = int(origin) if origin < sizes.opened else None
+            parent = -1 if opened is not None else numbers[int(origin) - sizes.opened]
+            parents[-1] = one.opened[opened].above if opened is not None else expanded[parent].slot
+        numbers[row] = number
+        tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
+        expanded.append(Expanded(opened, parent, int(token), slot, tokens, values))
+    one.session.extend(parents)
+    return expanded
+
+
+def _rows(found: np.ndarray) -> Iterator[list[Any]]:
+    """[steps, width, columns]"""
+    yield from found.reshape(-1, found.shape[-1]).tolist()

@@ -1,0 +1,151 @@
+"""What a drafter chooses between two steps, as operations on tensors of fixed shapes: no value is read by the host.
+
+The same choice as `drafters/_grower.py` and `drafters/model.py` make, for all texts of a batch at once: path scores in
+float64, children in the order of their parents and proposals, ranked by stable sorts: equal ones keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outpace.core.noise import exponential_of, gumbel_from
+from outpace.core.ranking import best_of
+from outpace.core.steps import LEAST_COVERAGE
+from outpace.models.llama.static_inputs import WORDS
+
+_NONE = float("-inf")
+Given = dict[str, Tensor]
+
+
+class Sizes(NamedTuple):
+    """The bucket of a graph: texts, nodes a step and text, steps, and proposals a node."""
+
+    batch: int
+    width: int
+    steps: int
+    offered: int
+
+    @property
+    def opened(self) -> int:
+        """Open nodes that can be of use, and slots that steps behind the first can take."""
+        return self.width * (self.steps - 1)
+
+    @property
+    def columns(self) -> int:
+        """Of one expanded node's results: where it comes from, its token, its proposals and their values."""
+        return 2 + 2 * self.offered
+
+
+class Nodes(NamedTuple):
+    """The nodes of one step, [batch, width] each; `ok` where there is one. `bits` [.., WORDS]: the pending nodes that
+    it sees, itself among them. `origin`: the open node that it is, or behind these the expanded one above."""
+
+    ok: Tensor
+    scores: Tensor
+    tokens: Tensor
+    depths: Tensor
+    bits: Tensor
+    origin: Tensor
+
+
+def proposals(
+    logits: Tensor, temperature: Tensor, words: Tensor | None, has_noise: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The best tokens of each row [rows, vocab] on the rule's scale, and their values there: int64 and float32
+    [rows, count]. `words` [rows, 2]: keys of the noise, for the rows that have it; None: none has."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scale = torch.log_softmax(wide / temperature.to(wide.dtype)[:, None], dim=-1)
+    if words is not None:
+        noisy = scale + gumbel_from(exponential_of(words, scale.shape[-1]))
+        scale = torch.where(has_noise[:, None], noisy, scale)
+    return best_of(scale, count)
+
+
+class Choice:
+    """The nodes that may be expanded, of each text: those that were open, then the children of each step's nodes."""
+
+    def __init__(self, sizes: Sizes, given: Given) -> None:
+        self._sizes, self._given = sizes, given
+        batch, opened = sizes.batch, sizes.opened
+        self._spare = opened + (sizes.steps - 1) * sizes.width**2  # a column that stands for no node
+        device = given["nodes"].device
+        table = torch.zeros(batch, self._spare + 1, dtype=torch.int64, device=device)
+        self._scores = torch.full((batch, self._spare + 1), _NONE, dtype=torch.float64, device=device)
+        self._tokens, self._depths, self._origin = table, table.clone(), table.clone()
+        self._bits = torch.zeros(batch, self._spare + 1, WORDS, dtype=torch.int64, device=device)
+        place = torch.arange(opened, device=device)
+        there = place < given["open_count"][:, None]
+        self._scores[:, :opened] = _numbers(given["open_scores"]).masked_fill(~there, _NONE)
+        self._tokens[:, :opened] = given["open_tokens"]
+        self._depths[:, :opened] = given["open_depths"]
+        self._bits[:, :opened] = given["open_bits"]
+        self._origin[:, :opened] = place
+        self._standing = given["nodes"].clone()  # nodes of each tree
+
+    def first(self) -> Nodes:
+        """The nodes of the first step, which are scored already."""
+        given = self._given
+        depths = given["first_depths"]
+        place = torch.arange(self._sizes.width, device=depths.device)
+        ok = place < given["first_count"][:, None]
+        scores = _numbers(given["first_scores"])
+        return Nodes(ok, scores, torch.zeros_like(depths), depths, given["first_bits"], torch.zeros_like(depths))
+
+    def hang(self, step: int, nodes: Nodes, tokens: Tensor, values: Tensor) -> None:
+        """The best children of a step's nodes, of the proposals and values [batch, width, offered] below each."""
+        width, given = self._sizes.width, self._given
+        above = nodes.scores[..., None]
+        place = torch.arange(width, device=tokens.device)
+        there = nodes.ok[..., None] & (place < given["width"][:, None, None]) & (values[..., :width] > _NONE)
+        scores = (above + self._log_chances(values)[..., :width]).masked_fill(~there, _NONE).flatten(1)
+        ranked, order = scores.sort(dim=1, descending=True, stable=True)  # [batch, width * width]
+        parent = order // width
+        room = given["most_nodes"] - self._standing
+        share = (room.double() * _numbers(given["share"])).long()
+        most = torch.minimum(room, torch.maximum(2 * given["width"], share)).clamp(min=0)
+        self._standing += torch.minimum((ranked > _NONE).sum(1), most)
+        depths = nodes.depths.gather(1, parent) + 1
+        dropped = torch.arange(width * width, device=tokens.device) >= most[:, None]
+        dropped = dropped | (depths > given["deepest"][:, None])
+        mine = slice(start := self._sizes.opened + step * width**2, start + width**2)
+        capped = torch.minimum(ranked, nodes.scores.gather(1, parent))
+        self._scores[:, mine] = capped.masked_fill(dropped, _NONE)
+        self._tokens[:, mine] = tokens[..., :width].flatten(1).gather(1, order)
+        self._depths[:, mine] = depths
+        self._bits[:, mine] = nodes.bits.gather(1, parent[..., None].expand(-1, -1, WORDS))
+        self._origin[:, mine] = parent + (self._sizes.opened + step * width)
+
+    def best(self, slots: Tensor) -> Nodes:
+        """The best nodes that are not expanded yet, in the order of the tree; they are to be the pending nodes `slots`
+        [batch, width]."""
+        width, given = self._sizes.width, self._given
+        ranked, order = self._scores.sort(dim=1, descending=True, stable=True)
+        ranked, order = ranked[:, :width], order[:, :width]
+        ok = (ranked > _NONE) & (ranked >= _numbers(given["floor"])[:, None])
+        ok = ok & (torch.arange(width, device=order.device) < given["width"][:, None])
+        ok = ok & (self._standing < given["most_nodes"])[:, None]
+        at = order.masked_fill(~ok, self._spare).sort(dim=1).values
+        ok, scores = at < self._spare, self._scores.gather(1, at)
+        self._scores.scatter_(1, at, torch.full_like(scores, _NONE))
+        above = self._bits.gather(1, at[..., None].expand(-1, -1, WORDS))
+        words = torch.arange(WORDS, device=at.device)
+        own = (words == (slots // 64)[..., None]).long() << (slots % 64)[..., None]
+        of = (self._tokens.gather(1, at), self._depths.gather(1, at))
+        return Nodes(ok, scores, *of, above | own, self._origin.gather(1, at))
+
+    def _log_chances(self, values: Tensor) -> Tensor:
+        """As `drafters/_chance.ChoiceModel.log_chances`."""
+        given = {name: _numbers(self._given[name])[:, None, None] for name in ("trust", "coverage", "open")}
+        below = (values - values[..., :1]) / given["trust"]
+        left = (1.0 - values.exp().sum(-1, keepdim=True)).clamp(min=0.0)
+        covered = (1.0 - given["open"] * left).clamp(min=LEAST_COVERAGE)
+        covered = torch.where(self._given["has_shares"][:, None, None] > 0, covered, given["coverage"])
+        return below + (covered.log() - below.exp().sum(-1, keepdim=True).log())
+
+
+def _numbers(bits: Tensor) -> Tensor:
+    """float64, which came by its bits."""
+    return bits.view(torch.float64)

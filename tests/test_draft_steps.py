@@ -1,0 +1,331 @@
+"""Several draft steps in one graph, by the stand-in for a capture: the trees of single steps, and the same texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from files import model_folder
+from test_llama import TINIES
+from turns import in_turn
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.core.needs import Given
+from outpace.core.orders import Orders
+from outpace.core.ranking import best_of
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters import model as model_drafter
+from outpace.models.llama import step_choice
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.graph_exact import ExactGraphLlama
+from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.rules import base, greedy, gumbel, match
+
+RULES = {"greedy": greedy, "gumbel": gumbel, "match": match}
+SAMPLED = Sampling(0.8)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single steps rank their rows as those of a device are ranked."""
+    monkeypatch.setattr(base, "host_rows", lambda scores: None)
+
+
+def exact(config: LlamaConfig = reference.TINY, dtype: torch.dtype = torch.float32, **more: Any) -> SteppingLlama:
+    """In exact mode a row's bits depend on nothing but its path, so single steps and several give the same scores."""
+    tensors = reference.random_tensors(config)
+    model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, exact=True, dtype=dtype, is_eager=True, **more)
+    assert isinstance(model, SteppingLlama)
+    return model
+
+
+def request_of(rule: str, prompt: Sequence[int], seed: int = 3, sampling: Sampling | None = None) -> Request:
+    own = GREEDY if rule == "greedy" else SAMPLED
+    return Request(tuple(prompt), RULES[rule].build(RULES[rule].Options()), 200, sampling or own, seed)
+
+
+def drafter_of(model: SteppingLlama, steps: int | None, **options: Any) -> Any:
+    return model_drafter.build(model_drafter.Options(steps=steps, **options), given=Given(draft=model))
+
+
+def seen_of(tree: TokenTree) -> tuple[Any, ...]:
+    return tree.tokens, tree.parents, tree.scores, tree.roles, tree.ids
+
+
+class Pair:
+    """The same requests by single steps and by several, grown and corrected alike."""
+
+    def __init__(self, model: SteppingLlama, requests: Sequence[Request], steps: int, **options: Any) -> None:
+        self.drafters = [drafter_of(model, number, **options) for number in (1, steps)]
+        self.states = [[drafter.open(request) for request in requests] for drafter in self.drafters]
+        self.trees = [[TokenTree(request.prompt[-1]) for request in requests] for _ in self.drafters]
+        self.forwards = [0, 0]
+        for number, drafter in enumerate(self.drafters):
+            self._count(number, drafter)
+
+    def _count(self, number: int, drafter: Any) -> None:
+        score = drafter._grower.score
+
+        def counted(jobs: Any) -> Any:
+            self.forwards[number] += 1
+            return score(jobs)
+
+        drafter._grower.score = counted
+
+    def grow(self, some: Sequence[int], most: int | None = None) -> None:
+        """One step of these requests by both; they must be alike afterwards."""
+        for number in some:
+            for trees in self.trees:
+                trees[number].most = most
+        added = [
+            drafter.grow([states[number] for number in some], [trees[number] for number in some])
+            for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True)
+        ]
+        assert added[0] == added[1]
+        for number in some:
+            assert seen_of(self.trees[0][number]) == seen_of(self.trees[1][number])
+
+    def follow(self, number: int, path: Sequence[int], token: int) -> None:
+        """The target walks these nodes and writes this token after the last."""
+        for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True):
+            tree = trees[number]
+            tokens = [*(tree.tokens[node] for node in path[1:]), token]
+            child = tree.child(path[-1], token)
+            ids = [tree.ids[node] for node in path]
+            after = TokenTree(token, tree.next_id, tree.next_id + 1)
+            after = after if child is None else tree.copy(tree.subtree(child))
+            drafter.observe(states[number], Observation(ids, tokens, after))
+            trees[number] = after
+
+    def orders(self, number: int, orders: Orders) -> None:
+        for drafter, states in zip(self.drafters, self.states, strict=True):
+            drafter.heed(states[number], orders)
+
+    @property
+    def tree(self) -> TokenTree:
+        return self.trees[0][0]
+
+
+def words(model: Any, count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(model.vocab_size) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("rule", "steps"), [("greedy", 4), ("gumbel", 4), ("match", 3), ("greedy", 8), ("gumbel", 2)])
+def test_several_steps_grow_the_tree_of_single_ones(rule: str, steps: int) -> None:
+    model = exact()
+    pair = Pair(model, [request_of(rule, words(model, 20))], steps)
+    for _ in range(steps):
+        pair.grow([0])
+    assert len(pair.tree) > 4 * steps
+    assert pair.forwards == [steps, 1], "one forward, and the graph behind it"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scores_that_tie_are_ordered_alike(dtype: torch.dtype) -> None:
+    """In half precision many of a row's scores are equal."""
+    model = exact(dtype=dtype)
+    pair = Pair(model, [request_of("greedy", words(model, 12, seed)) for seed in range(2)], 4)
+    for _ in range(8):
+        pair.grow([0, 1])
+    assert (pair.forwards[0] > 6, pair.forwards[1]) == (True, 2)
+
+
+def test_equal_tokens_are_ordered_alike() -> None:
+    """Each token has a twin with the same score; whole branches tie."""
+    config = replace(reference.TINY, tie_embeddings=True)
+    tensors = reference.random_tensors(config)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    half = len(embedding) // 2
+    embedding[half : 2 * half] = embedding[:half]
+    tensors = {**tensors, "model.embed_tokens.weight": embedding}
+    model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, exact=True, is_eager=True)
+    pair = Pair(model, [request_of("greedy", words(model, 9))], 4)
+    for _ in range(8):
+        pair.grow([0])
+    scores = pair.tree.scores
+    assert len(set(scores)) < len(scores) - 8, "ties were to be tried"
+    assert pair.forwards[1] == 2
+
+
+@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
+def test_walks_of_many_requests_are_alike(rule: str) -> None:
+    """Corrections, misses, orders, bounds, other widths, requests that come and go: after each the trees are equal."""
+    model, rng = exact(), random.Random(7)
+    requests = [request_of(rule, words(model, 5 + 9 * seed, seed), seed) for seed in range(3)]
+    pair = Pair(model, requests, 4, tree_nodes=90)
+    for turn in range(60):
+        some = sorted(rng.sample(range(3), rng.randrange(1, 4)))
+        pair.grow(some, rng.choice([None, None, 12, 40]))
+        if turn % 7 == 3:
+            width, share = rng.choice([0, 2, 3]), rng.choice([1.0, 0.1])
+            pair.orders(rng.choice(some), Orders(width=width, share=share, floor=rng.choice([None, 0.0, 0.05])))
+        if rng.random() < 0.4:
+            number = rng.choice(some)
+            tree = pair.trees[0][number]
+            node = rng.randrange(len(tree))
+            path = list(tree.ancestry(node))[::-1]
+            below = [tree.tokens[child] for child in tree.children(node)]
+            token = rng.choice(below) if below and rng.random() < 0.7 else rng.randrange(model.vocab_size)
+            pair.follow(number, path, token)
+    assert pair.forwards[1] < 0.75 * pair.forwards[0]
+
+
+def test_a_sliding_window_and_fewer_bits_hold_alike() -> None:
+    model = exact(TINIES["mixed"], kv_dtype="int8")
+    pair = Pair(model, [request_of("gumbel", words(model, 30))], 4)
+    for _ in range(8):
+        pair.grow([0])
+    assert pair.forwards == [8, 2]
+
+
+def test_another_drafters_nodes_make_a_forward_of_their_own() -> None:
+    """What the device did not know of is expanded by the host's choice; the trees are alike."""
+    model = exact()
+    pair = Pair(model, [request_of("greedy", words(model, 10))], 4)
+    pair.grow([0])
+    for trees in pair.trees:
+        node = trees[0].add(0, 5, -0.01)
+        trees[0].add(0 if node is None else node, 6, -0.02)
+    for _ in range(4):
+        pair.grow([0])
+    assert 1 < pair.forwards[1] < pair.forwards[0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [(Sampling(0.8, top_p=0.9), {}), (Sampling(0.8, top_k=5), {})],
+    ids=["top_p", "top_k"],
+)
+def test_filters_are_drafted_step_by_step(sampling: Sampling, options: dict[str, Any]) -> None:
+    model = exact()
+    pair = Pair(model, [request_of("gumbel", words(model, 10), sampling=sampling)], 4, **options)
+    for _ in range(4):
+        pair.grow([0])
+    assert pair.forwards == [4, 4]
+
+
+def test_steps_follow_the_rounds() -> None:
+    """By default as many as rounds took lately: a power of two, and the rest one by one."""
+    model = exact()
+    drafter = drafter_of(model, None, floor=0.0)
+    assert drafter._ahead._chosen == 1, "on a CPU they are taken one by one"
+    drafter._ahead._chosen = None  # as on a GPU
+    taken, draft_steps = [], model.draft_steps
+    model.draft_steps = lambda *given: taken.append(given[2]) or draft_steps(*given)
+    request = request_of("greedy", words(model, 10))
+    state, tree = drafter.open(request), TokenTree(request.prompt[-1])
+    for length in [2] * 20 + [7] * 20:
+        del taken[:]
+        for _ in range(length):
+            drafter.grow([state], [tree])
+        after = TokenTree(1, tree.next_id, tree.next_id + 1)
+        drafter.observe(state, Observation([tree.ids[0]], [1], after))
+        tree = after
+        if length == 2:
+            twos = list(taken)
+    assert (twos, taken) == ([2], [4, 2])
+
+
+def test_steps_that_were_taken_together_share_their_time() -> None:
+    model = exact()
+    drafter = drafter_of(model, 4)
+    request = request_of("greedy", words(model, 10))
+    state, tree = drafter.open(request), TokenTree(request.prompt[-1])
+    drafter.grow([state], [tree])
+    assert drafter.amortised(8.0) == 2.0
+    for _ in range(3):
+        drafter.grow([state], [tree])
+        assert drafter.amortised(0.5) == 2.5
+    assert drafter.amortised(0.5) == 0.5, "nothing was grown"
+
+
+def test_a_draft_without_graphs_refuses_several_steps(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    with pytest.raises(UserError, match=r"steps is 4, .* needs? a draft with\s+graphs|one at a time"):
+        outpace.load(folder, "layers:0", dtype="float32", method="speculative", drafter="model", steps=4)
+    with pytest.raises(UserError, match="steps"):
+        model_drafter.Options(steps=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    in_turn([{"method": "speculative"}, {"method": "card", "worker": "thread"}, {"method": "auto"}], [0.0, 0.9]),
+    ids=str,
+)
+def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, str], temperature: float) -> None:
+    folder = model_folder(tmp_path)
+    prompts = ["the cat sat on the cat sat on the", "a b a b a b"]
+    sampling = {"max_tokens": 24, "temperature": temperature, "seed": 5}
+    given = {"graphs": "eager", "profile": False, "drafter": "model", "steps": 4}
+    with outpace.load(folder, "layers:0", **given, **options) as llm:
+        plain = [result.tokens for result in llm.generate(prompts, plain=True, **sampling)]
+        assert [result.tokens for result in llm.generate(prompts, **sampling)] == plain
+        assert any(key[0] == "steps" for key in llm.draft.model.captures._made) or options["method"] == "auto"
+
+
+def _sees_itself_alone(best: Any) -> Any:
+    def changed(choice: Any, slots: torch.Tensor) -> Any:
+        nodes = best(choice, slots)
+        words = torch.arange(nodes.bits.shape[-1])
+        return nodes._replace(bits=(words == (slots // 64)[..., None]).long() << (slots % 64)[..., None])
+
+    return changed
+
+
+def _keyed_one_further(proposed: Any) -> Any:
+    return lambda model, sizes, given, nodes, *rest: proposed(
+        model, sizes, given, nodes._replace(depths=nodes.depths + 1), *rest
+    )
+
+
+def _in_order_of_tokens(best: Any) -> Any:
+    return lambda values, count: tuple(part.flip(-1) for part in best(values, count))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change"),
+    [
+        (step_choice.Choice, "best", _sees_itself_alone),
+        (SteppingLlama, "_proposed", _keyed_one_further),
+        (step_choice, "best_of", _in_order_of_tokens),
+    ],
+)
+def test_a_mistake_on_the_device_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any
+) -> None:
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(AssertionError):
+        test_several_steps_grow_the_tree_of_single_ones("gumbel", 4)
+
+
+def test_a_choice_that_the_host_does_not_share_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device expands, the trees are those of single steps."""
+    monkeypatch.setattr(step_choice.Choice, "_log_chances", lambda choice, values: -values)
+    model = exact()
+    pair = Pair(model, [request_of("greedy", words(model, 20))], 4)
+    for _ in range(4):
+        pair.grow([0])
+    assert pair.forwards[1] > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_largest_stand_in_order_and_equal_ones_by_place(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    values = torch.randn(20, 300).mul(4).round().to(dtype)  # many are equal
+    values[0, ::7], values[1] = 0.0, -torch.inf
+    values[0, 1::7] = -0.0
+    values[2, 5] = torch.inf
+    places, best = best_of(values, 12)
+    order = values.add(0.0).sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(places, order.indices[:, :12])
+    assert torch.equal(best.double(), values.gather(-1, places).double())
