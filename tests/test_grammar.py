@@ -29,6 +29,8 @@ PERSON = {
     "additionalProperties": False,
 }
 
+MISSPELT = ("uniqueItem", "additonalProperties", "oneof", "minlength", "requires", "Type", "min", "patternproperty")
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
@@ -126,6 +128,12 @@ def test_what_is_no_structure_is_refused(response_format: Any, structured_output
         (schema_of({"properties": {"a": {"anyOf": [{"uniqueItem": True}]}}}), "'uniqueItem'"),
         (schema_of({"items": {"nullable": True}}), "'nullable'"),
         (schema_of({"x-guidance": {"lenient": True}}), "'x-guidance'"),
+        (schema_of({"not": {}, "version": 3}), "'not'"),
+        (
+            schema_of({"version": {"a": {}}, "$ref": "#/version/a"}),
+            "cannot be enforced",
+        ),  # its limits were not looked at
+        *((schema_of({name: 1}), f"'{name}'") for name in MISSPELT),
         (schema_of({"type": "zzz"}), "Invalid type: zzz"),
         (schema_of({"type": "string", "format": "zzz"}), "Unknown format: zzz"),
         (schema_of({"$ref": "http://example.org/a"}), "cannot be enforced"),
@@ -145,6 +153,26 @@ def test_what_cannot_be_enforced_is_refused_by_name(asked: Structure, words: str
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "note", ["version", "self", "readonly", "_format", "_uniqueItems", "x-prompt", "@type", "note"]
+)
+def test_a_keyword_without_a_meaning_is_an_annotation(note: str, grammars: Grammars) -> None:
+    """As in every validator: it changes nothing, wherever it stands; a property of this name is one as ever."""
+    inner = {"type": "integer", note: {"not": {}}}
+    noted = {**PERSON, note: "1.0", "properties": {**PERSON["properties"], note: {"items": inner, note: 1, **inner}}}
+    plain = {**PERSON, "properties": {**PERSON["properties"], note: {"items": {"type": "integer"}, "type": "integer"}}}
+    assert schema.enforced(noted) == plain
+    compiled = [grammars.compile(schema_of(one)) for one in (noted, plain)]
+    assert [matcher.is_error() for matcher in compiled] == [False, False]
+
+
+def test_what_is_no_schema_keeps_its_names() -> None:
+    """Values that are listed are not schemas, and property names are not keywords."""
+    kept = {"enum": [{"version": 1}], "const": {"self": 1}, "default": {"x": 1}, "properties": {"not": {}, "name": {}}}
+    assert schema.enforced(kept) == kept
+    assert schema.enforced(True) is True
 
 
 def test_a_deep_schema_is_refused(grammars: Grammars) -> None:

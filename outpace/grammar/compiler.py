@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,12 @@ class Grammars:
             if structure in self._known:
                 self._known.move_to_end(structure)
                 return self._known[structure]
+        asked = structure
         if structure.kind == "json":
-            schema.check(json.loads(structure.text))
+            limits = schema.enforced(json.loads(structure.text))
+            asked = replace(structure, text=json.dumps(limits, ensure_ascii=False))
         began = time.perf_counter()
-        matcher = _within(SECONDS, structure, self._matcher)
+        matcher = _within(SECONDS, asked, self._matcher)
         with self._lock:
             self.compiled, self.seconds = self.compiled + 1, self.seconds + time.perf_counter() - began
             self._known[structure] = matcher

@@ -1,10 +1,13 @@
 """What a JSON schema may hold: no more than can be enforced, and no more than can be compiled in bounded time.
 
-A keyword that the grammar cannot enforce is refused by its name, never left out in silence.
+A keyword that the grammar cannot enforce is refused by its name, never left out in silence. One that no draft and no
+dialect known here gives a meaning is an annotation, which validators pass over, and so is it here (JSON Schema 2020-12,
+Core, 6.5: unknown keywords); but not where it looks like one that has a meaning, misspelt.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +25,72 @@ _RULES = (
     *("minLength", "maxLength", "pattern", "format"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-KNOWN = frozenset((*_TEXTS, *_NAMES, *_MAPS, *_LISTS, *_ONES, *_RULES))
+_REFUSED = (
+    # of the drafts of JSON Schema
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"),
+    *("dependencies", "dependentSchemas", "dependentRequired", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "$vocabulary"),
+    *("extends", "disallow", "divisibleBy", "requires", "optional", "unique", "maxDecimal"),
+    *("minimumCanEqual", "maximumCanEqual"),
+    # of OpenAPI, MongoDB and Ajv
+    *(
+        "nullable",
+        "discriminator",
+        "bsonType",
+        "$data",
+        "$merge",
+        "$patch",
+        "switch",
+        "constant",
+        "typeof",
+        "instanceof",
+    ),
+    *("range", "exclusiveRange", "regexp", "transform", "prohibited", "patternRequired", "uniqueItemProperties"),
+    *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+    *("allRequired", "anyRequired", "oneRequired", "deepRequired", "deepProperties"),
+    *("select", "selectCases", "selectDefault", "strictProperties"),
+    # often written for one of the rules
+    *("min", "max", "minValue", "maxValue", "ref"),
+    "x-guidance",  # llguidance's options
+)
+_NOTES = frozenset((*_TEXTS, *_NAMES))
+KNOWN = frozenset((*_NOTES, *_MAPS, *_LISTS, *_ONES, *_RULES))
+_NOTED = frozenset(name.lower() for name in _NOTES)
+_LIMITING = frozenset(name.lower() for name in (*KNOWN - _NOTES, *_REFUSED))
+_ALIKE = 0.85  # of the letters, and a name is held to be misspelt
+_SHORT = 4  # letters: shorter names are like too many words
+_OWN = ("_", "@", "//", "x-")  # begin names of notes, of JSON-LD, and of extensions
+
+
+def enforced(schema: Any) -> Any:
+    """The schema without annotations that nobody knows; UserError as `check` has it."""
+    check(schema)
+    return _without_notes(schema)
+
+
+def _without_notes(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {name: value for name, value in schema.items() if name in KNOWN}
+    for name in _MAPS:
+        if isinstance(inner := kept.get(name), Mapping):
+            kept[name] = {key: _without_notes(value) for key, value in inner.items()}
+    for name in (*_LISTS, *_ONES):
+        if name in kept:
+            inner = kept[name]
+            kept[name] = [_without_notes(one) for one in inner] if isinstance(inner, list) else _without_notes(inner)
+    return kept
+
+
+def _has_meaning(keyword: str) -> bool:
+    """Whether a keyword that is not enforced limits values somewhere, or looks like one that does."""
+    if keyword in _REFUSED:
+        return True
+    lower = keyword.lower()[:60]
+    if keyword.startswith(_OWN) or lower in _NOTED:
+        return False
+    alike = difflib.get_close_matches(lower, [name for name in _LIMITING if len(name) >= _SHORT], 1, _ALIKE)
+    return lower in _LIMITING or bool(alike)
 
 
 def check(schema: Any) -> None:
@@ -38,7 +106,7 @@ def check(schema: Any) -> None:
         if depth > DEEPEST:
             raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
         for keyword in one:
-            if keyword not in KNOWN:
+            if keyword not in KNOWN and _has_meaning(keyword):
                 raise unknown("or unsupported keyword of a JSON schema", keyword, KNOWN)
         properties += sum(len(one[name]) for name in _MAPS if isinstance(one.get(name), Mapping))
         if properties > PROPERTIES:

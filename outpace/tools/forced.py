@@ -52,10 +52,10 @@ def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
 
 def _parameters(tool: Tool) -> str:
     try:
-        schema.check(tool.parameters)
+        limits = schema.enforced(tool.parameters)
     except UserError as error:
         raise UserError(f"parameters of tool {tool.name}: {error}") from error
-    return json.dumps({**tool.parameters, **_COMPACT})
+    return json.dumps({**limits, **_COMPACT})
 
 
 def _answer(tokenizer: Tokenizer, family: Family, is_forced: bool, parallel: bool) -> list[str]:
