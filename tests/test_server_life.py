@@ -78,7 +78,9 @@ def test_an_answer_takes_so_long(llm: outpace.LLM, brake: Brake) -> None:
         assert (found.status, found.error["code"]) == (504, "timeout")
         assert found.headers["x-should-retry"] == "false"
         assert site.chat(stream=True, **LONG).status == 504  # nobody has begun with it
-        brake.left = 3
+        brake.left = 9
+        site.wait_idle()
+        brake.left = 1
         assert error_of(site.chat(stream=True, **LONG))["code"] == "timeout"
         brake.release()
         site.wait_idle()
@@ -221,3 +223,20 @@ def test_the_log_has_one_line_a_request_and_no_text(llm: outpace.LLM, capsys: py
     with served(llm, log_prompts=True) as site:
         site.chat("the secret word", max_tokens=3)
     assert "secret" in capsys.readouterr().err
+
+
+def test_the_log_names_what_went_wrong(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a stream had begun, whose status is 200."""
+    with served(llm, Limits(request_timeout=0.5)) as site:
+        site.chat(wrong=1)
+        site.chat(stream=True, **LONG)
+        brake.left = 9
+        site.wait_idle()
+        brake.left = 1
+        site.chat(stream=True, **LONG)
+        brake.release()
+        site.wait_idle()
+        wait_for(lambda: not site.server.server_state.tasks)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    found = [(line["status"], line["error"]) for line in lines if line.get("path") == CHAT]
+    assert found == [(400, "unknown_field"), (504, "timeout"), (200, "timeout")]

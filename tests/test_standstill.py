@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,8 @@ from itertools import count
 from typing import Any
 
 import pytest
-from serving import HELLO, Served, served, wait_for
+from serving import CHAT, HELLO, LONG, PATIENCE, Brake, Served, send, served, wait_for
 from test_library import folder
-from test_server_life import CHAT, LONG, Brake, send
 
 import outpace
 from outpace.core import awake
@@ -231,6 +231,25 @@ def test_no_limit_of_the_server_is_met_in_a_standstill(llm: outpace.LLM, brake: 
         for connection in (running, waiting):
             assert last_event(connection) == "[DONE]"
         site.wait_idle()
+
+
+def test_a_head_and_a_body_may_come_across_a_standstill(llm: outpace.LLM) -> None:
+    now = Jumping()
+    with served(llm, Limits(body_seconds=3600), now=now) as site:
+        loop: Any = site.service._loop
+        loop.time = now
+        data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        whole = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+        parts = [0, 20, len(whole) - 5]  # nothing, half a head, all but the body's end
+        connections = [socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE) for _ in parts]
+        for connection, part in zip(connections, parts, strict=True):
+            connection.sendall(whole[:part])
+        wait_for(lambda: len(site.server.server_state.connections) == 3 and len(site.server.server_state.tasks) == 1)
+        stand_still(site, now)
+        for connection, part in zip(connections, parts, strict=True):
+            connection.sendall(whole[part:])
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
 
 
 def last_event(connection: Any) -> Any:

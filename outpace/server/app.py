@@ -69,7 +69,7 @@ def _guarded(handler: Handler) -> Handler:
             known = of(error)
             if known.status == 500:
                 logs.fault(error, id=_record(request)["id"])
-            return error_reply(known, _record(request)["id"], is_messages(request.url.path))
+            return error_reply(known, _record(request), is_messages(request.url.path))
 
     return run
 
@@ -79,7 +79,7 @@ def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not for this address"}
     known = ApiError(error.status_code, said.get(error.status_code, str(error.detail)), code="not_found")
-    reply = error_reply(known, _record(request)["id"], is_messages(request.url.path))
+    reply = error_reply(known, _record(request), is_messages(request.url.path))
     reply.headers.update(error.headers or {})
     return reply
 
@@ -149,7 +149,7 @@ class Routes:
     async def _body(self, request: Request, kind: type[B]) -> tuple[B, Mapping[str, str]]:
         """The body, checked, and the headers that say what was ignored of it."""
         service = self._service
-        given = await read_json(request, service.limits)
+        given = await read_json(request, service.limits, service.clock)
         if service.options.log_prompts:
             logs.write("body", id=_record(request)["id"], body=given)
         body, unknown = read(kind, given, service.options.ignore_unknown)

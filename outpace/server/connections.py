@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outpace.server.options import Limits
+from outpace.server.timers import Timer
 
 HEAD_BYTES = 64 << 10
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -26,6 +27,9 @@ class Doorkeeper(Protocol):
     def place(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Any:
         """What a request holds whose body is there too: its `state` has it as `place`, and gives it back."""
 
+    def after(self, seconds: float, call: Callable[[], object]) -> Timer:
+        """Calls once so many seconds have passed in which the server could work."""
+
 
 class Bounded(HttpToolsProtocol):
     """One connection. A head is being read from the first byte of a request, or from the connection's beginning, to
@@ -33,7 +37,7 @@ class Bounded(HttpToolsProtocol):
 
     limits: Limits
     door: Doorkeeper
-    _timer: asyncio.TimerHandle | None = None
+    _timer: Timer | None = None
     _is_refused = False
     _keeps_alive = True  # after a refusal
     _head: int | None = 0  # bytes of the head that is being read; None: none is
@@ -95,7 +99,7 @@ class Bounded(HttpToolsProtocol):
         self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
         if skips_body:
             self.transport.close()
-        self._timer = self.loop.call_later(self.limits.body_seconds, self.transport.close)  # body and all, or no more
+        self._timer = self.door.after(self.limits.body_seconds, self.transport.close)  # body and all, or no more
         return True
 
     def _request(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
@@ -106,7 +110,7 @@ class Bounded(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._head = 0
         self._stop_timer()
-        self._timer = self.loop.call_later(self.limits.body_seconds, self._end, LATE)
+        self._timer = self.door.after(self.limits.body_seconds, lambda: self._end(LATE))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

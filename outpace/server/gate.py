@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from outpace.server.options import ServerOptions
 from outpace.server.replies import error_reply
 from outpace.server.service import Service
 from outpace.server.shapes import new_id
+from outpace.server.timers import Timer
 
 OPEN = ("/", "/health", "/ready")  # need no key
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -52,7 +53,7 @@ class Gate:
         try:
             self._pass(scope["path"], headers, record, state.get("place") is not None)
         except ApiError as error:
-            reply = error_reply(error, record["id"], is_messages(scope["path"]))
+            reply = error_reply(error, record, is_messages(scope["path"]))
             await reply(scope, receive, send_marked)
         else:
             await self._app(scope, receive, send_marked)
@@ -74,8 +75,8 @@ class Gate:
             self._pass(path, headers, record, False)
             return None
         except ApiError as error:
+            reply = error_reply(error, record, is_messages(path))
             logs.write("request", **record, status=error.status, seconds=0.0)
-            reply = error_reply(error, record["id"], is_messages(path))
             reply.raw_headers.extend(_own_headers(record))
             return reply
 
@@ -91,6 +92,10 @@ class Gate:
         except ApiError:
             return None
         return admission.place()
+
+    def after(self, seconds: float, call: Callable[[], object]) -> Timer:
+        """Calls once so many seconds have passed in which the server could work."""
+        return self._service.clock.after(seconds, call)
 
     def _pass(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_place: bool) -> None:
         """ApiError where a request may not pass, or where there is no room for it: its body is not read then."""

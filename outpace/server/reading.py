@@ -10,17 +10,18 @@ from starlette.requests import ClientDisconnect, Request
 
 from outpace.server.errors import ApiError
 from outpace.server.options import Limits
+from outpace.server.timers import LoopClock
 
 
-async def read_json(request: Request, limits: Limits) -> dict[str, Any]:
-    """The JSON object that a request carries; ApiError for anything else."""
+async def read_json(request: Request, limits: Limits, clock: LoopClock) -> dict[str, Any]:
+    """The JSON object that a request carries; ApiError for anything else. `clock` measures how long its body takes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content-type is {kind[:80]!r}, it must be application/json")
-    return parse(await _read(request, limits), limits.json_depth)
+    return parse(await _read(request, limits, clock), limits.json_depth)
 
 
-async def _read(request: Request, limits: Limits) -> bytes:
+async def _read(request: Request, limits: Limits, clock: LoopClock) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
         raise _too_large(limits)
@@ -32,12 +33,18 @@ async def _read(request: Request, limits: Limits) -> bytes:
             if len(chunks) > limits.body_bytes:
                 raise _too_large(limits)
 
+    reading = asyncio.ensure_future(collect())
+    timer = clock.after(limits.body_seconds, reading.cancel)
     try:
-        await asyncio.wait_for(collect(), limits.body_seconds)
-    except asyncio.TimeoutError:
+        await reading
+    except asyncio.CancelledError:
+        if not timer.is_over:
+            raise
         raise ApiError(408, f"the body did not come within {limits.body_seconds:g} seconds", code="timeout") from None
     except ClientDisconnect:
         raise ApiError(499, "the client left before its body had come", code="client_disconnected") from None
+    finally:
+        timer.cancel()
     return bytes(chunks)
 
 

@@ -31,10 +31,17 @@ class JsonReply(Response):
         super().__init__(encoded(value), status, dict(headers or {}), "application/json")
 
 
-def error_reply(error: ApiError, request_id: str, in_messages: bool) -> JsonReply:
-    """An error in the shape of the API that was asked."""
-    value = error.messages(request_id) if in_messages else error.openai()
+def error_reply(error: ApiError, record: dict[str, Any], in_messages: bool) -> JsonReply:
+    """An error in the shape of the API that was asked; its code is noted in the request's line of the log."""
+    note_error(error, record)
+    value = error.messages(record["id"]) if in_messages else error.openai()
     return JsonReply(value, error.status, error.headers)
+
+
+def note_error(error: ApiError, record: dict[str, Any]) -> None:
+    """For the log."""
+    if error.code:
+        record["error"] = error.code
 
 
 class Gone(Exception):
@@ -104,7 +111,7 @@ class Reply(Response):
 
     def _refusal(self, scope: Scope, error: Exception) -> Response:
         """An answer that is nothing but an error."""
-        return error_reply(self._known(error), scope["state"]["record"]["id"], self._shape.in_messages)
+        return error_reply(self._known(error), scope["state"]["record"], self._shape.in_messages)
 
     @staticmethod
     def _known(error: Exception) -> ApiError:
@@ -185,7 +192,7 @@ class EventStream(Reply):
             raise
         except Exception as error:
             record, known = scope["state"]["record"], self._known(error)
-            record["error"] = known.code
+            note_error(known, record)
             await self._write(send, self._shape.failed(known, record["id"]))
         await self._send(send, {"type": "http.response.body", "body": b""})
 

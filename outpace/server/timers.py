@@ -16,7 +16,7 @@ class Timer:
         self, loop: asyncio.AbstractEventLoop, time: Callable[[], float], seconds: float, call: Callable[[], object]
     ) -> None:
         self._loop, self._time, self._call = loop, time, call
-        self._due = time() + seconds
+        self._due, self.is_over = time() + seconds, False  # `is_over`: it has called
         self._handle = loop.call_later(seconds, self._look)
 
     def _look(self) -> None:
@@ -24,6 +24,7 @@ class Timer:
         if left > 0.0:
             self._handle = self._loop.call_later(left, self._look)
         else:
+            self.is_over = True
             self._call()
 
     def cancel(self) -> None:
