@@ -14,6 +14,7 @@ from outpace.server.pace import Pace
 
 LONGEST = 10.0  # seconds that a refused client is told to stay away, or as long as one answer takes
 UNKNOWN = 1.0  # seconds for one more, before any were measured
+SPREAD = 1.25  # times what is expected: of those who may wait just as long as is allowed half would wait in vain
 MOMENT = 0.01  # seconds for which a count is kept
 
 
@@ -86,17 +87,20 @@ class Admission:
         seconds, most = self._begins_in(self._counts), self._limits.queue_timeout
         if seconds <= most:
             return None
-        why = f"{waiting} answers wait for room, which takes about {seconds:.0f} seconds, and {most:g} are allowed"
+        why = f"{waiting} answers wait for room, which may take {seconds:.0f} seconds, and {most:g} are allowed"
         return Want(f"the queue is slow: {why}", "queue_slow", seconds - most)
 
     def _begins_in(self, counts: Counts) -> float:
-        """Seconds until the engine should begin with who comes now, behind all who wait, by what it wrote lately; 0
-        where that is not known. Where nobody was left waiting by its last step, it takes up those for whom it has
-        places at once."""
+        """Seconds until the engine should have begun with who comes now, by what it wrote lately; 0 where that is not
+        known. Before it all who wait are begun with and one more answer ends. Where nobody was left waiting by the
+        engine's last step, it takes up those for whom it has places at once."""
         waiting, tokens = counts.waiting + self.preparing, counts.ahead + self.preparing * self._pace.expected()
-        if waiting and not self._pace.is_crowded:
-            tokens *= max(0, waiting - max(0, self._batch - counts.running)) / waiting
-        return self._pace.seconds(tokens) or 0.0
+        if not self._pace.is_crowded:
+            free = max(0, self._batch - counts.running)
+            if waiting < free:
+                return 0.0
+            tokens *= (waiting - free) / max(waiting, 1)
+        return SPREAD * (self._pace.seconds(tokens + self._pace.expected()) or 0.0)
 
     def _room(self, running: int) -> int:
         """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
