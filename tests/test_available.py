@@ -121,14 +121,17 @@ def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable
     file, whole = needs(path, True) + text, needs(path, False) + text
     assert file < whole
     free(whole)
-    assert load_model(path).precision == "int8"
+    assert load_model(path, dtype="int8").precision == "int8"
     free(whole - 1)
     with pytest.raises(UserError, match=r"model.gguf needs \d.\d GiB of memory in int8, .* are free: dtype file needs"):
-        load_model(path)
-    assert load_model(path, dtype="file").precision == "file"
+        load_model(path, dtype="int8")
+    free(file)
+    for dtype in ("auto", "file"):
+        assert load_model(path, dtype=dtype).precision == "file"
     free(file - 1)
-    with pytest.raises(UserError, match=r"in file, .* are free: make some of it free"):
-        load_model(path, dtype="file")
+    for dtype in ("auto", "file"):
+        with pytest.raises(UserError, match=r"in file, .* are free: make some of it free"):
+            load_model(path, dtype=dtype)
 
 
 def test_torch_is_told_of_the_native_way(tmp_path: Path, free: Callable[[int], None]) -> None:
@@ -162,7 +165,7 @@ def test_a_bounded_process_is_told_before_it_runs_out() -> None:
         "held = [line for line in open('/proc/self/status') if line.startswith('VmData')][0].split()[1]\n"
         "most = 1024 * int(held) + (60 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
-        "try: load_model(None)\n"
+        "try: load_model(None, dtype='int8')\n"
         "except UserError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -98,9 +98,12 @@ def test_every_way_writes_what_plain_decoding_does(tmp_path: Path, way: str, met
         assert llm.generate([PROMPT], **asked)[0].tokens == plain
 
 
-def test_without_being_asked_it_is_int8(tmp_path: Path) -> None:
-    found = load_model(folders(tmp_path, "gptq", 64)[0])
-    assert (found.precision, found.notice) == ("int8", None)
+def test_without_being_asked_the_folders_own_weights_are_held(tmp_path: Path) -> None:
+    folder, plain = folders(tmp_path, "gptq", 64)
+    found, asked = load_model(folder), load_model(folder, dtype="file")
+    assert (found.precision, found.notice) == ("file", None)  # that the embedding comes in float is nothing to tell
+    assert torch.equal(fresh(found.model, text(found.model, 9)), fresh(asked.model, text(asked.model, 9)))
+    assert load_model(plain).precision == "int8"
 
 
 @pytest.mark.parametrize(

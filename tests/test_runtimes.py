@@ -61,7 +61,7 @@ def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels:
     assert isinstance(loaded.model, Llama)
     assert loaded.precision == "float32"
     assert loaded.notice == (
-        "float32 by torch, not int8: the native kernels are not installed: run `pip install --find-links dist"
+        "float32 by torch, not by the native kernels: the native kernels are not installed: run `pip install --find-links dist"
         " 'outpace[native]'` where the folder dist holds their wheels, or `pip install ./kernels` in a checkout, with a"
         " C++20 compiler"
     )
@@ -76,7 +76,7 @@ def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, **windowed)
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
-    assert loaded.notice == "float32 by torch, not int8: native kernels have no sliding window"
+    assert loaded.notice == "float32 by torch, not by the native kernels: native kernels have no sliding window"
     with pytest.raises(UserError, match="no sliding window"):
         load_model(folder, dtype="int8")
 
@@ -108,7 +108,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
     with pytest.raises(SystemExit):
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
-    assert f"{folder} and {folder}: float32 by torch, not int8" in shown
+    assert f"{folder} and {folder}: float32 by torch, not by the native kernels" in shown
     assert shown.count(f"not installed: {native_kernels.INSTALL}") == 1
 
 
@@ -195,10 +195,10 @@ def test_doctor_names_the_kernels_and_what_runs() -> None:
     found = doctor.collect()
     sets = list(native_kernels.load_kernels().instruction_sets())
     assert found["kernels"]["instruction_sets"] == sets
-    assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("int8", sets[0])
+    assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("file", sets[0])
     line = shown(found)
-    assert f"native kernels installed, int8 by {sets[0]}" in line
-    assert f"computed in int8 by {sets[0]}" in line
+    assert f"native kernels installed, running {sets[0]}" in line
+    assert f"computed in the file's own weights by {sets[0]}" in line
     assert "portable" in line
 
 

@@ -183,7 +183,7 @@ def test_nothing_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = file_of(tmp_path, "Q8_0")
     for dtype in ("file", "int8", "auto"):
         with outpace.load(path, dtype=dtype, method="speculative", drafter="ngram") as llm:
-            assert llm.target.precision == ("file" if dtype == "file" else "int8")
+            assert llm.target.precision == ("int8" if dtype == "int8" else "file")
             assert len(llm.generate([PROMPT], max_tokens=8)[0].tokens) == 8
             assert llm.target.again().precision == llm.target.precision
     written = [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and "profiles" not in file.parts]
@@ -210,6 +210,8 @@ def test_what_the_kernels_do_not_take_is_rounded_and_told(tmp_path: Path, kind: 
     assert found.precision == "int8"
     assert found.notice == f"rounded to int8, for the kernels do not take them so: {kind}"
     assert load_model(file_of(tmp_path, kind, **shape), dtype="int8").notice is None
+    unasked = load_model(file_of(tmp_path, kind, **shape))
+    assert (unasked.precision, unasked.notice) == ("int8", None if kind == "F16" else found.notice)
 
 
 @pytest.mark.parametrize("kind", K)

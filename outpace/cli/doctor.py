@@ -16,6 +16,7 @@ from rich.text import Text
 from outpace.cli import cached, display, plan, signals
 from outpace.cli.options import Json, flags
 from outpace.core.errors import UserError
+from outpace.models.options import FILE
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -167,7 +168,7 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _kernels_line(kernels: dict[str, Any]) -> str:
     if kernels["missing"] is None:
         first, *others = kernels["instruction_sets"]
-        return f"installed, int8 by {first}" + (f" (possible too: {', '.join(others)})" if others else "")
+        return f"installed, running {first}" + (f" (possible too: {', '.join(others)})" if others else "")
     compiler = f"there is {kernels['compiler']}" if kernels["compiler"] else "none was found"
     return (
         f"missing: {kernels['missing']} ({compiler}); until then models run in float32 by torch,"
@@ -190,7 +191,8 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     floor, measured = model["floor_seconds"], model["pass_seconds"]
     padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
     exact = f"on{padding}" if model["exact"] else "not available on this machine"
-    runs = f"{model['precision']} by {model['instruction_set'] or 'torch'}"
+    held = "the file's own weights" if model["precision"] == FILE else model["precision"]
+    runs = f"{held} by {model['instruction_set'] or 'torch'}"
     return [
         ("default model", f"{model['name']}, {model['weight_bytes'] / 1e6:.0f} MB of weights read in each pass"),
         ("computed in", "; ".join(filter(None, (runs, model["notice"])))),

@@ -50,9 +50,9 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
     LoadOptions: {
         "device": typer.Option(help="Device of the target: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
         "dtype": typer.Option(
-            help="Precision: int8 (native on a CPU, else by torchao), fp8 (by torchao), file (a GGUF, GPTQ or AWQ"
-            " model's own weights, CPU only), float32, bfloat16 or float16; auto: int8 on a CPU and bfloat16 on a GPU"
-            " where available, else float32.",
+            help="Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int8 (native"
+            " on a CPU, else by torchao), fp8 (by torchao), float32, bfloat16 or float16; auto: file on a CPU and"
+            " bfloat16 on a GPU where available, else float32.",
             rich_help_panel=MODEL,
         ),
         "exact": typer.Option(
@@ -61,7 +61,7 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             rich_help_panel=MODEL,
         ),
         "runtime": typer.Option(
-            help="Runtime: auto, native (int8 on a CPU), llama (the Llama family by torch) or transformers (any causal"
+            help="Runtime: auto, native (kernels for a CPU), llama (the Llama family by torch) or transformers (any causal"
             " model).",
             rich_help_panel=MODEL,
         ),

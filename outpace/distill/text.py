@@ -78,12 +78,12 @@ def longest_prompt(options: WriterOptions, context: int) -> int:
 
 
 def load_target(target: Path, device: str) -> Model:
-    """The target as its users run it: in int8 where the native kernels are there and take it, else by torch. Training
+    """The target as its users run it: by the native kernels where they are there and take it, else by torch. Training
     text needs no exact mode, and half the memory for keys and values."""
     model: Model
     if device == "cpu" and missing_kernels() is None:
         with suppress(UnsupportedShape):
-            model = load_model(str(target), runtime="native", dtype="float16").model
+            model = load_model(str(target), runtime="native", kv_dtype="float16").model
             return model
     model = load_model(str(target), runtime="llama", device=device, exact=False).model
     return model

@@ -54,7 +54,7 @@ def _ways(
         ways[name] = float_bytes(shapes, {"float32": 4, INT8: 1, FP8: 1}.get(name, 2))
         return name, ways
     kept = native_bytes(shapes, held, formats, True)
-    if options.dtype == FILE:
+    if options.dtype == FILE or (options.dtype == AUTO and kept != ways[INT8]):
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})
 

@@ -1,7 +1,8 @@
 """What computes a model: our own runtimes for the Llama family, or transformers for everything else that it loads.
 
-On a CPU it is the native one, in int8, unless another precision is asked for. Where its kernels are not installed or do
-not take the model, torch computes it in float32, and the model's `notice` says so: the texts of the two differ.
+On a CPU it is the native one, on the own weights of a file that has them in blocks, else in int8, unless another
+precision is asked for. Where its kernels are not installed or do not take the model, torch computes it in float32, and
+the model's `notice` says so: the texts of the two differ.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
             return _native(spec, options, progress)
         except UnsupportedShape as error:
             refusal = str(error)
-    return _llama(spec, options, progress, f"float32 by torch, not int8: {refusal}")
+    return _llama(spec, options, progress, f"float32 by torch, not by the native kernels: {refusal}")
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
@@ -129,12 +130,12 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    """int8 on a CPU by the package outpace-kernels. A `dtype` of float16 halves the keys and values."""
+    """On a CPU by the package outpace-kernels. A `dtype` of float16 is int8 with half the keys and values."""
     from outpace.models.llama.native_kernels import Options, load_kernels, usable_cores
     from outpace.models.llama.native_runtime import NativeLlama
 
     if options.has_graphs:
-        raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native and its int8")
+        raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
     is_old = not hasattr(load_kernels(), "FORMATS")  # built before they took a file's own weights
     if is_old and options.dtype == FILE:
         raise UserError("dtype file needs newer kernels: `pip install ./kernels` in a checkout")
@@ -148,7 +149,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     native = Options(
         count,
         own if options.kv_dtype == AUTO else options.kv_dtype,
-        weights=FILE if options.dtype == FILE else INT8,
+        weights=options.dtype if options.dtype in (AUTO, FILE) and not is_old else INT8,
     )
     build = partial(NativeLlama.from_tensors, options=native)
     return _read(spec, options, progress, build, None, True, is_old, tuple(getattr(load_kernels(), "FORMATS", ())))

@@ -1,8 +1,9 @@
-"""The Llama family by native kernels on a CPU: int8 weights and activations, one call a forward, always exact.
+"""The Llama family by native kernels on a CPU: weights in int8 or as a file has them, int8 activations, one call a
+forward, always exact.
 
 A row's bits depend on its token, prefix and ancestors alone, by construction: integer sums within a group, one fixed
 order of everything else. The same bits come from every instruction set and any number of threads. int8 weights are
-another target than float32 ones: the texts of the two differ.
+another target than a file's own or float32 ones: the texts of the three differ.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class NativeLlama(Model):
         kernels = load_kernels()
         check_supported(kernels, config)
         packing = Packing(kernels)
-        fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights == INT8)
+        fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights)
         with ThreadPoolExecutor(options.threads or usable_cores()) as pool:
             try:
                 ends = pool.submit(Ends.load, packing, config, fetch, head_ids)

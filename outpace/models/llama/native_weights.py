@@ -15,20 +15,23 @@ from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.packing import Packing
 from outpace.models.llama.stored import Stored
-from outpace.models.options import FILE, INT8
+from outpace.models.options import AUTO, FILE, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 
 
 class Fetch:
     """Weights by name. A call gives float32, row by row in memory."""
 
     def __init__(
-        self, weight: Callable[[str], Tensor | np.ndarray | Stored], formats: Collection[str], rounded: bool
+        self, weight: Callable[[str], Tensor | np.ndarray | Stored], formats: Collection[str], weights: str
     ) -> None:
-        """`formats`: the names of those that the kernels take. `rounded`: all are to be int8."""
-        self._weight, self._formats, self.rounded = weight, formats, rounded
+        """`formats`: the names of those that the kernels take. `weights`: as the runtime's options have it."""
+        self._weight, self._formats, self.rounded = weight, formats, weights == INT8
+        self._expected = FLOATS if weights == AUTO else ()  # nobody is told that these are rounded
         self._kept = False  # a matrix is held as its file has it
         self._slow = set[str]()  # formats of those that went by way of float32
 
@@ -46,7 +49,8 @@ class Fetch:
     def __call__(self, name: str) -> np.ndarray:
         held = self._weight(name)
         if isinstance(held, Stored):
-            self._slow.add(held.kind)
+            if held.kind not in self._expected:
+                self._slow.add(held.kind)
             values = held.values()
             held.forget()
             held = values
