@@ -106,8 +106,8 @@ def to_one_another(reduce_apart: Original) -> Original:
     return mutated
 
 
-def as_a_fault(refusal: Original) -> Original:
-    return lambda self, why, code: ApiError(500, why, code=code)
+def as_a_fault(later: Original) -> Original:
+    return lambda self, want: ApiError(500, want.why, code=want.code)
 
 
 def at_each_chunk(push: Original) -> Original:
@@ -281,7 +281,7 @@ PART_MUTATIONS = [
     mutation(
         "server: a full queue is a fault",
         Admission,
-        "_refusal",
+        "_later",
         as_a_fault,
         "test_server_life.py::test_what_is_being_tokenised_has_a_place_in_the_queue",
     ),

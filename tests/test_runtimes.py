@@ -61,7 +61,7 @@ def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels:
     assert isinstance(loaded.model, Llama)
     assert loaded.precision == "float32"
     assert loaded.notice == (
-        "float32 by torch, not by the native kernels: the native kernels are not installed: run `pip install --find-links dist"
+        "computed in float32 by torch: the native kernels are not installed: run `pip install --find-links dist"
         " 'outpace[native]'` where the folder dist holds their wheels, or `pip install ./kernels` in a checkout, with a"
         " C++20 compiler"
     )
@@ -76,7 +76,7 @@ def test_torch_runs_what_the_kernels_do_not_take(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, **windowed)
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
-    assert loaded.notice == "float32 by torch, not by the native kernels: native kernels have no sliding window"
+    assert loaded.notice == "computed in float32 by torch: native kernels have no sliding window"
     with pytest.raises(UserError, match="no sliding window"):
         load_model(folder, dtype="int8")
 
@@ -108,7 +108,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
     with pytest.raises(SystemExit):
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
-    assert f"{folder} and {folder}: float32 by torch, not by the native kernels" in shown
+    assert f"{folder} and {folder}: computed in float32 by torch" in shown
     assert shown.count(f"not installed: {native_kernels.INSTALL}") == 1
 
 

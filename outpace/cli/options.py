@@ -61,8 +61,8 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             rich_help_panel=MODEL,
         ),
         "runtime": typer.Option(
-            help="Runtime: auto, native (kernels for a CPU), llama (the Llama family by torch) or transformers (any causal"
-            " model).",
+            help="Runtime: auto, native (kernels for a CPU), llama (the Llama family by torch) or transformers (any"
+            " causal model).",
             rich_help_panel=MODEL,
         ),
         "kv_dtype": typer.Option(

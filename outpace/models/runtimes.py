@@ -108,7 +108,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
             return _native(spec, options, progress)
         except UnsupportedShape as error:
             refusal = str(error)
-    return _llama(spec, options, progress, f"float32 by torch, not by the native kernels: {refusal}")
+    return _llama(spec, options, progress, f"computed in float32 by torch: {refusal}")
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
