@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outpace.server.options import Limits
-from outpace.server.timers import Timer
+from outpace.server.timers import LoopClock, Timer
 
 HEAD_BYTES = 64 << 10
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -19,16 +19,15 @@ LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\nco
 
 
 class Doorkeeper(Protocol):
-    """Is asked about each request by its method, path and headers."""
+    """Is asked about each request by its method, path and headers. By its clock connections are timed."""
+
+    clock: LoopClock
 
     def refusal(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Response | None:
         """What is sent as soon as a request's head is there."""
 
     def place(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Any:
         """What a request holds whose body is there too: its `state` has it as `place`, and gives it back."""
-
-    def after(self, seconds: float, call: Callable[[], object]) -> Timer:
-        """Calls once so many seconds have passed in which the server could work."""
 
 
 class Bounded(HttpToolsProtocol):
@@ -37,7 +36,9 @@ class Bounded(HttpToolsProtocol):
 
     limits: Limits
     door: Doorkeeper
-    _timer: Timer | None = None
+    _timer: Timer | None = None  # one for all that is waited for, which looks at what is due
+    _due: float | None = None
+    _late = b""  # what is said then
     _is_refused = False
     _keeps_alive = True  # after a refusal
     _head: int | None = 0  # bytes of the head that is being read; None: none is
@@ -50,7 +51,8 @@ class Bounded(HttpToolsProtocol):
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -68,8 +70,7 @@ class Bounded(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
-        self._head = None
+        self._due = self._head = None
         if not self._refuse():
             super().on_headers_complete()
 
@@ -99,7 +100,7 @@ class Bounded(HttpToolsProtocol):
         self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
         if skips_body:
             self.transport.close()
-        self._timer = self.door.after(self.limits.body_seconds, self.transport.close)  # body and all, or no more
+        self._expect(b"")  # the rest of its body, or another request
         return True
 
     def _request(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
@@ -109,13 +110,24 @@ class Bounded(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head = 0
-        self._stop_timer()
-        self._timer = self.door.after(self.limits.body_seconds, lambda: self._end(LATE))
+        self._expect(LATE)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _expect(self, late: bytes) -> None:
+        """That something comes in time, or the connection ends with these words."""
+        clock, seconds = self.door.clock, self.limits.body_seconds
+        self._due, self._late = clock.time() + seconds, late
+        if self._timer is None:
+            self._timer = clock.after(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        left = self._due - self.door.clock.time()
+        if left > 0.0:
+            self._timer = self.door.clock.after(left, self._look)
+        else:
+            self._end(self._late)
 
     def _end(self, reply: bytes) -> None:
         if not self.transport.is_closing():

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -19,7 +19,6 @@ from outpace.server.options import ServerOptions
 from outpace.server.replies import error_reply
 from outpace.server.service import Service
 from outpace.server.shapes import new_id
-from outpace.server.timers import Timer
 
 OPEN = ("/", "/health", "/ready")  # need no key
 GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -32,6 +31,7 @@ class Gate:
     def __init__(self, app: ASGIApp, options: ServerOptions, answering: frozenset[str], service: Service) -> None:
         """`answering`: the addresses whose requests need room in the queue."""
         self._app, self._options, self._answering, self._service = app, options, answering, service
+        self.clock = service.clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,10 +92,6 @@ class Gate:
         except ApiError:
             return None
         return admission.place()
-
-    def after(self, seconds: float, call: Callable[[], object]) -> Timer:
-        """Calls once so many seconds have passed in which the server could work."""
-        return self._service.clock.after(seconds, call)
 
     def _pass(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_place: bool) -> None:
         """ApiError where a request may not pass, or where there is no room for it: its body is not read then."""
