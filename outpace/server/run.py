@@ -13,12 +13,13 @@ import uvicorn
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.server import logs
+from outpace.server import logs, resting
 from outpace.server.app import build
 from outpace.server.connections import settings
 from outpace.server.errors import unavailable
 from outpace.server.gate import Gate
 from outpace.server.options import ServerOptions
+from outpace.server.resting import Resting
 from outpace.server.service import Service
 
 GRACE = 3.0  # seconds for the last events to be sent
@@ -77,7 +78,8 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, started: Ca
     service = Service(llm, options)
     server = make_server(build(service), service)
 
-    async def run() -> None:
+    async def run(selector: Resting) -> None:
+        selector.is_full = lambda: service.admission.is_full
         task = asyncio.create_task(server.serve([listener]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
@@ -85,7 +87,7 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, started: Ca
             started()
         await task
 
-    asyncio.run(run())
+    resting.run(run)
 
 
 def make_server(app: Gate, service: Service) -> Server:

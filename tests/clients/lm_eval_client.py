@@ -17,8 +17,13 @@ URL = sys.argv[1]
 FOLDER = Path(__file__).parent / "knowledge"
 with urllib.request.urlopen(f"{URL}/v1/models") as reply:
     MODEL = json.load(reply)["data"][0]["id"]
+ROOT = os.environ["OUTPACE_ROOT"]  # from where the server comes too
 own = subprocess.run(
-    [os.environ["OUTPACE_PYTHON"], FOLDER / "own.py"], cwd=os.environ["OUTPACE_ROOT"], capture_output=True, check=True
+    [os.environ["OUTPACE_PYTHON"], FOLDER / "own.py"],
+    cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": ROOT},
+    capture_output=True,
+    check=True,
 )
 expected = json.loads(own.stdout)
 os.environ["KNOWLEDGE"] = str(FOLDER / "questions.jsonl")
