@@ -133,13 +133,13 @@ def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> It
         for name in [*METHODS] * bench.args.repeats:
             with LLM(target, draft, batch=batch, **METHODS[name]) as llm:
                 llm.generate(asked[:1], max_tokens=4)
-                before, start = joules(), time.perf_counter()
+                before, start = joules(bench), time.perf_counter()
                 results = llm.generate(asked, max_tokens=count, ignore_eos=True)
                 seconds = time.perf_counter() - start
             written = sum(len(result.tokens) for result in results)
             rates[name].append(written / seconds)
             accepted[name] = results[0].figures.draft_acceptance or 0.0
-            used = joules()
+            used = joules(bench)
             energy = None if before is None or used is None else (used - before) / written
             yield {
                 "inflate": inflate,
@@ -192,9 +192,11 @@ def texts(bench: Bench) -> Iterator[Row]:
         target, draft = loaded(bench, exact=exact)
         if not exact:
             yield from of_plain(target, loaded(bench, graphs="off")[0], *asked)
-        for method in ("in turn", "beside", "planner"):
-            with LLM(target, draft, **METHODS[method]) as llm:
-                yield from of_texts(llm, *asked, method)
+        several = {"in turn, 4 steps a graph": METHODS["in turn"] | {"steps": 4}}
+        for method, options in (METHODS | several).items():
+            if method != "plain":
+                with LLM(target, draft, **options) as llm:
+                    yield from of_texts(llm, *asked, method)
         if bench.args.checks_only:
             continue
         name = "target, exact" if exact else "target"

@@ -78,15 +78,18 @@ def show(name: str, rows: Sequence[Row], seconds: float) -> None:
         print("  " + ", ".join(cells), flush=True)
 
 
-def joules() -> float | None:
-    """Energy that the GPU has taken (NVML), or the processor (RAPL); None where neither can be read."""
-    try:
-        import pynvml
+def joules(bench: Bench) -> float | None:
+    """Energy that the bench's GPU has taken (NVML), or on a CPU the processor (RAPL); None where it cannot be read."""
+    if bench.is_cuda:
+        try:
+            import pynvml
 
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3
-    except Exception:  # no NVML: the package is not there, or the driver is not
-        pass
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(bench.device).uuid)  # NVML counts those that are hidden, too
+            known = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(known)) / 1e3
+        except Exception:  # the package is not there, the driver is not, or a slice (MIG) has no counter of its own
+            return None
     try:
         return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text(encoding="ascii")) / 1e6
     except OSError:

@@ -47,7 +47,7 @@ def test_checks_alone_measure_nothing(
     assert gpu.main([*given, "--tokens", "4", "--data", str(data), str(data)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last) == ["checks", "failed", "machine", "texts"]
-    assert len(last["texts"]) == 14
+    assert len(last["texts"]) == 18
     assert all("error" not in row and row["passed"] for row in last["texts"])
 
 

@@ -125,7 +125,18 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
 
     given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.int64(2))
     assert given == LoadOptions("cpu", "float32", True, "llama", inflate=2)
-    assert [type(value) for value in vars(given).values()] == [str, str, bool, str, bool, type(None), int, str, str]
+    assert [type(value) for value in vars(given).values()] == [
+        str,
+        str,
+        bool,
+        str,
+        bool,
+        type(None),
+        int,
+        str,
+        str,
+        type(None),
+    ]
     assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
     loaded = load_model(Named(), given)
     assert (loaded.precision, loaded.inflate, loaded.name) == ("float32", 2, f"{folder} (cost x 2)")

@@ -76,6 +76,12 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
             " any device) or off; auto: cuda on a GPU, else off.",
             rich_help_panel=MODEL,
         ),
+        "tp_plan": typer.Option(
+            "--tp-plan",
+            help="auto: split each layer of the target over the processes that torch.distributed.run started, by"
+            " transformers; the first process alone writes.",
+            rich_help_panel=MODEL,
+        ),
         "trust_remote_code": typer.Option(
             "--trust-remote-code", help="Run the Python files that come with a model.", rich_help_panel=MODEL
         ),

@@ -226,7 +226,7 @@ def _here(asked: Planning) -> Machine:
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         for known in MACHINES.values():
-            if known.name.removeprefix("RTX ") in name:
+            if known.name.removeprefix("RTX ") in name and " MIG " not in name:  # a slice has a share of the rates
                 return known._replace(name=name, memory=torch.cuda.mem_get_info()[1])
         if asked.bandwidth is None or asked.flops is None:
             raise UserError(f"the rates of {name} are not known here: give --bandwidth and --flops")

@@ -202,7 +202,7 @@ class Trainer:
 def _has_fast_bfloat16(device: torch.device) -> bool:
     """Whether products in bfloat16 are faster than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return device.type == "cpu" and supported is not None and bool(supported())
 

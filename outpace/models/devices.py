@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Mapping
 
 from outpace.core.errors import UserError
@@ -28,7 +29,9 @@ def check_device(device: str) -> None:
 def check_asked(options: LoadOptions) -> None:
     """UserError where the device is not there or cannot compute in this way."""
     check_device(options.device)
-    is_cuda = options.device_map is None and options.device.split(":")[0] == "cuda"
+    if options.tp_plan is not None:
+        check_split(options)
+    is_cuda = not options.is_spread and options.device.split(":")[0] == "cuda"
     if options.graphs == CUDA and not is_cuda:
         raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
     if options.quantized:
@@ -46,10 +49,33 @@ def check_asked(options: LoadOptions) -> None:
         raise UserError("exact mode on CUDA needs graphs: leave out exact, or graphs off")
 
 
+def check_split(options: LoadOptions) -> None:
+    """UserError where a model cannot be split over processes as `tp_plan` says."""
+    if options.runtime not in (AUTO, "transformers"):
+        raise UserError(f"tp_plan is for the runtime transformers, not for {options.runtime}: leave out one of them")
+    if options.device_map is not None:
+        raise UserError("tp_plan and device_map both say where a model's parts go: leave out one of them")
+    if processes() < 2:
+        raise UserError(
+            "tp_plan splits a model over several processes, and this one runs alone: start it with"
+            " `python -m torch.distributed.run --nproc-per-node 2 -m outpace ...`, one for each device"
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise UserError("tp_plan needs `pip install accelerate`, by which transformers splits a model")
+
+
+def processes() -> int:
+    """How many processes work together, as torch.distributed.run started them or the program itself."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def check_quantized(options: LoadOptions) -> None:
     """UserError where weights cannot be held in 8 bits by torch."""
-    if options.runtime in ("native", "transformers") or options.device_map is not None:
-        raise UserError(f"dtype {options.dtype} by torch is for the runtime llama, without a device map")
+    if options.runtime in ("native", "transformers") or options.is_spread:
+        raise UserError(f"dtype {options.dtype} by torch is for the runtime llama, without a device map or tp_plan")
     if options.exact:
         raise UserError(f"exact mode is not available with dtype {options.dtype} by torch: leave out exact")
     if importlib.util.find_spec("torchao") is None:
@@ -65,7 +91,7 @@ def check_pair(options: LoadOptions, draft_device: str | None) -> None:
 
 def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) -> None:
     """UserError where a model's weights do not fit into what is free on its GPU; other devices are not asked."""
-    if options.device_map is not None or options.device.split(":")[0] != "cuda":
+    if options.is_spread or options.device.split(":")[0] != "cuda":
         return
     free = torch.cuda.mem_get_info(options.device)[0]
     count = sum(map(math.prod, shapes.values()))

@@ -30,7 +30,9 @@ class LoadOptions:
     "auto": on a CPU where the native kernels take the model as "file"; bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
-    files that come with the model, the second is accelerate's. `inflate`: a pass costs that many times as much.
+    files that come with the model, the second is accelerate's; so is `tp_plan`, "auto": each layer is split over the
+    processes that torch.distributed.run started, of which the first alone writes. `inflate`: a pass costs so many times
+    as much.
     `kv_dtype`: of keys and values, of the draft's too; "auto": the runtime's own. `graphs`, of the runtime llama:
     "cuda" replays captured passes, "eager" runs the same passes without a capture, on any device; "auto" is cuda on a
     GPU and off elsewhere.
@@ -45,6 +47,7 @@ class LoadOptions:
     inflate: int = 1
     graphs: str = AUTO
     kv_dtype: str = AUTO
+    tp_plan: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,24 +62,32 @@ class LoadOptions:
             raise unknown("graphs", str(self.graphs), GRAPHS)
         if self.kv_dtype not in KV_DTYPES:
             raise unknown("kv_dtype", str(self.kv_dtype), KV_DTYPES)
+        if self.tp_plan not in (None, AUTO):
+            raise unknown("tp_plan", str(self.tp_plan), (AUTO,))
         check_whole("inflate", self.inflate, 1, MOST_INFLATED)
 
     def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
         """Those of the draft for a target with these: the same, but for a device and a dtype of its own where they are
-        named; a device map and an inflation are the target's alone, and so are graphs where the devices differ."""
+        named; a device map, a tp_plan and an inflation are the target's alone, and so are graphs where the devices
+        differ."""
         graphs = self.graphs if device in (None, self.device) else AUTO
         own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
-        return replace(own, device_map=None, inflate=1)
+        return replace(own, device_map=None, tp_plan=None, inflate=1)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether transformers chooses the devices."""
+        return self.device_map is not None or self.tp_plan is not None
 
     @property
     def has_graphs(self) -> bool:
         """Whether passes are captured, or run as those that are."""
-        is_on_gpu = self.device_map is None and self.device.split(":")[0] == "cuda"
+        is_on_gpu = not self.is_spread and self.device.split(":")[0] == "cuda"
         return self.graphs in (CUDA, EAGER) or (self.graphs == AUTO and is_on_gpu)
 
     @property
     def is_on_cpu(self) -> bool:
-        return self.device_map is None and self.device.partition(":")[0] == "cpu"
+        return not self.is_spread and self.device.partition(":")[0] == "cpu"
 
     @property
     def quantized(self) -> str | None:
@@ -94,7 +105,7 @@ class LoadOptions:
             raise UserError(f"dtype {self.dtype} needs the runtime native, torch computes in {', '.join(FLOATS)}")
         name = self.dtype
         if name == AUTO or self.quantized:
-            is_on_gpu = self.device_map is not None or torch.device(self.device).type == "cuda"
+            is_on_gpu = self.is_spread or torch.device(self.device).type == "cuda"
             has_half = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
             name = "bfloat16" if is_on_gpu and has_half else "float32"
         dtype: torch.dtype = getattr(torch, name)

@@ -56,7 +56,7 @@ class Loaded:
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """The model that `spec` means by a runtime of RUNTIMES. "auto" is our own, and transformers for what our own
-    refuses as not its to run, and for a device map."""
+    refuses as not its to run, and for a device map or a tp_plan."""
     if options.runtime not in RUNTIMES:
         raise unknown("runtime", options.runtime, RUNTIMES)
     return RUNTIMES[options.runtime](spec, options, progress)
@@ -84,7 +84,7 @@ def missing_kernels() -> str | None:
 
 
 def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    if options.device_map is not None:
+    if options.is_spread:
         return _transformers(spec, options, progress)
     try:  # plain files need no code of their own, whatever is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
@@ -117,7 +117,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     from outpace.models.llama.graph_steps import SteppingLlama
     from outpace.models.llama.torch_runtime import Llama
 
-    if options.trust_remote_code or options.device_map is not None:
+    if options.trust_remote_code or options.is_spread:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
     given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype", "quantized")} | {
         "dtype": options.torch_dtype

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
@@ -21,39 +22,91 @@ from outpace.models.text.tokenizer import Tokenizer
 
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
-    """The model and the tokenizer of a folder, or of a hub id's `revision`. UserError for all that does not load."""
+    """The model and the tokenizer of a folder, or of a hub id's `revision`. UserError for all that does not load.
+
+    With a `tp_plan` rank 0 alone comes back; the others follow it, and their processes end when it does.
+    """
+    if options.tp_plan is not None:
+        return _load_split(source, revision, options)
+    module, tokenizer = _load(source, revision, options)
+    return wrap_pair(module, tokenizer)
+
+
+def _load_split(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
+    """A model that is split over all processes."""
+    from outpace.models.hf import split
+
+    rank = split.start()
+    module, tokenizer = split.together(lambda: _load(source, revision, options))
+    if rank:
+        try:
+            split.follow(module, split.link())
+        except Exception as error:
+            raise SystemExit(f"outpace, rank {rank}: {error}") from error
+        raise SystemExit(0)
+    lead = split.lead()
+    try:
+        model, wrapped = wrap_pair(module, tokenizer, lead)
+    except BaseException:
+        lead.end()
+        raise
+    finalize(model, lead.end)  # by the end of the program at the latest
+    return model, wrapped
+
+
+def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:
+    """transformers' own model and tokenizer."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
     given = common | {"dtype": options.torch_dtype, "output_loading_info": True}
     if options.device_map is not None:
         given["device_map"] = options.device_map
+    if options.tp_plan is not None:
+        given |= _plan(source, common)
     with _explained(str(source)), _without_bars():
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, **given)
         module, info = loaded
-        if options.device_map is None and not getattr(module, "is_quantized", False):
+        if not options.is_spread and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would fill them with random numbers
         raise UserError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
-    return wrap_pair(module, tokenizer)
+    return module, tokenizer
 
 
-def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer]:
+def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
+    """What has transformers split a model over all processes; UserError where it cannot."""
+    from outpace.models.devices import processes
+    from outpace.models.hf.split import check_plan
+
+    with _explained(str(source)):
+        config = AutoConfig.from_pretrained(source, **common)
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    check_plan(config, kind, processes(), source)
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError:  # before transformers 5.10
+        return {"tp_plan": "auto"}
+    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=processes())}
+
+
+def wrap_pair(module: Any, tokenizer: Any, lead: Any = None) -> tuple[TransformersModel, Tokenizer]:
     """A loaded model and its tokenizer. UserError without a tokenizer, or for objects that are something else."""
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer beside it, give tokenizer=...")
     if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
         check_kind(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
-    return adapt(module), wrap(tokenizer, _stop_ids(module))
+    return adapt(module, lead), wrap(tokenizer, _stop_ids(module))
 
 
-def adapt(module: Any) -> TransformersModel:
-    """A loaded model behind our interface, once a probe has found what it takes.
+def adapt(module: Any, lead: Any = None) -> TransformersModel:
+    """A loaded model behind our interface, once a probe has found what it takes. `lead`: of the other processes of a
+    split one.
 
     UserError for one that has no scores for tokens, is not causal, or cannot take a drafted token back.
     """
-    passes = Passes(module)
+    passes = Passes(module, lead)
     return TransformersModel(passes, probe(passes))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,35 +18,59 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, Session
 from outpace.models.hf.cache import ShownSlots, build_cache, read_plan
+from outpace.models.hf.lead import Lead
 from outpace.models.hf.limits import max_positions, num_embeddings
 
 
 class TransformersSession(Session):
-    """Keys and values of every layer that stores some, in slots. A session that grows is copied, layer after layer."""
+    """Keys and values of every layer that stores some, in slots. A session that grows is copied, layer after layer.
 
-    def __init__(self, capacity: int, room: int, config: Any) -> None:
+    What is done to the layers is noted for the other processes of a split model, where there are some.
+    """
+
+    def __init__(self, capacity: int, room: int, config: Any, lead: Lead | None = None) -> None:
         super().__init__(capacity, room)
         self.cache, self.layers = build_cache(config)
+        self._lead = lead
+        self.number = 0 if lead is None else lead.number(self)
 
     def show(self, shown: ShownSlots) -> None:
         """Sets what the next forward sees of this session."""
-        for layer in self.layers:
-            layer.show(shown)
+        self.on_layers("show", shown)
+
+    def copy_layers(self, other: TransformersSession, length: int) -> None:
+        """Takes over the first `length` slots."""
+        for mine, others in zip(self.layers, other.layers, strict=True):
+            mine.copy(others, length)
 
     @torch.inference_mode()
+    def on_layers(self, name: str, *arguments: Any) -> None:
+        """Calls this method of every layer."""
+        for layer in self.layers:
+            getattr(layer, name)(*arguments)
+        if self._lead is not None:
+            self._lead.note(name, self.number, *arguments)
+
     def _resize(self, slots: int) -> None:
-        for layer in self.layers:
-            layer.resize(slots, min(slots, self.length + self.pending))
+        self.on_layers("resize", slots, min(slots, self.length + self.pending))
 
-    @torch.inference_mode()
     def _move(self, source: np.ndarray, start: int) -> None:
-        for layer in self.layers:
-            layer.move(source, start)
+        self.on_layers("move", source, start)
 
     @torch.inference_mode()
     def _copy(self, other: TransformersSession, length: int) -> None:
-        for mine, others in zip(self.layers, other.layers, strict=True):
-            mine.copy(others, length)
+        self.copy_layers(other, length)
+        if self._lead is not None:
+            self._lead.note("copy", self.number, other.number, length)
+
+
+class Seen(NamedTuple):
+    """What the new nodes of a tree see: `length` committed tokens, and of the pending nodes, whose depths these are,
+    those of `sees`. [new, pending]"""
+
+    length: int
+    depths: Sequence[int]
+    sees: np.ndarray
 
 
 class Columns(NamedTuple):
@@ -58,11 +83,12 @@ class Columns(NamedTuple):
 class Passes:
     """The forwards of a model object of transformers, or of one that behaves so."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, lead: Lead | None = None) -> None:
         """`module` is put in evaluation mode; its weights stay as and where they are. UserError for one that does not
-        fit: it is no loaded model, or cannot take a drafted token back."""
+        fit: it is no loaded model, or cannot take a drafted token back. `lead`: whoever has the other processes of a
+        split model repeat what is done."""
         _check_module(module)
-        self.module = module.eval()
+        self.module, self.lead = module.eval(), lead
         self.config = module.config.get_text_config(decoder=True)
         self.plan = read_plan(self.config)
         self.arguments = _parameters(module)
@@ -73,7 +99,7 @@ class Passes:
 
     def open(self, capacity: int, room: int) -> TransformersSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
-        return TransformersSession(min(capacity, self.max_positions), room, self.config)
+        return TransformersSession(min(capacity, self.max_positions), room, self.config, self.lead)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
@@ -92,7 +118,7 @@ class Passes:
 
     def plain(self, tokens: Sequence[int]) -> Tensor:
         """Scores after every token of a text without any cache, what all else must agree with. [tokens, vocab]"""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._led("plain", list(tokens)):
             output = self.module(input_ids=self._ids(tokens), use_cache=False)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(tokens)):
@@ -110,8 +136,8 @@ class Passes:
             return self._chains(part, sees, [nodes], before, columns)
         if not as_trees:
             return self._chains(part, sees, _branches(part.parents, before), before, columns)
-        mask = self._mask(session, sees)
-        return self._forward(part, nodes, np.arange(before), mask, list(part.wanted), columns)
+        seen = Seen(session.length, list(session.pending_depths), sees)
+        return self._forward(part, nodes, np.arange(before), seen, list(part.wanted), columns)
 
     def _chains(
         self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: Columns
@@ -143,7 +169,7 @@ class Passes:
         part: Part,
         nodes: np.ndarray,
         above: np.ndarray,
-        mask: Any,
+        seen: Seen | None,
         wanted: Sequence[int],
         columns: Columns,
         before: int | None = None,
@@ -161,24 +187,30 @@ class Passes:
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, wanted).tolist() if len(wanted) else [len(nodes) - 1]
         try:
-            scores = self._call(session, tokens, positions, mask, places, columns)
+            with self._led("call", session.number, tokens, positions, seen, places, columns):
+                scores = self.call(session, tokens, positions, seen, places, columns)
         finally:
             session.show(ShownSlots(0, np.arange(0), None))  # what was gathered for this pass is not held
         return scores[: len(wanted)]
 
-    def _call(
+    def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
+        """Around a forward that the other processes are to repeat."""
+        return nullcontext() if self.lead is None else self.lead.passes(name, *arguments)
+
+    @torch.inference_mode()
+    def call(
         self,
         session: TransformersSession,
         tokens: Sequence[int],
         positions: Sequence[int],
-        mask: Any,
+        seen: Seen | None,
         rows: Sequence[int],
         columns: Columns,
     ) -> Tensor:
         """The model's own forward, with those of its arguments that it has. [rows, width + hidden]"""
         given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
-        if mask is not None:
-            given["attention_mask"] = mask
+        if seen is not None:
+            given["attention_mask"] = self._mask(seen)
         if "position_ids" in self.arguments:
             given["position_ids"] = torch.tensor([list(positions)], device=self.device)
         index = torch.tensor(rows, device=self.device)
@@ -204,11 +236,11 @@ class Passes:
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.device)  # [1, tokens]
 
-    def _mask(self, session: TransformersSession, sees: np.ndarray) -> Any:
+    def _mask(self, of: Seen) -> Any:
         """What each new node sees, as numbers to add: [1, 1, new, prefix + pending], or such a mask a layer type."""
-        start, count = session.length, len(sees)
-        seen = np.concatenate([np.ones((count, start), dtype=bool), sees], axis=1)
-        places = np.concatenate([np.arange(start), start + np.asarray(session.pending_depths)])
+        start, count = of.length, len(of.sees)
+        seen = np.concatenate([np.ones((count, start), dtype=bool), of.sees], axis=1)
+        places = np.concatenate([np.arange(start), start + np.asarray(of.depths)])
         back = places[-count:, None] - places  # how far a node looks back to a key
         masks = {}
         for name, window in self.plan.windows.items():

@@ -87,5 +87,7 @@ def _product(query: Tensor, keys: Tensor) -> Tensor:
     if query.dtype == torch.float32:
         return torch.bmm(query, keys)
     if query.device.type == "cuda":
-        return torch.bmm(query, keys, out_dtype=torch.float32)
+        if "dtype" in torch.ops.aten.bmm.overloads():  # from torch 2.8 on
+            return torch.bmm(query, keys, out_dtype=torch.float32)
+        return torch.bmm(query.float(), keys.float())
     return torch.bmm(query, keys).float()

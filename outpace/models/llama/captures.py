@@ -148,8 +148,10 @@ class Captures:
         places = tuple(tensor.data_ptr() for tensor in tensors)
         if places != self._places:
             if self._stream is not None:
-                torch.cuda.synchronize(self._stream.device)  # a replay may still be under way in their memory
+                with _CAPTURING:  # a device that waits while another thread captures there breaks its capture
+                    torch.cuda.synchronize(self._stream.device)  # a replay may still be under way in their memory
             self._made.clear()
+            self._memory = None  # the allocator takes no pool back whose graphs are all gone
             self._places = places
 
     def buffers(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -167,8 +169,9 @@ class Captures:
         """Captures `work` where it is not yet; the buffers must hold values that do no harm."""
         if key in self._made:
             return
-        if not self.is_eager and self._stream is None:
-            self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(buffers[0].device)
+        if not self.is_eager:
+            self._stream = self._stream or torch.cuda.Stream(buffers[0].device)
+            self._memory = self._memory or torch.cuda.graph_pool_handle()
         self._is_busy = True
         try:
             eager = self.is_eager

@@ -41,6 +41,7 @@ class SteppingLlama(GraphLlama):
             return None
         for one in asked:
             one.session.reserve(one.session.held + sizes.opened)
+            one.session.settle()
         self.pool.bring_to_front([one.session for one in asked])
         self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
         found = self._run_steps(asked, tensor_of(scored.values), sizes)  # [steps, batch, width, columns]

@@ -52,8 +52,8 @@ class StaticInputs:
     def send(self) -> None:
         """One copy to the device, which the host does not wait for."""
         self._sent.copy_(self._hosts[self._turn], non_blocking=True)
-        if self._events:
-            self._events[self._turn].record()
+        if self._events:  # on the stream of the copy: another device may be the current one
+            self._events[self._turn].record(torch.cuda.current_stream(self._sent.device))
 
 
 def _views(shapes: Shapes, flat: Any) -> dict[str, Any]:

@@ -1,0 +1,157 @@
+"""A model split over processes by transformers (`tp_plan`): how they find one another, and what all but the first do.
+
+The processes are those that torch.distributed.run started. Rank 0 goes on as if it were alone; the others repeat its
+forwards and end when it does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from outpace.core.errors import UserError
+from outpace.models.hf.lead import END, FAILED, PATIENCE, Lead, Message
+from outpace.models.hf.passes import Passes, TransformersSession
+
+_SECONDS = 60.0  # for all processes to come, once all have loaded
+
+T = TypeVar("T")
+
+
+def start() -> int:
+    """This process's rank; the processes know one another afterwards."""
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group()
+    return int(dist.get_rank())
+
+
+def together(work: Callable[[], T]) -> T:
+    """Does it in every process. UserError in all of them where it fails in one: no other waits for that one then."""
+    result, reason = None, None
+    try:
+        result = work()
+    except Exception as error:
+        reason, failure = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error), error
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    if reason is not None:
+        raise failure
+    for rank, other in enumerate(reasons):
+        if other is not None:
+            raise UserError(f"rank {rank} of the split model could not load it: {other}")
+    return result  # type: ignore[return-value]  # None only where `work` gives it
+
+
+def check_plan(config: Any, kind: Any, size: int, source: object) -> None:
+    """UserError for a model that transformers has no plan for, or whose heads do not go into so many parts. `kind`: its
+    class, where that is known."""
+    text = config.get_text_config(decoder=True)
+    if not (getattr(text, "base_model_tp_plan", None) or getattr(kind, "_tp_plan", None)):
+        raise UserError(f"transformers has no plan to split {source} ({type(config).__name__}): leave out tp_plan")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise UserError(f"{source} has {heads} {name}, which {size} processes cannot share alike: start fewer")
+
+
+def lead() -> Lead:
+    """Of rank 0: the connections to all others, which `link` has made."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    secret = secrets.token_bytes(16)
+    with socket.create_server((host, 0)) as server:
+        server.settimeout(_SECONDS)
+        dist.broadcast_object_list([(server.getsockname()[:2], secret)], src=0)
+        links: list[Connection] = []
+        while len(links) < dist.get_world_size() - 1:
+            connection, _ = server.accept()
+            link = _link_of(connection)
+            if link.poll(_SECONDS) and secrets.compare_digest(link.recv_bytes(64), secret):
+                links.append(link)
+    return Lead(links)
+
+
+def link() -> Connection:
+    """Of all others: the connection to rank 0."""
+    found: list[Any] = [None]
+    dist.broadcast_object_list(found, src=0)
+    address, secret = found[0]
+    connection = _link_of(socket.create_connection(address, timeout=_SECONDS))
+    connection.send_bytes(secret)
+    return connection
+
+
+def _link_of(connection: socket.socket) -> Connection:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a message is sent at once
+    return Connection(connection.detach())
+
+
+def follow(module: Any, connection: Connection) -> None:
+    """Repeats what rank 0 does until that ends; an interrupt is rank 0's to take. UserError where it ended without
+    saying so, and what a forward raised that did not fail there."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follower, failure = _Follower(Passes(module)), None
+    while True:
+        try:
+            if failure is not None and not connection.poll(PATIENCE):
+                raise failure
+            message: Message = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise UserError("rank 0 of the split model has ended without a word") from error
+        for name, arguments in message:
+            if failure is not None and name == FAILED.decode():
+                failure = None
+                continue
+            if failure is not None and name in _FORWARDS:
+                raise failure
+            if name == END:
+                return
+            try:
+                follower.take(name, *arguments)
+            except Exception as error:
+                failure = error
+                connection.send_bytes(FAILED)
+
+
+_FORWARDS = ("plain", "call")
+
+
+class _Follower:
+    """Another process's sessions, of which rank 0 says what becomes."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._sessions: dict[int, TransformersSession] = {}
+
+    def take(self, name: str, *arguments: Any) -> None:
+        """One thing that rank 0 does."""
+        if name == "plain":
+            self._passes.plain(*arguments)
+            return
+        number, *rest = arguments
+        if name == "close":
+            self._sessions.pop(number, None)
+        elif name == "copy":
+            self._session(number).copy_layers(self._session(rest[0]), rest[1])
+        elif name == "call":
+            self._passes.call(self._session(number), *rest)
+        else:
+            self._session(number).on_layers(name, *rest)
+
+    def _session(self, number: int) -> TransformersSession:
+        if number not in self._sessions:
+            self._sessions[number] = self._passes.open(0, 0)
+        return self._sessions[number]
