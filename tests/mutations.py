@@ -23,6 +23,7 @@ from planner_mutations import PLANNER_MUTATIONS, find_in_planner
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
+from server_mutations import SERVER_MUTATIONS
 from skip_mutations import SKIP_MUTATIONS, find_in_skipping
 
 from outpace.candidates import cache
@@ -249,6 +250,7 @@ MUTATIONS = [
     *PLANNER_MUTATIONS,
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
+    *SERVER_MUTATIONS,
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
 ]

@@ -1,9 +1,9 @@
-"""Mistakes in decoders, drafters, the bench's scorer and the server: each must fail tests of the suite, named here."""
+"""Mistakes in decoders, drafters and the bench's scorer: each must fail tests of the suite, named here."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace.bench import scoring
 from outpace.candidates.cache import CandidateCache
 from outpace.core.orders import Orders
-from outpace.core.types import Row
 from outpace.decoders import pearl, planned, ssd
 from outpace.decoders._ledger import Ledger
 from outpace.drafters import _grower
@@ -25,15 +24,8 @@ from outpace.drafters._choosing import Choosing
 from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
-from outpace.engine import passes
 from outpace.models.llama import batched
 from outpace.rules import base as rules_base
-from outpace.server import reading
-from outpace.server.admission import Admission
-from outpace.server.engine_thread import EngineThread
-from outpace.server.errors import ApiError
-from outpace.tools.calls import CallParser
-from outpace.tools.pieces import merged
 
 HERE = Path(__file__).parent
 PATIENCE = 4.0  # seconds that a test waits for what does not come
@@ -94,25 +86,6 @@ def first_number(number_in: Original) -> Original:
 
 def before_it_is_said(choice_in: Original) -> Original:
     return lambda answer, choices: choice_in(answer.partition("answer")[0], choices)
-
-
-def to_one_another(reduce_apart: Original) -> Original:
-    """What one request's rows decide is handed to the others."""
-
-    def mutated(logits: Any, rows: Sequence[Row]) -> list[Any]:
-        picks = list(reduce_apart(logits, rows))
-        return picks[::-1] if len({id(row.request) for row in rows}) > 1 else picks
-
-    return mutated
-
-
-def as_a_fault(later: Original) -> Original:
-    return lambda self, want: ApiError(500, want.why, code=want.code)
-
-
-def at_each_chunk(push: Original) -> Original:
-    """What may still become a call is told as text where a chunk ends."""
-    return lambda self, text: merged([*push(self, text), *self.finish()])
 
 
 JUDGES: dict[str, None] = {}  # the tests that are named below, each once
@@ -263,40 +236,5 @@ PART_MUTATIONS = [
         "_plain",
         lambda f: lambda text: text,
         "test_scoring.py::test_an_exact_text",
-    ),
-    mutation(
-        "server: a text under load differs",
-        passes,
-        "reduce_apart",
-        to_one_another,
-        "test_server_life.py::test_many_at_once_get_the_texts_that_each_gets_alone",
-    ),
-    mutation(
-        "server: nothing ends for who leaves",
-        EngineThread,
-        "abort",
-        nothing,
-        "test_server_life.py::test_who_leaves_ends_the_work",
-    ),
-    mutation(
-        "server: a full queue is a fault",
-        Admission,
-        "_later",
-        as_a_fault,
-        "test_server_life.py::test_what_is_being_tokenised_has_a_place_in_the_queue",
-    ),
-    mutation(
-        "server: any depth of JSON is served",
-        reading,
-        "_check",
-        nothing,
-        "test_server_errors.py::test_json_as_deep_as_allowed_is_read",
-    ),
-    mutation(
-        "server: a call is cut where its chunks are",
-        CallParser,
-        "push",
-        at_each_chunk,
-        "test_tools.py::test_every_split_of_a_transcript_gives_the_same_deltas",
     ),
 ]
