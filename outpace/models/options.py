@@ -24,10 +24,10 @@ KV_DTYPES = (AUTO, "float32", "float16", INT8)
 class LoadOptions:
     """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
 
-    `dtype` "file": the own weights of a GGUF file, or of a folder by GPTQ or AWQ, on a CPU by the native kernels; what
-    comes in float is int8 there. "int8" there: all rounded to it.
-    int8 elsewhere, and fp8, are torchao's: matrices in 8 bits, all else in what "auto" would be.
-    "auto": on a CPU where the native kernels take the model as "file"; bfloat16 on a GPU that has it, else float32.
+    `dtype` "file": on a CPU by the native kernels, the own weights of a GGUF file, or of a folder by GPTQ or AWQ, and
+    int8 for what comes in float. "int8": by these kernels all in int8; elsewhere it is torchao's, and so is "fp8":
+    matrices in 8 bits, all else in what "auto" would be. "auto": as "file" on a CPU where the native kernels take the
+    model, bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's; so is `tp_plan`, "auto": each layer is split over the
