@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
 import test_draft_steps
+import test_split
 
 import outpace
 from outpace.core.errors import UserError
@@ -113,3 +114,44 @@ def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:
         assert llm.draft.model.several_steps
         llm.generate(["the cat sat on the"], max_tokens=24)
         assert any(key[0] == "steps" for key in llm.draft.model.captures._made)
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU is here, this takes two")
+
+
+@two_devices
+def test_a_model_on_a_device_that_is_not_the_current_one(folder: Path) -> None:
+    """Its inputs' events belong to its own stream: many small passes in a row, each with other numbers."""
+    assert torch.cuda.current_device() == 0
+    given = {"dtype": "float32", "graphs": "cuda"}
+    models = [load_model(folder, device=f"cuda:{number}", **given).model for number in range(2)]
+    rows = []
+    for model in models:
+        session = model.open(120, 8)
+        found = [model.score([chain(session, [token, token + 1], [1], range(session.pending))]) for token in range(50)]
+        rows.append(torch.cat(found).cpu())
+    torch.testing.assert_close(rows[1], rows[0], atol=2e-4, rtol=2e-4)
+
+
+def test_captures_are_made_anew_when_all_are_gone(folder: Path) -> None:
+    """The pool of keys and values moves: every graph is dropped, and its memory's handle with them."""
+    model = load_model(folder, device="cuda", dtype="float32").model
+    session = model.open(120, 8)
+    first = model.score([chain(session, [1, 2, 3], [2])])
+    made = model.captures.count
+    others = [model.open(120, 8) for _ in range(3)]
+    model.score([chain(other, [1, 2, 3], [2]) for other in others])
+    again = model.score([chain(others[0], [1, 2, 3], [2])])
+    assert model.captures.count > made
+    torch.testing.assert_close(again, first, atol=2e-4, rtol=2e-4)
+
+
+@two_devices
+def test_a_target_split_over_two_devices_writes_plain_decodings_text(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    given = {"method": "speculative", "drafter": "ngram", "dtype": "float32"}
+    group = test_split.Group((folder, folder), given, is_cuda=True)
+    assert group.line() == "loaded"
+    plain, ours, sampled_plain, sampled = group.line()
+    assert (ours, sampled) == (plain, sampled_plain)
+    assert [status for status, *_ in group.ends()] == [0, 0]

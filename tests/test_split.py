@@ -60,10 +60,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Group:
     """Two processes that find one another, without a launcher that would end the one for the other."""
 
-    def __init__(self, folders: tuple[Any, Any], options: dict[str, Any], **environment: str) -> None:
+    def __init__(
+        self, folders: tuple[Any, Any], options: dict[str, Any], is_cuda: bool = False, **environment: str
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"} | environment
+        shared |= {} if is_cuda else {"CUDA_VISIBLE_DEVICES": ""}
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", SCRIPT, str(where), json.dumps({"tp_plan": "auto"} | options)],
@@ -153,6 +156,12 @@ def test_refusals_come_before_anything_is_loaded(tmp_path: Path, monkeypatch: py
     ]:
         with pytest.raises(UserError, match=said):
             load_model(missing, tp_plan="auto", **more)
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="2 were started here, and 1 are present"):
+        load_model(missing, tp_plan="auto")
+    monkeypatch.undo()
+    monkeypatch.setattr(devices, "processes", lambda: 2)
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install accelerate"):
         load_model(missing, tp_plan="auto")

@@ -60,6 +60,9 @@ def check_split(options: LoadOptions) -> None:
             "tp_plan splits a model over several processes, and this one runs alone: start it with"
             " `python -m torch.distributed.run --nproc-per-node 2 -m outpace ...`, one for each device"
         )
+    here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", processes())), torch.cuda.device_count()
+    if devices and here > devices:
+        raise UserError(f"tp_plan wants a GPU for each process: {here} were started here, and {devices} are present")
     if importlib.util.find_spec("accelerate") is None:
         raise UserError("tp_plan needs `pip install accelerate`, by which transformers splits a model")
 
