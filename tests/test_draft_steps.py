@@ -94,12 +94,13 @@ class Pair:
         for number in some:
             assert seen_of(self.trees[0][number]) == seen_of(self.trees[1][number])
 
-    def follow(self, number: int, path: Sequence[int], token: int) -> None:
-        """The target walks these nodes and writes this token after the last."""
+    def follow(self, number: int, path: Sequence[int], token: int, is_alone: bool = False) -> None:
+        """The target walks these nodes and writes this token after the last. `is_alone`: nothing lives on but the new
+        root, as where a drafter works in turn."""
         for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True):
             tree = trees[number]
             tokens = [*(tree.tokens[node] for node in path[1:]), token]
-            child = tree.child(path[-1], token)
+            child = None if is_alone else tree.child(path[-1], token)
             ids = [tree.ids[node] for node in path]
             after = TokenTree(token, tree.next_id, tree.next_id + 1)
             after = after if child is None else tree.copy(tree.subtree(child))
@@ -157,12 +158,32 @@ def test_equal_tokens_are_ordered_alike() -> None:
     assert pair.forwards[1] == 2
 
 
+def test_what_was_taken_ahead_outlives_a_correction() -> None:
+    """Also where the tree has not asked for it yet, and where it begins anew at the target's token."""
+    model = exact()
+    for is_alone in (False, True):
+        pair = Pair(model, [request_of("gumbel", words(model, 20))], 8)
+        pair.grow([0])
+        child = pair.tree.children(0)[0]
+        pair.follow(0, [0], pair.tree.tokens[child], is_alone)
+        for _ in range(3):
+            pair.grow([0])
+        assert pair.forwards == [4, 1]
+        node = max(range(len(pair.tree)), key=pair.tree.depth)
+        path = list(pair.tree.ancestry(node))[::-1]
+        pair.follow(0, path[:-1], pair.tree.tokens[node], is_alone)
+        for _ in range(2):
+            pair.grow([0])
+        assert pair.forwards[1] <= 2
+
+
+@pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20))])
 @pytest.mark.parametrize("rule", ["greedy", "gumbel"])
-def test_walks_of_many_requests_are_alike(rule: str) -> None:
+def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
     """Corrections, misses, orders, bounds, other widths, requests that come and go: after each the trees are equal."""
-    model, rng = exact(), random.Random(7)
-    requests = [request_of(rule, words(model, 5 + 9 * seed, seed), seed) for seed in range(3)]
-    pair = Pair(model, requests, 4, tree_nodes=90)
+    model, rng = exact(), random.Random(seed)
+    requests = [request_of(rule, words(model, 5 + 9 * number, number), number) for number in range(3)]
+    pair = Pair(model, requests, 4, tree_nodes=90, draft_window=12 if seed % 2 else 0)
     for turn in range(60):
         some = sorted(rng.sample(range(3), rng.randrange(1, 4)))
         pair.grow(some, rng.choice([None, None, 12, 40]))
@@ -176,7 +197,7 @@ def test_walks_of_many_requests_are_alike(rule: str) -> None:
             path = list(tree.ancestry(node))[::-1]
             below = [tree.tokens[child] for child in tree.children(node)]
             token = rng.choice(below) if below and rng.random() < 0.7 else rng.randrange(model.vocab_size)
-            pair.follow(number, path, token)
+            pair.follow(number, path, token, rng.random() < 0.5)
     assert pair.forwards[1] < 0.75 * pair.forwards[0]
 
 

@@ -18,7 +18,7 @@ from outpace.core.noise import halves, row_key
 from outpace.core.scores import Held
 from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Offer, Request
+from outpace.core.types import Observation, Offer, Request
 from outpace.drafters._chance import Choices
 from outpace.drafters._grower import Job
 from outpace.models.base import Model
@@ -40,6 +40,52 @@ class Burst:
     known: dict[int, int] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number and the token
     taken: int = 0
+    loose: list[int] = field(default_factory=list)  # what no node has asked for, while a session numbers anew
+
+    def claim(self, seen: Observation, slots: dict[int, int]) -> int | None:
+        """Follows the target's walk: gives walked nodes that were expanded ahead their slots. The number of the next
+        root; None where nothing was expanded for it, or for a node above it."""
+        above = PREFIX
+        for node_id, token in zip([*seen.path, seen.tree.ids[0]], [-1, *seen.tokens], strict=False):
+            found = self.known.get(node_id, self.children.get((above, token), PREFIX))
+            if found != PREFIX:
+                self.known[node_id] = found
+            if node_id == seen.tree.ids[0]:
+                is_whole = all(node in slots for node in seen.path)
+                return found if found != PREFIX and is_whole else None
+            if found != PREFIX:
+                slots.setdefault(node_id, self.expanded[found].slot)
+            above = found
+        return None
+
+    def keep(self, seen: Observation, slots: dict[int, int]) -> list[int]:
+        """Forgets all that is not below the next root; slots of what no node of the tree has asked for, which stays."""
+        ids = {number: node_id for node_id, number in self.known.items()}
+        living, places = set(seen.tree.ids), dict[int, int]()
+        kept: list[Expanded] = []
+        for number, one in enumerate(self.expanded):
+            if ids.get(number) in living or one.parent in places:
+                places[number] = len(kept)
+                kept.append(one._replace(parent=places.get(one.parent, PREFIX)))
+        self.known = {ids[number]: place for number, place in places.items() if number in ids}
+        self.children = {(one.parent, one.token): place for place, one in enumerate(kept) if one.parent != PREFIX}
+        self.expanded = kept
+        asked = {place for node_id, place in self.known.items() if node_id in slots and node_id in living}
+        self.loose = [place for place in range(len(kept)) if place not in asked]
+        return [kept[place].slot for place in self.loose]
+
+    def settle(self, slots: dict[int, int], pending: int) -> None:
+        """The session has numbered anew what it keeps: the nodes of `slots`, and what is loose behind them."""
+        found = {place: slots[node_id] for node_id, place in self.known.items() if node_id in slots}
+        found |= dict(zip(self.loose, range(len(slots), pending), strict=False))
+        if len(found) < len(self.expanded) or pending != len(slots) + len(self.loose):
+            self.clear()  # it began anew
+        self.expanded = [one._replace(slot=found[place]) for place, one in enumerate(self.expanded)]
+        self.loose = []
+
+    def clear(self) -> None:
+        """Nothing was expanded."""
+        self.expanded, self.known, self.children, self.loose = [], {}, {}, []
 
     def find(self, tree: TokenTree, node: int) -> Expanded | None:
         """What was expanded for this node."""
@@ -104,11 +150,21 @@ class Ahead:
             job.state.ahead = _burst(job, [node_id for node_id, _ in some], expanded)
         return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
-    def forget(self, burst: Burst) -> None:
-        """A round is over: what it did not ask for is of no use."""
+    def follow(self, state: Any, seen: Observation) -> list[int]:
+        """A round is over: of what was expanded ahead that stays which lies below the next root. Slots of what no node
+        has asked for yet: behind those of the tree's they are to be kept."""
+        burst = state.ahead
         if burst.taken:
             self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
-        burst.expanded, burst.known, burst.children, burst.taken = [], {}, {}, 0
+        burst.taken = 0
+        if not burst.expanded or burst.claim(seen, state.slots) is None:
+            burst.clear()
+            return []
+        loose: list[int] = burst.keep(seen, state.slots)
+        if len(state.slots) + len(loose) > self._options.tree_nodes:  # more than is set aside for a request
+            burst.clear()
+            return []
+        return loose
 
     def amortised(self, seconds: float) -> float:
         """Of steps that were taken together each is held to have taken an equal share."""

@@ -150,9 +150,10 @@ class Grower:
         if orders.floor != before.floor or orders.outcomes or before.outcomes:
             state.open, state.seen = [], 0
 
-    def follow(self, state: GrowState, seen: Observation) -> None:
+    def follow(self, state: GrowState, seen: Observation, more: Sequence[int] = ()) -> None:
         """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
-        target's session: that is the target's."""
+        target's session: that is the target's. `more`: pending nodes below the next root that are no tree's yet; they
+        stay behind the others, or go where the session begins anew."""
         state.tokens += seen.tokens
         state.open, state.seen = [], 0
         if self._on_base:
@@ -168,7 +169,7 @@ class Grower:
             live = []
             state.session.truncate(0)
         else:
-            state.session.keep(path, [slots[node] for node in live])
+            state.session.keep(path, [*(slots[node] for node in live), *more])
         state.slots = {node: slot for slot, node in enumerate(live)}
 
     def _frontier(self, state: GrowState, tree: TokenTree, is_anew: bool = False) -> list[int]:

@@ -144,8 +144,9 @@ class ModelDrafter(Drafter):
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not is_drawn(state.request):
             self._choices.learn(state.request, state.offers, seen)
-        self._ahead.forget(state.ahead)
-        self._grower.follow(state, seen)
+        loose = self._ahead.follow(state, seen)
+        self._grower.follow(state, seen, loose)
+        state.ahead.settle(state.slots, state.session.pending)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
