@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,15 @@ def test_headers_that_do_not_end_are_not_waited_for(site: Served) -> None:
     connection.connect()
     connection.sock.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
     assert connection.sock.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def test_an_idle_connection_is_closed(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(llm) as site:
+        monkeypatch.setattr(site.server.config, "timeout_keep_alive", 0.05)
+        with socket.create_connection(("127.0.0.1", site.port), timeout=PATIENCE) as connection:
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            reply = connection.makefile("rb").read()  # to the connection's end
+        assert reply.startswith(b"HTTP/1.1 200 OK")
 
 
 def test_every_answer_has_a_request_id(site: Served) -> None:

@@ -233,7 +233,7 @@ def test_no_limit_of_the_server_is_met_in_a_standstill(llm: outpace.LLM, brake: 
         site.wait_idle()
 
 
-def test_a_head_and_a_body_may_come_across_a_standstill(llm: outpace.LLM) -> None:
+def test_a_head_a_body_and_another_request_may_come_across_a_standstill(llm: outpace.LLM) -> None:
     now = Jumping()
     with served(llm, Limits(body_seconds=3600), now=now) as site:
         loop: Any = site.service._loop
@@ -246,10 +246,15 @@ def test_a_head_and_a_body_may_come_across_a_standstill(llm: outpace.LLM) -> Non
         for connection, part in zip(connections, parts, strict=True):
             connection.sendall(whole[:part])
         wait_for(lambda: len(site.server.server_state.connections) == 3 and len(site.server.server_state.tasks) == 1)
+        idle = site.connect()
+        idle.request("GET", "/version")
+        idle.getresponse().read()
         stand_still(site, now)
         for connection, part in zip(connections, parts, strict=True):
             connection.sendall(whole[part:])
             assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        idle.request("GET", "/version")  # over the connection that was kept
+        assert idle.getresponse().status == 200
 
 
 def last_event(connection: Any) -> Any:

@@ -86,6 +86,13 @@ class Bounded(HttpToolsProtocol):
         elif not self._keeps_alive:
             self.transport.close()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # nothing is to be done: it goes by the server's clock instead
+            self._unset_keepalive_if_required()
+            if self._head is None:
+                self._expect(b"", self.timeout_keep_alive)
+
     def _refuse(self) -> bool:
         """Whether the request was refused. One that stands behind another of its connection is not asked about."""
         self._is_refused = False
@@ -100,7 +107,7 @@ class Bounded(HttpToolsProtocol):
         self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
         if skips_body:
             self.transport.close()
-        self._expect(b"")  # the rest of its body, or another request
+        self._expect(b"", self.limits.body_seconds)  # the rest of its body, or another request
         return True
 
     def _request(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
@@ -110,11 +117,11 @@ class Bounded(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._head = 0
-        self._expect(LATE)
+        self._expect(LATE, self.limits.body_seconds)
 
-    def _expect(self, late: bytes) -> None:
+    def _expect(self, late: bytes, seconds: float) -> None:
         """That something comes in time, or the connection ends with these words."""
-        clock, seconds = self.door.clock, self.limits.body_seconds
+        clock = self.door.clock
         self._due, self._late = clock.time() + seconds, late
         if self._timer is None:
             self._timer = clock.after(seconds, self._look)
