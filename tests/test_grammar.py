@@ -155,6 +155,17 @@ def test_what_cannot_be_enforced_is_refused_by_name(asked: Structure, words: str
     assert len(str(raised.value)) < 1000
 
 
+def test_keywords_that_nobody_knows_are_bounded() -> None:
+    """Each is compared with all that have a meaning, so a flood of them would take the server's time."""
+    names = [f"zq{number:06d}" for number in range(schema.NOTES + 1)]
+    schema.check(dict.fromkeys(names[1:], 1))
+    schema.check(
+        {"type": "array", "items": dict.fromkeys(names[1:], 1), **dict.fromkeys(names[1:], 1)}
+    )  # the same ones
+    with pytest.raises(UserError, match="more than 200 different keywords that are not known"):
+        schema.check(dict.fromkeys(names, 1))
+
+
 @pytest.mark.parametrize(
     "note", ["version", "self", "readonly", "_format", "_uniqueItems", "x-prompt", "@type", "note"]
 )

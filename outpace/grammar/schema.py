@@ -14,6 +14,7 @@ from typing import Any
 from outpace.core.errors import UserError, unknown
 
 PROPERTIES = 1000  # in the whole schema
+NOTES = 200  # different keywords in it that nobody knows: each is compared with all that have a meaning
 DEEPEST = 64  # schemas inside one another
 _TEXTS = ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly")
 _NAMES = ("$schema", "$id", "id", "$anchor", "$comment", "contentMediaType", "contentEncoding")
@@ -59,6 +60,7 @@ _NOTED = frozenset(name.lower() for name in _NOTES)
 _LIMITING = frozenset(name.lower() for name in (*KNOWN - _NOTES, *_REFUSED))
 _ALIKE = 0.85  # of the letters, and a name is held to be misspelt
 _SHORT = 4  # letters: shorter names are like too many words
+_LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
 _OWN = ("_", "@", "//", "x-")  # begin names of notes, of JSON-LD, and of extensions
 
 
@@ -89,13 +91,14 @@ def _has_meaning(keyword: str) -> bool:
     lower = keyword.lower()[:60]
     if keyword.startswith(_OWN) or lower in _NOTED:
         return False
-    alike = difflib.get_close_matches(lower, [name for name in _LIMITING if len(name) >= _SHORT], 1, _ALIKE)
+    alike = difflib.get_close_matches(lower, _LONG_ENOUGH, 1, _ALIKE)
     return lower in _LIMITING or bool(alike)
 
 
 def check(schema: Any) -> None:
     """UserError for a schema that is too large or too deep, or that has a keyword which cannot be enforced."""
     properties = 0
+    notes: set[str] = set()
     left = [(schema, 1)]
     while left:
         one, depth = left.pop()
@@ -106,8 +109,13 @@ def check(schema: Any) -> None:
         if depth > DEEPEST:
             raise UserError(f"the JSON schema is deeper than {DEEPEST} levels")
         for keyword in one:
-            if keyword not in KNOWN and _has_meaning(keyword):
+            if keyword in KNOWN or keyword in notes:
+                continue
+            if _has_meaning(keyword):
                 raise unknown("or unsupported keyword of a JSON schema", keyword, KNOWN)
+            notes.add(keyword)
+            if len(notes) > NOTES:
+                raise UserError(f"the JSON schema has more than {NOTES} different keywords that are not known")
         properties += sum(len(one[name]) for name in _MAPS if isinstance(one.get(name), Mapping))
         if properties > PROPERTIES:
             raise UserError(f"the JSON schema has more than {PROPERTIES} properties and definitions")
