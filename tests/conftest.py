@@ -84,3 +84,21 @@ def _by_rows(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return torch.stack([known[key, vocab] for key in keys])
 
     return made
+
+
+@pytest.fixture(scope="module")
+def served_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model for the servers of a file."""
+    from test_library import folder  # as below: few tests need it
+
+    return folder(tmp_path_factory.mktemp("served"), "target")
+
+
+@pytest.fixture
+def brake(llm: Any) -> Iterator[Any]:
+    """Holds the engine of the test's `llm` before each step until it is let go."""
+    from serving import Brake
+
+    brake = Brake(llm)
+    yield brake
+    brake.release()

@@ -12,28 +12,15 @@ from typing import Any
 
 import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, send, served, wait_for
-from test_library import folder
 
 import outpace
 from outpace.server.options import Limits
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder(tmp_path_factory.mktemp("served"), "target")
-
-
 @pytest.fixture
-def llm(model: str) -> Iterator[outpace.LLM]:
-    with outpace.load(model, drafter="ngram", batch=2) as llm:
+def llm(served_folder: str) -> Iterator[outpace.LLM]:
+    with outpace.load(served_folder, drafter="ngram", batch=2) as llm:
         yield llm
-
-
-@pytest.fixture
-def brake(llm: outpace.LLM) -> Iterator[Brake]:
-    brake = Brake(llm)
-    yield brake
-    brake.release()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Brake, Served, send, served, wait_for
-from test_library import folder
 
 import outpace
 from outpace.core import awake
@@ -189,22 +188,10 @@ def test_a_template_is_rendered_across_a_standstill(monkeypatch: pytest.MonkeyPa
     template.close()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return folder(tmp_path_factory.mktemp("served"), "target")
-
-
 @pytest.fixture
-def llm(model: str) -> Iterator[outpace.LLM]:
-    with outpace.load(model, drafter="ngram", batch=1) as llm:
+def llm(served_folder: str) -> Iterator[outpace.LLM]:
+    with outpace.load(served_folder, drafter="ngram", batch=1) as llm:
         yield llm
-
-
-@pytest.fixture
-def brake(llm: outpace.LLM) -> Iterator[Brake]:
-    brake = Brake(llm)
-    yield brake
-    brake.release()
 
 
 def stand_still(site: Served, now: Jumping) -> None:
