@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from outpace.bench.contenders import PLAIN, parse_methods
 from outpace.bench.own import Own
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import Key, Store
-from outpace.bench.turns import check_turns
+from outpace.bench.turns import Conversations, check_turns
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 
@@ -73,7 +74,7 @@ def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: 
                     _spy(bench, asked)
                 bench.measure(lambda *_: None)
                 rows = {(row.task, row.label): row for row in bench.rows()}
-                third = next(prompt for one, prompt in bench.prompts.items() if one.task == "t 3")
+                third = next(bench.prompt(one) for one in bench.asked if one.task == "t 3")
                 last = {"role": "user", "content": TURNS[2]}
                 assert third == tuple(llm.tokenizer.chat([*said, last]))
                 assert {task for task, _ in rows} == {"t", "t 2", "t 3", "all"}
@@ -82,16 +83,81 @@ def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: 
     assert asked == [], "all was in the folder"
 
 
-def _spy(bench: Bench, asked: list[Sequence[int]]) -> None:
-    plain = bench._running[PLAIN]
-    assert isinstance(plain, Own)
-    answer = plain.answer
+def _spy(bench: Bench, asked: list[Sequence[int]], label: str = PLAIN, most: int = 1000) -> None:
+    """Notes what a method is asked for; somebody presses Ctrl-C instead of the answer behind the first `most`."""
+    method = bench._running[label]
+    assert isinstance(method, Own)
+    answer = method.answer
 
-    def spied(prompt: Sequence[int], most: int) -> Any:
-        asked.append(prompt)
-        return answer(prompt, most)
+    def spied(prompt: Sequence[int], length: int) -> Any:
+        if length == ANSWER:  # no warming up
+            if len(asked) == most:
+                raise KeyboardInterrupt
+            asked.append(tuple(prompt))
+        return answer(prompt, length)
 
-    plain.answer = spied  # type: ignore[method-assign]
+    method.answer = spied  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("stops", [[], [1], [2, 1], [1, 1, 1]])
+def test_each_turn_is_written_once_a_way_and_round(
+    tiny: Path, talk: Path, tmp_path: Path, rounds: int, stops: list[int]
+) -> None:
+    """Four prompts, with the three turns of the conversation: what was measured becomes the history, also where the
+    bench was stopped after so many of plain decoding's answers and goes on in its folder."""
+    asked: dict[str, list[Sequence[int]]] = {}
+    with load(tiny, runtime="llama", dtype="float32") as llm:
+        methods = tuple(parse_methods("speculative:drafter=ngram", {}))
+        params = SamplingParams(max_tokens=ANSWER)
+        options = BenchOptions((str(talk),), methods, turns=3, rounds=rounds, sampling_params=params)
+        for most in [*stops, 1000]:
+            store = Store(tmp_path / "out", options.settings(llm))
+            with Bench(llm, options, store, print) as bench:
+                parts: dict[str, list[Sequence[int]]] = {label: [] for label in bench.order}
+                for label, part in parts.items():
+                    _spy(bench, part, label, most if label == PLAIN else 1000)
+                with pytest.raises(KeyboardInterrupt) if most < 1000 else nullcontext():
+                    bench.measure(lambda *_: None)
+                for label, part in parts.items():
+                    asked.setdefault(label, []).extend(part)
+        prompts = sorted(bench.prompt(one) for one in bench.asked)
+    assert len(set(prompts)) == 4
+    assert {label: sorted(found) for label, found in asked.items()} == {
+        label: sorted(prompts * rounds) for label in bench.order
+    }
+    assert all(row.equal_text for row in bench.rows() if row.label != PLAIN)
+
+
+def test_a_later_turn_stands_behind_the_one_before_it(talk: Path) -> None:
+    """Beside the first turn of its conversation, and only where that is measured; conversations differ in length."""
+    lines = [{"id": name, "turns": list(TURNS[:count])} for name, count in (("a", 1), ("b", 3), ("c", 2), ("d", 3))]
+    talk.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = tasks.collect([str(talk)], 3, 3)
+    assert [(one.name, len(one.before)) for one in found] == [
+        ("a", 0),
+        ("b", 0),
+        ("b", 1),
+        ("b", 2),
+        ("c", 0),
+        ("c", 1),
+    ]
+    assert found[3].at(1) == found[2]
+    assert found[3].at(0)._replace(reference=None) == found[1]._replace(reference=None)
+
+
+def test_where_nothing_is_measured_a_turn_is_written_once(tiny: Path, talk: Path) -> None:
+    with load(tiny, runtime="llama", dtype="float32", method="autoregressive") as llm:
+        asked: list[Sequence[int]] = []
+
+        def answer(prompt: Sequence[int]) -> Sequence[int]:
+            asked.append(prompt)
+            return llm.generate(list(prompt), max_tokens=ANSWER)[0].tokens
+
+        talks = Conversations(llm.tokenizer, answer)
+        prompts = [talks.prompt(one) for one in reversed(tasks.collect([str(talk)], 2, 3))]
+    assert len(prompts) == 4
+    assert asked == [prompts[3], prompts[2]], "of three turns the first two, not the single turn"
 
 
 def test_a_conversation_that_is_too_long_fails_by_itself(

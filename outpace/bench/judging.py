@@ -33,7 +33,7 @@ def judge(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
         if has_lossy and record.surprise is None:
             key = (asked, record.tokens)
             if key not in known:
-                known[key] = surprise(bench.models.target.model, bench.prompts[asked], record.tokens)
+                known[key] = surprise(bench.models.target.model, bench.prompt(asked), record.tokens)
             judged = replace(judged, surprise=known[key])
         if judged != record:
             bench.store.add(judged)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
 from outpace.bench.tasks import BUILT_IN, Asked, collect
-from outpace.bench.turns import check_turns, prompt_of
+from outpace.bench.turns import bare_length, check_turns, prompt_of
 from outpace.core.errors import UserError, check_whole
 
 WARM_TOKENS = 12  # of the prompt, and of the answer
@@ -83,10 +82,8 @@ class Bench:
         self.asked = collect(options.tasks, options.prompts, options.turns)
         check_batches(options, self.asked)
         check_turns(self.asked, models.tokenizer)
-        first = [asked for asked in self.asked if not asked.before]
-        self.prompts = {asked: tuple(models.tokenizer.encode_prompt(asked.text)) for asked in first}
+        self._prompts: dict[Asked, tuple[int, ...]] = {}
         self._check_lengths()
-        self._untold: dict[Asked, UserError] = {}  # later turns whose conversations cannot be written
         self._running: dict[str, Peer] = {}
         self._parts = ExitStack()
         most = max(options.batch, default=1)
@@ -119,7 +116,6 @@ class Bench:
 
     def measure(self, progress: Progress) -> None:
         """Whatever is not there yet."""
-        self._converse(progress)
         alone = list(self._alone())
         groups = list(self._groups())
         left = [job for job in (*alone, *groups) if not self.store.has(job[0])]
@@ -132,22 +128,18 @@ class Bench:
             self.store.add(self._record(key, contender, asked))
         progress("done", len(left), len(left))
 
-    def _converse(self, progress: Progress) -> None:
-        """Writes what stands before later turns, by plain decoding, where it is not measured yet."""
-        later = [asked for asked in self.asked if asked not in self.prompts]
-        for done, asked in enumerate(later):
-            progress(f"{asked.task} {asked.name}: the turns before", done, len(later))
-            try:
-                self.prompts[asked] = prompt_of(asked, self.models.tokenizer, partial(self._said, asked))
-            except UserError as error:  # it is too long by now: it fails by itself
-                self._untold[asked] = error
+    def prompt(self, asked: Asked) -> tuple[int, ...]:
+        """Its tokens: of a later turn behind what plain decoding answered in the first round, where it was measured.
+        UserError where that failed, or is not there yet."""
+        if asked not in self._prompts:
+            self._prompts[asked] = prompt_of(asked, self.models.tokenizer, self._said)
+        return self._prompts[asked]
 
-    def _said(self, asked: Asked, turn: int, prompt: Sequence[int]) -> Sequence[int]:
-        """What plain decoding writes in a turn of this conversation."""
+    def _said(self, asked: Asked, turn: int) -> Sequence[int]:
         known = self.store.records.get(Key(names.PLAIN, asked.task_of(turn), asked.name, 0, 1))
-        if known is not None and known.failed is None:
-            return known.tokens
-        return self._running[names.PLAIN].answer(tuple(prompt), self.options.sampling_params.max_tokens).tokens
+        if known is None or known.failed is not None:
+            raise UserError(f"turn {turn + 1} was not answered: {known.failed if known else 'it is not measured'}")
+        return known.tokens
 
     def _alone(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
         """One prompt at a time; who comes first moves on from prompt to prompt."""
@@ -176,10 +168,7 @@ class Bench:
 
     def _measured(self, known: Record, engine: Peer, asked: Sequence[Asked]) -> Record:
         most = self.options.sampling_params.max_tokens
-        for one in asked:
-            if one in self._untold:
-                raise self._untold[one]
-        prompts = [self.prompts[one] for one in asked]
+        prompts = [self.prompt(one) for one in asked]
         if known.batch > 1 and isinstance(engine, own.Own):
             texts, seconds = engine.together(prompts, most)
             held = tuple((one.task, one.name) for one in asked)
@@ -202,22 +191,23 @@ class Bench:
                 self._running[contender.label] = self._parts.enter_context(closing(peer))
 
     def _peer_settings(self) -> PeerSettings:
-        longest = max(map(len, self.prompts.values()))
-        draft = self.models.draft
+        most, draft = self.options.sampling_params.max_tokens, self.models.draft
+        room = 2 * most  # for an answer whose text may be cut into more tokens than were written
+        longest = max(bare_length(one, self.models.tokenizer) + room * len(one.before) for one in self.asked)
         files = draft.files() if draft is not None and draft.files is not None else None
         return PeerSettings(
             target=self.options.target,
             draft=files or (draft.name if draft is not None else None),
             stop_ids=frozenset(self.models.tokenizer.stop_ids),
             threads=torch.get_num_threads(),
-            max_context=longest + self.options.sampling_params.max_tokens + 1,
+            max_context=longest + most + 1,
         )
 
     def _warm_up(self, labels: Sequence[str]) -> None:
         """A short answer by each, whose time nobody sees; a UserError of our own method is the user's to mend."""
         if not labels:
             return
-        prompt = next(iter(self.prompts.values()))[:WARM_TOKENS]
+        prompt = self.prompt(self.asked[0])[:WARM_TOKENS]
         for contender in self.options.contenders:
             engine = self._running.get(contender.label)
             if engine is None or contender.label not in labels:
@@ -239,7 +229,8 @@ class Bench:
 
     def _check_lengths(self) -> None:
         """A prompt that does not fit fails by itself; with none that fits there is nothing to measure."""
-        context, shortest = self.models.target.model.max_positions, min(map(len, self.prompts.values()))
+        context = self.models.target.model.max_positions
+        shortest = min(len(self.prompt(asked)) for asked in self.asked if not asked.before)
         if shortest >= context:
             said = f"the shortest has {shortest} tokens, the target's context holds {context}"
             raise UserError(f"every prompt is too long: {said}")
@@ -268,14 +259,14 @@ def answered(answer: Answered) -> dict[str, Any]:
 
 def with_gaps(found: Sequence[TableRow], bench: Bench) -> list[TableRow]:
     """The rows with the target's own judgement of each first divergence, where both texts have a token there."""
-    prompts = {(asked.task, asked.name): prompt for asked, prompt in bench.prompts.items()}
+    prompts = {(asked.task, asked.name): asked for asked in bench.asked}
     made = []
     for row in found:
         left = row.divergence
         if left and left.plain_token is not None and left.token is not None and (left.task, left.prompt) in prompts:
             plain = bench.store.records.get(Key(names.PLAIN, left.task, left.prompt, 0, 1))
             before = plain.tokens[: left.position] if plain else ()
-            text = [*prompts[left.task, left.prompt], *before]
+            text = [*bench.prompt(prompts[left.task, left.prompt]), *before]
             gap = own.score_gap(bench.models.target.model, text, (left.plain_token, left.token))
             row = replace(row, divergence=replace(left, score_gap=round(gap, 5)))
         made.append(row)

@@ -45,10 +45,15 @@ class Asked(NamedTuple):
         here = len(self.before)
         return _task_of(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
 
+    def at(self, turn: int) -> Asked:
+        """An earlier turn of the conversation; what a right answer to it is, is not known any more."""
+        return Asked(self.task_of(turn), self.name, self.before[turn], None, self.before[:turn])
+
 
 def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
     """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each. Of
-    a conversation the first `turns` messages of the user; those behind the first are tasks of their own ("NAME 2").
+    a conversation the first `turns` messages of the user; those behind the first are tasks of their own ("NAME 2"),
+    and each stands behind the one before it.
 
     A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `OWN`.
     UserError for one that is none.
@@ -59,10 +64,16 @@ def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
             found = tasks.setdefault(asked.task, {})
             if asked.name in found:
                 raise UserError(f"{source}: the prompt {asked.name!r} of the task {asked.task} is there twice")
-            if len(found) < count:
+            if len(found) < count if not asked.before else asked.name in tasks[asked.task_of(0)]:
                 found[asked.name] = asked
-    columns = [list(task.values()) for task in tasks.values()]
+    columns = [_column(task, tasks) for task in tasks.values() if task]
     return [asked for row in itertools.zip_longest(*columns) for asked in row if asked is not None]
+
+
+def _column(task: Mapping[str, Asked], tasks: Mapping[str, Mapping[str, Asked]]) -> list[Asked | None]:
+    """A task's prompts; later turns stand beside the first turns of their conversations."""
+    beside = list(tasks[next(iter(task.values())).task_of(0)])
+    return [task.get(name) for name in (*beside, *(name for name in task if name not in beside))]
 
 
 def _read(source: str, count: int, turns: int) -> Iterable[Asked]:

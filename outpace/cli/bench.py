@@ -211,7 +211,7 @@ def _compare(one: Path, other: Path) -> None:
 def _trace(llm: LLM, options: Any, file: Path) -> None:
     """Plain decoding's text and the draft's proposals at every place of it."""
     from outpace.bench.tasks import collect
-    from outpace.bench.turns import check_turns, prompt_of
+    from outpace.bench.turns import Conversations, check_turns
     from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
@@ -220,10 +220,8 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     check_turns(asked, llm.tokenizer)
     drawn = options.sampling_params
 
-    def plain(turn: int, prompt: Sequence[int]) -> Sequence[int]:
-        return llm.generate(list(prompt), drawn, plain=True)[0].tokens
-
-    prompts: Sequence[Sequence[int]] = [prompt_of(one, llm.tokenizer, plain) for one in asked]
+    talks = Conversations(llm.tokenizer, lambda prompt: llm.generate(list(prompt), drawn, plain=True)[0].tokens)
+    prompts: Sequence[Sequence[int]] = [talks.prompt(one) for one in asked]
     console = display.stderr()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("recording", total=len(prompts))
