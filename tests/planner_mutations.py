@@ -15,7 +15,7 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _costs, _recent, _row_times, auto
+from outpace.decoders import _costs, _recent, _row_times, _sources, auto
 from outpace.decoders.base import Place
 
 
@@ -150,6 +150,22 @@ def never_forgetting(learn: Original) -> Original:
     return mutated
 
 
+def as_often(asked: Original) -> Original:
+    def mutated(self: Any, gains: bool, repeats: Any) -> None:
+        asked(self, gains, repeats)
+        self._wait = _sources._SKIPS
+
+    return mutated
+
+
+def never_in_vain(asked: Original) -> Original:
+    def mutated(self: Any, gains: bool, repeats: Any) -> None:
+        asked(self, gains, repeats)
+        self._enough = _sources._REPEATED
+
+    return mutated
+
+
 def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original]) -> Mutation:
     return Mutation(name, [owner], attribute, make, find_in_planner)
 
@@ -169,7 +185,12 @@ PLANNER_MUTATIONS = [
         lambda f: lambda *parts, pays: None,
     ),
     mutation("planner: the whole tree is verified", auto._Planner, "chosen", whole_trees),
-    mutation("planner: any prompt is worth reading", auto._Planner, "_is_worth_reading", lambda f: lambda *parts: True),
+    mutation("planner: any prompt is worth reading", _sources.Grower, "is_worth_reading", lambda f: lambda self: True),
+    mutation("planner: nothing is explored", _sources.Grower, "explores", lambda f: lambda self: False),
+    mutation("planner: it explores whatever that gave", _sources.Grower, "judged", lambda f: lambda self, price: None),
+    mutation("planner: copies are asked as often as before", _sources.Copier, "asked", as_often),
+    mutation("planner: no text repeats itself", _sources.Repeats, "follow", lambda f: lambda self: 0),
+    mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", _recent, "median", lambda f: fmean),
     mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),

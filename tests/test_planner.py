@@ -172,6 +172,21 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
     assert (world.asked > 0) is is_read
 
 
+def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
+    """Ten answers of which the draft knows nothing, then one that it knows: which gains, although all others lost."""
+    costs = Costs()
+
+    def answer(is_right: bool) -> float:
+        world = World(0.9 if is_right else 0.1, lambda place: is_right)
+        world.costs = world.place.costs = costs
+        world.place.left = 128
+        return world.run(128)
+
+    ratios = [answer(False) for _ in range(10)]
+    assert sum(1 / ratio for ratio in ratios[1:]) / 9 < 1 / 0.97
+    assert answer(True) > 1.5
+
+
 def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
     costs, guesses = Costs(), Source("prediction", False)

@@ -74,6 +74,7 @@ class Costs:
         self._prices: dict[int, Prices] = {}  # by requests, until a round is over
         self._copies: dict[tuple[str, int], Mean] = {}  # by source and requests
         self._modes: dict[str, Mean] = {}  # see `mode`
+        self._found: dict[str, Mean] = {}  # by source
 
     @property
     def seen(self) -> int:
@@ -121,6 +122,10 @@ class Costs:
         """What is known of one of several ways of working, whatever that is."""
         return self._modes.setdefault(name, Mean(prior, weight, _GROWTH_FADE))
 
+    def found(self, source: Source) -> Mean:
+        """In what share of the requests this source's model paid, of those that tried it at their beginning."""
+        return self._found.setdefault(source.name, Mean(0.5, 4.0))
+
     def growth(self, source: Source, layer: int, requests: int = 1) -> Mean:
         """Of the chance at the leaves, what the source's layer of this number puts below them, its rows paid, while so
         many requests write; at first what it was with about as many."""
@@ -130,6 +135,10 @@ class Costs:
             known[requests] = [Mean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
         layers = known[requests]
         return layers[min(layer, len(layers) - 1)]
+
+    def growth_of_one(self, source: Source, layer: int) -> Mean:
+        """The same for a request that begins and writes alone."""
+        return Mean(self.growth(source, layer).value, 2.0, _GROWTH_FADE)
 
     def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
         """So many requests' trees were grown once by a source, or by all (None)."""

@@ -22,7 +22,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders._costs import Costs, Mean
-from outpace.decoders._sources import Copier, Grower
+from outpace.decoders._sources import Copier, Grower, Repeats
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
@@ -31,11 +31,9 @@ NEEDS = "drafter"
 _FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand
-_SKIPS = 8  # one round in so many asks drafters without a model whose time does not pay
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
-_SAVED = 0.15  # of plain decoding's time, that a draft is held to save where its reading of the text is weighed
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -95,7 +93,8 @@ class _Planner:
         self._trust = {name: Mean(self._costs.trust(name).value, 2.0, _FADE) for name in names}
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
-        self.growers = [Grower(source, options.deepest) for source in place.sources if source.runs_model]
+        self._repeats = Repeats(place.committed)
+        self.growers = [Grower(source, options.deepest, place) for source in place.sources if source.runs_model]
         self._chances = [1.0]  # of this round's nodes, see `_weigh`
         self._factors: dict[str, float] = {}  # by source: how far its chances are trusted in this round
         self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
@@ -104,7 +103,7 @@ class _Planner:
         self._seconds = 0.0  # of rounds so far
         self._at_leaves = 1.0
         self._rounds = 0
-        self._is_look = False  # this round asks whatever pays or not
+        self._is_look = False  # this round asks in a crowd, whatever pays or not
         self.is_plain = False  # this round writes plainly in any case
 
     def begin(self) -> None:
@@ -120,8 +119,8 @@ class _Planner:
         requests = self._place.requests
         prices = self._costs.prices(requests)
         self._price = _DOUBT * prices.second
-        self._is_look = self._costs.seen % _LOOKS == 0
         is_crowded = requests > 1 and self._price * prices.row > _CROWDED
+        self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
         gains = self._is_look or not is_crowded or any(self._gains(copier) for copier in self.copiers)
         is_new = self._rounds < _PLAIN and not prices.is_known
         self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
@@ -132,9 +131,8 @@ class _Planner:
         return copier.gain.value > self._price * self._costs.draft(copier.source)
 
     def copies_pay(self, copier: Copier) -> bool:
-        """Whether a source that runs no model is asked: where it gains nothing, in one round of some."""
-        copier.skipped = 0 if self._gains(copier) else (copier.skipped + 1) % _SKIPS
-        copier.is_asked = self._is_look or not copier.skipped
+        """Whether a source that runs no model is asked: where it gains nothing, in a round now and then."""
+        copier.is_asked = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
         return copier.is_asked
 
     def copied(self, tree: TokenTree, copier: Copier) -> None:
@@ -152,10 +150,10 @@ class _Planner:
         cost = self._price * self._costs.draft(grower.source, requests)
         if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
-        if not (grower.has_read or self._is_worth_reading(grower)):
+        if not grower.is_worth_reading():
             return False
         self._at_leaves = self._reach(tree, grower)
-        if self._costs.growth(grower.source, grower.layers, requests).value * self._at_leaves > cost:
+        if grower.growth.value * self._at_leaves > cost or (self._at_leaves > _LITTLE and grower.explores()):
             return self._asks(grower)
         grower.is_trial = self._is_due(grower)
         return grower.is_trial and self._asks(grower)
@@ -165,12 +163,6 @@ class _Planner:
         if not grower.layers and not grower.is_following:
             self._costs.reads(grower.source)
         return True
-
-    def _is_worth_reading(self, grower: Grower) -> bool:
-        """Whether what may still be written is long enough for the draft to read all that stands before it."""
-        place = self._place
-        saved = _SAVED * place.left * self._costs.target(place.requests) / place.requests
-        return self._costs.reading(grower.source, len(place.committed)) <= saved
 
     def grown(self, tree: TokenTree, grower: Grower) -> None:
         """The model has added a layer."""
@@ -183,8 +175,7 @@ class _Planner:
             most = self._costs.most_more(self._place.rows_of_others)
             is_cut = len(chances) >= rows > most  # by what is known, not by what pays
             if not is_cut:
-                growth = self._costs.growth(grower.source, grower.layers, self._place.requests)
-                growth.learn(self._worth - before, self._at_leaves)
+                grower.gave(self._worth - before, self._at_leaves)
         self._costs.stepped(grower.source, self._place.requests)
         if grower.is_trial and not grower.layers:
             grower.trial_cost = self._costs.latest_draft
@@ -194,8 +185,7 @@ class _Planner:
         """Whether a layer that does not pay is tried again."""
         cost = self._costs.draft(grower.source, self._place.requests)
         if not grower.layers:
-            reading = 0.0 if grower.has_read else self._costs.reading(grower.source, len(self._place.committed))
-            cost = max(grower.trial_cost, 3 * cost) + reading
+            cost = max(grower.trial_cost, 3 * cost) + grower.reading
         is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
         failures = max(grower.failures, self._costs.failures(grower.source, self._place.requests))
         share = self._options.trials / 2 ** (0 if grower.layers else failures)
@@ -231,6 +221,7 @@ class _Planner:
             if grower.layers:
                 grower.failures = grower.failures + 1 if grower.tries else 0
                 self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
+                grower.judged(self._price)
         if len(tree) == 1 and not any(copier.is_asked for copier in self.copiers):
             return
         sources = [self._sources[node] for node in tree.ids[1:]]
@@ -254,6 +245,7 @@ class _Planner:
                 name = copier.source.name
                 gain = walked.get(name, 0) - price * rows.get(name, 0)
                 copier.gain.learn(gain)
+                copier.asked(self._gains(copier), self._repeats)
                 self._costs.copies(name, self._place.requests).learn(gain)
 
     def _weigh(self, tree: TokenTree) -> list[float]:

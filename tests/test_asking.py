@@ -1,0 +1,147 @@
+"""How often `auto` asks those who copy, on a stated clock: ever more seldom in vain, at once where the text repeats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from doubles import make_request
+from test_planner import place_of
+
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Draft, Source, Verify
+from outpace.decoders import _sources, auto
+from outpace.decoders._costs import Costs
+from outpace.decoders._sources import Repeats
+
+COPIES = Source("ngram", False, is_fitted=True)
+PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking
+LONGEST, COPIED = 3, 8
+
+
+class Told:
+    """A target that writes one text, and a drafter that copies what followed its last tokens when they stood before."""
+
+    def __init__(self, text: Sequence[int], chances: Sequence[float] = (0.3, 0.6, 0.9)) -> None:
+        """`chances`: of a copy behind so many equal tokens."""
+        self.text, self.chances = list(text), chances
+        self.seconds = 0.0
+        self.asked: list[int] = []  # tokens that were written before
+
+    def run(self) -> float:
+        """Writes the text; how much faster that was than plain decoding."""
+        costs, written = Costs(), [self.text[0]]
+        place = place_of(make_request((1,)), 16, costs, (COPIES,))
+        place.committed, place.last_token = written, written[0]
+        coroutine = auto.decode(place, auto.Options())
+        ask, drafting = coroutine.send(None), 0.0
+        while len(written) < len(self.text):
+            if isinstance(ask, Draft):
+                self.asked.append(len(written))
+                drafting += ASK
+                costs.drafted(ASK, 1, ask.source)
+                ask = coroutine.send(self.grow(ask.tree, written))
+                continue
+            assert isinstance(ask, Verify)
+            rows, start = len(ask.tree), len(written)
+            picks = [self.text[min(start + ask.tree.depth(node), len(self.text) - 1)] for node in range(rows)]
+            ask = coroutine.send(picks)
+            assert isinstance(ask, Commit)
+            emitted = len(ask.verdict.path)
+            seconds = PASS + ROW * (rows - 1) + drafting
+            costs.round(1, rows, emitted, seconds, drafting)
+            written += self.text[start : start + emitted]
+            self.seconds, drafting = self.seconds + seconds, 0.0
+            ask = coroutine.send(TokenTree(written[-1]))
+        return (len(self.text) - 1) * PASS / self.seconds
+
+    def grow(self, tree: TokenTree, written: Sequence[int]) -> int:
+        """One branch, behind the longest match."""
+        for length in range(LONGEST, 0, -1):
+            last = written[-length:]
+            places = [n for n in range(length, len(written)) if list(written[n - length : n]) == list(last)]
+            if places and len(last) == length:
+                node, score = 0, 0.0
+                for token in written[places[-1] : places[-1] + COPIED]:
+                    score += math.log(self.chances[min(length, LONGEST) - 1])
+                    node = tree.add(node, token, score) or 0
+                    length += 1
+                return len(tree) - 1
+        return 0
+
+
+def new_text(tokens: int, kinds: int, seed: int = 0) -> list[int]:
+    """Tokens that stand again and again, and never tell what comes next."""
+    chance = random.Random(seed)
+    return [chance.randrange(kinds) for _ in range(tokens)]
+
+
+def test_copies_that_never_come_true_are_asked_for_ever_more_seldom() -> None:
+    told = Told(new_text(1200, 200), (0.05, 0.05, 0.05))
+    ratio = told.run()
+    waits = [later - one for one, later in itertools.pairwise(told.asked)]
+    assert ratio > 0.99
+    assert max(waits) >= _sources._MOST_SKIPS
+    assert sum(place > 400 for place in told.asked) < 800 / 32
+    assert sum(waits[-5:]) > sum(waits[:5])
+
+
+@pytest.mark.parametrize("new", [100, 300, 900])
+def test_where_the_text_repeats_itself_nothing_is_lost(monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+    """Long nothing came true, then the whole text stands again: four tokens of it are seen, and then it is copied, as
+    by a planner that asks in every round."""
+    text = new_text(new, 200)
+    told = Told(text + text)
+    told.run()
+    first = next(place for place in told.asked if place >= new + 2)
+    assert first <= new + _sources._REPEATED + 1
+    before = [place for place in told.asked if place < new]
+    monkeypatch.setattr(_sources, "_SKIPS", 1)
+    monkeypatch.setattr(_sources, "_MOST_SKIPS", 1)
+    always = Told(text + text)
+    always.run()
+    assert told.seconds < always.seconds
+    assert len(before) < new / 4 < sum(place < new for place in always.asked)
+
+
+def test_repetitions_in_vain_are_not_asked_for_each_time() -> None:
+    """Five tokens stand again after every five new ones, and what follows them is new each time."""
+    phrase, text = [1, 2, 3, 4, 5], []
+    for token in new_text(200, 1000):
+        text += [*phrase, *new_text(5, 1000, token)]
+    told = Told(text, (0.05, 0.05, 0.05))
+    assert told.run() > 0.985
+    assert sum(place > 1000 for place in told.asked) < 1000 / 25
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_repeats_is_what_stood_before(seed: int) -> None:
+    """Its slow twin: the last tokens, four at least, of which each four in a row stood before."""
+    chance, text = random.Random(seed), list[int]()
+    repeats = Repeats(text)
+    for _ in range(60):
+        text += new_text(chance.randint(1, 4), 3, chance.randrange(1000))
+        assert repeats.follow() == slow_length(text)
+
+
+def slow_length(text: Sequence[int]) -> int:
+    count = 0
+    while len(text) - count >= 4:
+        end = len(text) - count
+        four = list(text[end - 4 : end])
+        if not any(list(text[n - 4 : n]) == four for n in range(4, end)):
+            break
+        count += 1
+    return count + 3 if count else 0
+
+
+def test_only_the_last_of_a_long_prompt_is_read() -> None:
+    text = [*range(5), *[9] * (_sources._KNOWN - 3)]
+    repeats = Repeats(text)
+    text += range(5)
+    assert repeats.follow() == 0, "what stood further back is not known"
+    text += [*range(1, 5)]
+    assert repeats.follow() == 4
