@@ -10,6 +10,7 @@ from statistics import fmean
 from types import ModuleType
 from typing import Any
 
+import test_asking
 import test_costs
 import test_planner
 from mutation_checks import Mutation, Original
@@ -46,7 +47,7 @@ def find_in(*modules: ModuleType) -> str | None:
 
 
 def find_in_planner() -> str | None:
-    return find_in(test_planner, test_costs)
+    return find_in(test_planner, test_costs, test_asking)
 
 
 def blindly_trusting(weigh: Original) -> Original:

@@ -358,6 +358,24 @@ def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path) -> 
     assert by_label(out)["speculative"]["tokens"] == by_label(plain)["speculative"]["tokens"]
 
 
+def test_a_guess_of_the_answer_is_told_beforehand(run: Run, tmp_path: Path) -> None:
+    """All but every fourth token of what plain decoding answers is as predicted: three of four in each pass."""
+    methods = "speculative:drafter=prediction,nodes=8,guess=4,speculative:drafter=ngram"
+    code, out, _ = run("--methods", methods, "--out", tmp_path / "out")
+    rows = {row["method"]: row for row in json.loads(out.splitlines()[-1])["rows"] if row["task"] == "all"}
+    told = rows["speculative:drafter=prediction,nodes=8,guess=4"]
+    assert (code, told["equal_text"], told["failed"]) == (0, True, 0)
+    assert told["mean_accepted_length"] > 2 > 1
+    [(name, judged, written)] = told["sources"]
+    assert (name, judged, written) == ("prediction", told["drafted"], told["accepted"])
+    assert 0 < written < judged
+    assert rows["autoregressive"]["sources"] == []
+    lines = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
+    places = {(line["task"], line["prompt"], line["label"]): number for number, line in enumerate(lines)}
+    for task, prompt, label in places:
+        assert places[task, prompt, "autoregressive"] <= places[task, prompt, label] or "guess" not in label
+
+
 def test_who_comes_first_moves_on() -> None:
     three = [Contender(name, name) for name in "abc"]
     assert [[one.label for one in rotated(three, by)] for by in (0, 1, 5)] == [list("abc"), list("bca"), list("cab")]

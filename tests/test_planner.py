@@ -173,18 +173,30 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
 
 
 def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
-    """Ten answers of which the draft knows nothing, then one that it knows: which gains, although all others lost."""
+    """Ten answers of which the draft knows nothing, ever fewer of which try it in more than one round; then one that
+    it knows gains, although all others lost."""
     costs = Costs()
 
-    def answer(is_right: bool) -> float:
-        world = World(0.9 if is_right else 0.1, lambda place: is_right)
+    def answer(share: float) -> tuple[float, int]:
+        world = World(max(share, 0.1), lambda place: place % 10 < 10 * share, step=1.5)
         world.costs = world.place.costs = costs
         world.place.left = 128
-        return world.run(128)
+        return world.run(128), world.asked
 
-    ratios = [answer(False) for _ in range(10)]
-    assert sum(1 / ratio for ratio in ratios[1:]) / 9 < 1 / 0.97
-    assert answer(True) > 1.5
+    lost = [answer(0.0) for _ in range(10)]
+    assert sum(1 / ratio for ratio, _ in lost) / 10 < 1 / 0.97
+    assert lost[1][1] > lost[-1][1] == 1
+    assert answer(0.8)[0] > 1.3
+
+
+def test_after_texts_that_a_draft_knows_one_that_it_does_not_know_loses_little() -> None:
+    costs = Costs()
+    for share in (0.8, 0.8, 0.8, 0.0, 0.8, 0.0):
+        world = World(max(share, 0.1), lambda place, share=share: place % 10 < 10 * share, step=1.5)
+        world.costs = world.place.costs = costs
+        world.place.left = 128
+        ratio = world.run(128)
+        assert ratio > 1.3 if share else ratio > 0.96
 
 
 def test_trust_and_costs_are_kept_by_source() -> None:

@@ -183,6 +183,13 @@ def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
         tables.make("retrieval", [file], None, None, lambda stage, fraction: None)
 
 
+def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
+    """Only a line feed ends a line of JSON."""
+    texts, file = ["one\u2028two", "three\x85four", "five\x0c"], tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
+    assert tables.texts_of([file]) == texts
+
+
 def test_a_tokenizers_name_is_its_vocabularys(tiny: Path, tmp_path: Path) -> None:
     mine, again = Tokenizer.from_folder(tiny), Tokenizer.from_folder(tiny)
     assert mine.fingerprint == again.fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ AUTO = "auto"
 SYNTAX = (
     "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, several joined by commas, as in card:drafter=model+ngram,nodes=8"
 )
-WHOLE = ("nodes", "draft_threads")  # of the engine, not of a method
+GUESS = "guess"  # every so many-th token of a predicted answer is another
+WHOLE = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
 YES_OR_NO = ("profile",)
 
 
@@ -31,6 +32,15 @@ class Contender:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     is_peer: bool = False
+
+    @property
+    def guess(self) -> int:
+        """It is told beforehand what plain decoding answered, but for every so many-th token; 0: it is not."""
+        return int(self.options.get(GUESS, 0))
+
+    def prediction(self, answer: Sequence[int]) -> list[int]:
+        """The answer as it is told it."""
+        return [token if place % self.guess else 0 for place, token in enumerate(answer, 1)] if self.guess else []
 
 
 def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:

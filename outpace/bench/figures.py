@@ -39,6 +39,7 @@ class TableRow:
     `tokens_per_second` and `speedup` are pooled: all tokens over all time, decoding only (with `batch` > 1: all answers
     of a group over the time from the call to the last one's end). `quartiles` are of the prompts' own medians.
     `reached_by_position`: the rounds behind each rate of `acceptance_by_position`; () where they are not told.
+    `sources`: of each drafter its name, its tokens that were judged, and those that were written.
     `relaxed`: the share of the tokens that the exact rule would have rejected; `perplexity` by the target, `accuracy`
     of the `scored` answers: where they were judged. What theory says (`bench/predicted.py`) stands beside.
     """
@@ -71,6 +72,7 @@ class TableRow:
     accepted: int | None
     failed: int
     reason: str | None
+    sources: tuple[tuple[str, int, int], ...] = ()
     predicted_length: float | None = None
     constant_length: float | None = None
     predicted_speedup: float | None = None
@@ -201,6 +203,7 @@ def _drafting(done: Sequence[Record]) -> dict[str, Any]:
         "accepted": sum(accepted) if told and None not in accepted else None,
         "draft_acceptance": sum(accepted) / sum(drafted) if told and sum(drafted) and None not in accepted else None,
         "hit_rate": hits / asked if asked else mean,
+        "sources": _by_source(alone),
         **_by_position(alone),
     }
 
@@ -229,6 +232,14 @@ def _by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
         told = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]
         rates, rounds = tuple(sum(column) / len(column) for column in told), ()
     return {"acceptance_by_position": rates, "reached_by_position": rounds}
+
+
+def _by_source(done: Sequence[Record]) -> tuple[tuple[str, int, int], ...]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, judged, written in (source for record in done for source in record.sources):
+        before = found.get(name, (0, 0))
+        found[name] = before[0] + judged, before[1] + written
+    return tuple((name, *counts) for name, counts in sorted(found.items()))
 
 
 def _waiting(done: Sequence[Record]) -> dict[str, Any]:

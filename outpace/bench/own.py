@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ from typing import Any
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.contenders import Contender
+from outpace.bench.contenders import GUESS, Contender
 from outpace.bench.peer import Answered
 from outpace.core.stats import Positions
+from outpace.engine.history import History
 from outpace.engine.request import Running
 from outpace.models.base import chain
 
@@ -23,7 +25,8 @@ CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
 class OwnAnswered(Answered):
     """With the counts behind `by_position`, what CARD's cache held, and where the time of the rounds after the first
     went. `relaxed`: tokens that the exact rule would have rejected, None where the rule is exact. `lengths`: how many
-    of these rounds verified a branch of length 0, 1, ..."""
+    of these rounds verified a branch of length 0, 1, ... `sources`: of each drafter its name, its tokens that were
+    judged, and those that were written."""
 
     positions: Positions = ()
     hits: int = 0
@@ -32,6 +35,7 @@ class OwnAnswered(Answered):
     lengths: tuple[int, ...] = ()
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
+    sources: tuple[tuple[str, int, int], ...] = ()
 
 
 class Own:
@@ -43,15 +47,16 @@ class Own:
         self.name, self.params, self.precision = contender.label, params, models.target.precision
         draft = None if contender.name == "autoregressive" else models.draft
         options: dict[str, Any] = {"batch": max(most, 1), "reuse": False, "profile": False, **contender.options}
+        options.pop(GUESS, None)
         self.llm = LLM(models.target, draft, method=contender.name, **options)
 
     def close(self) -> None:
         """Ends the method's worker."""
         self.llm.close()
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> OwnAnswered:
-        """As `Peer.answer`; text is made too, as a user has it."""
-        params = replace(self.params, max_tokens=max_tokens)
+    def answer(self, prompt: Sequence[int], max_tokens: int, prediction: Sequence[int] = ()) -> OwnAnswered:
+        """As `Peer.answer`; text is made too, as a user has it. `prediction`: what the caller expects to be written."""
+        params = replace(self.params, max_tokens=max_tokens, prediction=tuple(prediction))
         called = time.perf_counter()
         arrivals: list[float] = []
         counts: list[int] = []
@@ -85,6 +90,7 @@ class Own:
             lengths=tuple(offered.count(length) for length in range(max(offered, default=-1) + 1)),
             draft_seconds=sum(step.draft_seconds for step in later),
             target_seconds=sum(step.target_seconds for step in later),
+            sources=_sources(run.history),
         )
 
     def together(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[tuple[int, ...]], float]:
@@ -92,6 +98,11 @@ class Own:
         called = time.perf_counter()
         results = self.llm.generate([list(prompt) for prompt in prompts], replace(self.params, max_tokens=max_tokens))
         return [result.tokens for result in results], time.perf_counter() - called
+
+
+def _sources(history: History) -> tuple[tuple[str, int, int], ...]:
+    written = Counter(history.sources)
+    return tuple((name, judged, written[name]) for name, judged in history.drafted.items())
 
 
 def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:

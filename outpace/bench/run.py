@@ -145,7 +145,8 @@ class Bench:
         """One prompt at a time; who comes first moves on from prompt to prompt."""
         for number in range(self.options.rounds):
             for place, asked in enumerate(self.asked):
-                for contender in rotated(self.options.contenders, place + number):
+                turns = rotated(self.options.contenders, place + number)
+                for contender in sorted(turns, key=lambda one: one.guess > 0):  # they are told of the others' answer
                     yield Key(contender.label, asked.task, asked.name, number, 1), contender, [asked]
 
     def _groups(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
@@ -162,17 +163,20 @@ class Bench:
         engine = self._running[key.label]
         known = Record(*key, is_peer=contender.is_peer, precision=engine.precision)
         try:
-            return self._measured(known, engine, asked)
+            return self._measured(known, engine, contender, asked)
         except Exception as error:  # of one answer: the others are worth having
             return replace(known, failed=f"{type(error).__name__}: {error}"[:300])
 
-    def _measured(self, known: Record, engine: Peer, asked: Sequence[Asked]) -> Record:
+    def _measured(self, known: Record, engine: Peer, contender: Contender, asked: Sequence[Asked]) -> Record:
         most = self.options.sampling_params.max_tokens
         prompts = [self.prompt(one) for one in asked]
         if known.batch > 1 and isinstance(engine, own.Own):
             texts, seconds = engine.together(prompts, most)
             held = tuple((one.task, one.name) for one in asked)
             return replace(known, seconds=seconds, prompts=held, texts=tuple(texts))
+        if contender.guess and isinstance(engine, own.Own):
+            prediction = contender.prediction(self._said(asked[0], len(asked[0].before)))
+            return replace(known, **answered(engine.answer(prompts[0], most, prediction)))
         return replace(known, **answered(engine.answer(prompts[0], most)))
 
     def _open_peers(self, needed: set[str]) -> None:

@@ -61,6 +61,7 @@ class Record:
     lengths: tuple[int, ...] = ()
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
+    sources: tuple[tuple[str, int, int], ...] = ()
     surprise: float | None = None
     correct: bool | None = None
     prompts: tuple[tuple[str, str], ...] = ()

@@ -74,7 +74,7 @@ def _texts(file: Path) -> Iterator[str]:
     if file.suffix != ".jsonl":
         yield content
         return
-    for place, line in enumerate(content.splitlines(), start=1):
+    for place, line in enumerate(content.removesuffix("\n").split("\n"), start=1):  # a text may hold other breaks
         yield from _entry(line, f"{file}, line {place}")
 
 

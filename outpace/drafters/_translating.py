@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from outpace.core.scores import Held
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.drafters._grower import most_bytes
 from outpace.models.base import Model, chain
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHUNK = 256  # tokens a forward
 _TAIL = 48  # target tokens that are cut anew; from so many on, the older ones stay as they are
@@ -52,8 +50,8 @@ class Translating(Drafter):
     def open(self, request: Request) -> Any:
         raise NotImplementedError
 
-    def extend(self, state: Any, tree: TokenTree, scores: Tensor) -> int:
-        """Goes on behind the chain's end by the draft's scores there, [1, draft's vocabulary]; nodes added."""
+    def extend(self, state: Any, tree: TokenTree, scores: Held) -> int:
+        """Goes on behind the chain's end by the draft's scores there, one row; nodes added."""
         raise NotImplementedError
 
     def learn(self, state: Any, seen: Observation) -> None:
@@ -82,10 +80,10 @@ class Translating(Drafter):
             self._catch_up([states[n] for n in asked])
             some = [states[n] for n in asked]
             parts = [chain(s.session, s.wanted[len(s.read) :], [len(s.wanted) - len(s.read) - 1]) for s in some]
-            scores = self._model.score(parts)
+            scores = self._model.score_held(parts)
             for row, n in enumerate(asked):
                 _commit(states[n])
-                added[n] = self.extend(states[n], trees[n], scores[row : row + 1])
+                added[n] = self.extend(states[n], trees[n], scores.part(slice(row, row + 1)))
             asked = [n for n in asked if not added[n]]
         return added
 

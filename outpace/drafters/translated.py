@@ -13,22 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.lazy import torch
 from outpace.core.needs import Given
-from outpace.core.scores import Held
+from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
+from outpace.core.upload import uploaded
 from outpace.drafters._chance import Choices, Rate
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
 from outpace.rules.base import best_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ONE = Draws((1,))  # child that is drawn below a node
 _ANCHOR = 4  # tokens before the draft's: how they are spelled may depend on what stands before
@@ -71,18 +69,21 @@ class ByTokens(Translating):
         if not len(pairs):
             advice = "it cannot draft for it by tokens; it may by text (--by text)"
             raise UserError(f"the draft's tokenizer has no token in common with the target's: {advice}")
-        self._ids, draft_ids = pairs[:, 0].copy(), pairs[:, 1].copy()
-        self._columns = torch.from_numpy(draft_ids).to(given.draft.device)
-        self._to_draft = dict(zip(self._ids.tolist(), draft_ids.tolist(), strict=True))
+        self._pairs = pairs  # [shared tokens, (the target's, the draft's)], rising by the first
+        self._to_draft = dict(pairs.tolist())
+        self._ids: np.ndarray | None = None  # of them those that the draft's output layer has, the target's ids
+        self._columns = np.empty(0, np.int64)  # where the draft's scores have them
         self._choices, self._width = Choices(), options.width
 
     def open(self, request: Request) -> ByTokensState:
         state: ByTokensState = self.begin(request, ByTokensState)
         return state
 
-    def extend(self, state: ByTokensState, tree: TokenTree, scores: Tensor) -> int:
+    def extend(self, state: ByTokensState, tree: TokenTree, scores: Held) -> int:
         """Hangs children below the chain's end, and makes the likeliest its end."""
-        held = Held(scores[:, self._columns], self._ids, self._vocab)
+        held = self._of_target(scores)
+        if not held.values.shape[1]:
+            return 0
         node = tree.ids.index(state.leaf) if state.leaf in tree.ids else 0
         row, before = Row(state.request, state.tokens, _below_root(tree, node), tree.ids[node]), len(tree)
         if is_drawn(state.request):
@@ -94,6 +95,16 @@ class ByTokens(Translating):
             state.leaf = tree.ids[best]
             state.wanted.append(self._to_draft[tree.tokens[best]])
         return len(tree) - before
+
+    def _of_target(self, scores: Held) -> Held:
+        """The scores of the tokens that both have. On the host without torch, whose threads cost more than a row."""
+        if self._ids is None:
+            self._ids, self._columns = _shared(self._pairs, scores.ids)
+        host = host_rows(scores.values)
+        if host is not None:
+            return Held(host[:, self._columns], self._ids, self._vocab)
+        values = tensor_of(scores.values)
+        return Held(values[:, uploaded(self._columns, np.int64, values.device)], self._ids, self._vocab)
 
     def learn(self, state: ByTokensState, seen: Observation) -> None:
         self._choices.learn(state.request, state.offers, seen)
@@ -136,9 +147,10 @@ class ByText(Translating):
         state: ByTextState = self.begin(request, ByTextState)
         return state
 
-    def extend(self, state: ByTextState, tree: TokenTree, scores: Tensor) -> int:
+    def extend(self, state: ByTextState, tree: TokenTree, scores: Held) -> int:
         """One more token of the draft's; its text may end the last of the target's tokens in another way."""
-        token = int(scores[0].argmax())
+        place = int(scores.values[0].argmax())
+        token = place if scores.ids is None else int(scores.ids[place])
         if token in self._draft.special_ids:
             return 0  # it would end the answer here
         state.own.append(token)
@@ -170,6 +182,15 @@ class ByText(Translating):
         known = self._draft.decode(anchor, skip_special=False)
         text: str = self._draft.decode([*anchor, *state.own], skip_special=False)
         return text[len(known) :].rstrip(BROKEN) if text.startswith(known) else ""
+
+
+def _shared(pairs: np.ndarray, held: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Of pairs of tokens those whose second is held (rising; None: all are): the first ones, and the second ones'
+    places."""
+    if held is None:
+        return pairs[:, 0].copy(), pairs[:, 1].copy()
+    pairs = pairs[np.isin(pairs[:, 1], held)]
+    return pairs[:, 0].copy(), np.searchsorted(held, pairs[:, 1])
 
 
 def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
