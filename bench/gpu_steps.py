@@ -18,9 +18,12 @@ LAYERS = 8  # that a round drafts
 RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", greedy, GREEDY), ("sampled", gumbel, Sampling(0.8)))
 
 
-def drafter_of(model: Any, steps: int) -> Any:
-    """The drafter `model`, which takes so many steps at once."""
-    return model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=Given(draft=model))
+def drafter_of(model: Any, steps: int, is_beside: bool = False) -> Any:
+    """The drafter `model`, which takes so many steps at once; beside a target it asks at each where that went."""
+    drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=Given(draft=model))
+    if is_beside:
+        drafter.work_beside()
+    return drafter
 
 
 def trees(drafter: Any, request: Request) -> TokenTree:
@@ -37,8 +40,8 @@ def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
     for name, module, sampling in RULES:
         request = Request(prompt, module.build(module.Options()), 256, sampling)
         alone, single = 0.0, trees(drafter_of(model, 1), request)
-        for steps in (1, 2, 4, 8):
-            drafter = drafter_of(model, steps)
+        for steps, is_beside in ((1, False), (2, False), (4, False), (8, False), (4, True), (8, True)):
+            drafter = drafter_of(model, steps, is_beside)
             tree = trees(drafter, request)
             state = drafter.open(request)
 
@@ -54,6 +57,7 @@ def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
             yield {
                 "rule": name,
                 "steps": steps,
+                "beside": is_beside,
                 "ms_a_step": 1e3 * seconds,
                 "times_single": alone / seconds,
                 "same_tree": same,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import gpu_checks
 import test_draft_steps
 import test_split
+import test_turning_steps
 
 import outpace
 from outpace.core.errors import UserError
@@ -91,22 +93,36 @@ def test_a_second_device_that_is_not_there_is_refused_first(folder: Path) -> Non
         outpace.load(folder, folder, device="cuda", draft_device=missing)
 
 
-@pytest.mark.parametrize("steps", [2, 4, 8])
-@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
-def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, steps: int) -> None:
-    """In exact mode bit for bit, by real captures; float32, whose products keep a row's bits or refuse."""
+def exact_on_cuda() -> Any:
+    """A tiny model in float32, whose products keep a row's bits or refuse."""
     config = test_draft_steps.reference.TINY
     tensors = test_draft_steps.reference.random_tensors(config)
     given = {"exact": True, "device": "cuda", "is_eager": False}
     try:
-        model = ExactGraphLlama.from_tensors(config, tensors.__getitem__, **given)
+        return ExactGraphLlama.from_tensors(config, tensors.__getitem__, **given)
     except UserError as refusal:
         pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
+def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, steps: int) -> None:
+    """In exact mode bit for bit, by real captures."""
+    model = exact_on_cuda()
     words = test_draft_steps.words(model, 20)
     pair = test_draft_steps.Pair(model, [test_draft_steps.request_of(rule, words)], steps)
     for _ in range(8):
         pair.grow([0])
     assert pair.forwards[1] == 8 // steps
+
+
+@pytest.mark.parametrize("kind", test_turning_steps.KINDS)
+def test_steps_that_are_told_go_where_the_target_went(kind: str) -> None:
+    """The graph itself fetches what the host wrote into pinned memory."""
+    told = test_turning_steps.told_of("gumbel", exact_on_cuda())
+    walk = test_turning_steps.walk_of(told, kind)
+    told.due = {test_turning_steps.BEFORE: [(0, walk)]}
+    assert test_turning_steps.served(told, walk) >= test_turning_steps.KINDS[kind]
 
 
 def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:

@@ -295,8 +295,8 @@ def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, st
 
 
 def _sees_itself_alone(best: Any) -> Any:
-    def changed(choice: Any, slots: torch.Tensor) -> Any:
-        nodes = best(choice, slots)
+    def changed(choice: Any, step: int, slots: torch.Tensor) -> Any:
+        nodes = best(choice, step, slots)
         words = torch.arange(nodes.bits.shape[-1])
         return nodes._replace(bits=(words == (slots // 64)[..., None]).long() << (slots % 64)[..., None])
 

@@ -102,7 +102,7 @@ class Child:
                 if isinstance(message, Ping):
                     self._say(Pong())
                 elif self._loop is not None:
-                    self._loop.mail.put(self._with_known_rule(message))
+                    self._loop.post(self._with_known_rule(message))
         except (EOFError, OSError):
             pass  # the owner is gone
         except Exception as error:  # a message of classes that cannot be imported here

@@ -94,6 +94,7 @@ class DraftLoop:
         needs more of the target than its verdicts."""
         check_beside(drafter)
         self._drafter = drafter
+        drafter.work_beside()
         self._most = most_requests
         self._tracks: dict[int, Track] = {}
         self.mail: SimpleQueue[Message | None] = SimpleQueue()  # None says nothing, but ends a wait
@@ -114,6 +115,15 @@ class DraftLoop:
             track.layers += count > 0
             track.idle = not count or track.is_done
         return [(key, self._delta(self._tracks[key])) for key in keys]
+
+    def post(self, message: Message) -> None:
+        """Any thread: puts a message into the mail. A correction is told to the drafter at once, too, which may be able
+        to turn while it grows."""
+        self.mail.put(message)
+        track = self._tracks.get(message.key)
+        if track is not None and isinstance(message, Correct):
+            path, tokens, root_id, _ = message.correction
+            self._drafter.hear(track.state, path, tokens, root_id)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""

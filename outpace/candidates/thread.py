@@ -70,7 +70,7 @@ class ThreadWorker(Worker):
     def _post(self, message: Message) -> None:
         if self.failure is None:
             self._resting = False
-            self._loop.mail.put(message)
+            self._loop.post(message)
 
     def _run(self) -> None:
         try:

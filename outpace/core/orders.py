@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -29,6 +30,14 @@ class TakesOrders:
 
     def heed(self, state: Any, orders: Orders) -> None:
         """How wide and where to draft for a request from now on; whoever cannot, drafts as ever."""
+
+    def work_beside(self) -> None:
+        """It works beside the target from now on, so that `hear` may be called while it grows."""
+
+    def hear(self, state: Any, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        """Another thread says where the target went while the tree is perhaps being grown: the nodes that it walked, by
+        id, what it wrote behind each, and the root from now on. `observe` will say the same; whoever cannot use it
+        before, waits for that."""
 
     def amortised(self, seconds: float) -> float:
         """What the growth that took so long is held to have taken, where it also did others' work, or had its done."""

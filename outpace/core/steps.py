@@ -5,7 +5,8 @@ A step expands the best unexpanded nodes of each tree, `width` at most, as `draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 MOST_STEPS = 8
 LEAST_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares
 MOST_DEPTH = 128  # of a node below the root
+_MORE_OPEN = 4
+MOST_WALKED = 4  # tokens below a known node, of which steps under way can be told
+
+
+def most_open(width: int, steps: int, is_told: bool) -> int:
+    """Nodes that were open before the steps and can be of use: as many as are expanded; more of them where steps that
+    are told where the target went may have to leave the best ones."""
+    return width * (steps - 1) * (_MORE_OPEN if is_told else 1)
 
 
 class OpenNode(NamedTuple):
@@ -35,6 +44,40 @@ class Trust(NamedTuple):
     open: float | None
 
 
+class Moved(NamedTuple):
+    """Where the next root is: below the pending node `slot`, whose path score is `score`, the target wrote these
+    tokens, MOST_WALKED at most. The root is the last of them; with none it is that node."""
+
+    slot: int
+    score: float
+    tokens: Sequence[int]
+
+
+class Mail:
+    """Tells the steps that are under way for one text where its root went. Any thread may send; what is sent while no
+    steps are under way is dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._write: Callable[[Moved], None] | None = None
+
+    def begin(self, write: Callable[[Moved], None]) -> None:
+        """From now on steps are under way, which read what `write` is given."""
+        with self._lock:
+            self._write = write
+
+    def end(self) -> None:
+        """They are done."""
+        with self._lock:
+            self._write = None
+
+    def send(self, moved: Moved) -> None:
+        """What was sent before does not count any more."""
+        with self._lock:
+            if self._write is not None:
+                self._write(moved)
+
+
 @dataclass
 class Asked:
     """One text's part. The nodes of the first step are scored already: `scores` are their path scores, `slots` the
@@ -42,7 +85,8 @@ class Asked:
 
     `nodes` of the tree stand, and `most_nodes` may; a step adds at most the `share` of what is left. Nodes below the
     path score `floor`, or deeper than `deepest`, are not expanded. `temperature`: by which scores are divided; `keys`,
-    in halves: of the noise that is added to what is proposed below nodes of depth 0, 1, ..., empty for none.
+    in halves: of the noise that is added to what is proposed below nodes of depth 0, 1, ..., empty for none. `mail`: by
+    which the steps are told meanwhile where the root went, None: by nobody.
     """
 
     session: Any
@@ -58,11 +102,13 @@ class Asked:
     trust: Trust
     temperature: float = 1.0
     keys: Sequence[tuple[int, int]] = ()
+    mail: Mail | None = None
 
 
 class Expanded(NamedTuple):
     """A node that a step expanded. `opened`: which of those that were open it is; else it is the child with `token` of
-    the `parent`-th node expanded. `slot`: the pending node that it is. Its best proposals follow, best first."""
+    the `parent`-th node expanded, or of the node that was pending before in the slot `below`, where the target wrote
+    what no tree had. `slot`: the pending node that it is. Its best proposals follow, best first."""
 
     opened: int | None
     parent: int
@@ -70,6 +116,7 @@ class Expanded(NamedTuple):
     slot: int
     tokens: list[int]
     values: list[float]
+    below: int | None = None
 
 
 class TakesSteps:

@@ -16,11 +16,12 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.core.noise import halves, row_key
 from outpace.core.scores import Held
-from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode
+from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode, most_open
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request
 from outpace.drafters._chance import Choices
 from outpace.drafters._grower import Job
+from outpace.drafters._under_way import UnderWay
 from outpace.models.base import Model
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
@@ -38,25 +39,26 @@ class Burst:
 
     expanded: list[Expanded] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
-    children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number and the token
+    children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number, or `_below`, and token
     taken: int = 0
     loose: list[int] = field(default_factory=list)  # what no node has asked for, while a session numbers anew
+    under_way: UnderWay | None = None  # steps that are being taken
 
-    def claim(self, seen: Observation, slots: dict[int, int]) -> int | None:
-        """Follows the target's walk: gives walked nodes that were expanded ahead their slots. The number of the next
-        root; None where nothing was expanded for it, or for a node above it."""
+    def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
+        """Follows the target's walk: gives walked nodes that were expanded ahead their slots. Whether the next root,
+        and all above it, is expanded; else nothing that was expanded below it is of use."""
         above = PREFIX
         for node_id, token in zip([*seen.path, seen.tree.ids[0]], [-1, *seen.tokens], strict=False):
             found = self.known.get(node_id, self.children.get((above, token), PREFIX))
             if found != PREFIX:
                 self.known[node_id] = found
             if node_id == seen.tree.ids[0]:
-                is_whole = all(node in slots for node in seen.path)
-                return found if found != PREFIX and is_whole else None
+                is_expanded = found != PREFIX or node_id in slots
+                return is_expanded and all(node in slots for node in seen.path)
             if found != PREFIX:
                 slots.setdefault(node_id, self.expanded[found].slot)
-            above = found
-        return None
+            above = _below(slots[node_id]) if found == PREFIX and node_id in slots else found
+        return False
 
     def keep(self, seen: Observation, slots: dict[int, int]) -> list[int]:
         """Forgets all that is not below the next root; slots of what no node of the tree has asked for, which stays."""
@@ -114,6 +116,7 @@ class Ahead:
         self._owed = self._share = 0.0  # see `amortised`
         self._is_new = False
         self._is_used = False
+        self.is_beside = False  # so that steps under way may be told where the target went
 
     def known(self, jobs: Sequence[Job]) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
@@ -140,9 +143,16 @@ class Ahead:
         if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
             return None
         width = self._options.width
-        opened = [_opened(job, width * (count - 1)) for job in jobs]
+        most = most_open(width, count, self.is_beside)
+        opened = [_opened(job, most) for job in jobs]
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
+        if self.is_beside:
+            for job, one in zip(jobs, asked, strict=True):
+                job.state.ahead.under_way = UnderWay(job)
+                one.mail = job.state.ahead.under_way.mail
         taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
+        for job in jobs:
+            job.state.ahead.under_way = None
         if taken is None:
             return None
         self._is_new, self._owed = True, float(count)
@@ -157,7 +167,7 @@ class Ahead:
         if burst.taken:
             self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
         burst.taken = 0
-        if not burst.expanded or burst.claim(seen, state.slots) is None:
+        if not burst.expanded or not burst.claim(seen, state.slots):
             burst.clear()
             return []
         loose: list[int] = burst.keep(seen, state.slots)
@@ -191,6 +201,7 @@ class Ahead:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
+        depths += state.session.pending_depths if self.is_beside else []
         floor = self._options.floor if state.orders.floor is None else state.orders.floor
         request = state.request
         return Asked(
@@ -246,9 +257,16 @@ def _burst(job: Job, ids: Sequence[int], expanded: list[Expanded]) -> Burst:
             burst.known[tree.ids[frontier[number]]] = number
         elif one.opened is not None:
             burst.known[ids[one.opened]] = number
+        elif one.below is not None:
+            burst.children[_below(one.below), one.token] = number
         else:
             burst.children[one.parent, one.token] = number
     return burst
+
+
+def _below(slot: int) -> int:
+    """Stands for a parent that was pending before the steps: no number of what they expanded, nor PREFIX."""
+    return PREFIX - 1 - slot
 
 
 def _offer(one: Expanded) -> Offer:

@@ -27,6 +27,14 @@ class Several(Drafter):
         for part, inner in zip(self.parts, state.parts, strict=True):
             part.heed(inner, orders)
 
+    def work_beside(self) -> None:
+        for part in self.parts:
+            part.work_beside()
+
+    def hear(self, state: SeveralState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.hear(inner, path, tokens, root_id)
+
     def amortised(self, seconds: float) -> float:
         for part in self.parts:
             seconds = part.amortised(seconds)

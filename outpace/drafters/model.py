@@ -156,6 +156,13 @@ class ModelDrafter(Drafter):
     def heed(self, state: ModelState, orders: Orders) -> None:
         self._grower.heed(state, orders)
 
+    def work_beside(self) -> None:
+        self._ahead.is_beside = True
+
+    def hear(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        if (steps := state.ahead.under_way) is not None:
+            steps.hear(path, tokens, root_id)
+
     def share_cores(self, most: int) -> None:
         self._grower.model.share_cores(most)
 

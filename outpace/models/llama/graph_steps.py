@@ -8,6 +8,7 @@ shape; in one graph every step has a fixed number of rows, and those without a n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.pool import LEAST, power_of_two
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS, Shapes, StaticInputs
 from outpace.models.llama.step_choice import Choice, Given, Nodes, Sizes, proposals
+from outpace.models.llama.step_mail import Box, Course
 
 
 class SteppingLlama(GraphLlama):
@@ -36,11 +38,12 @@ class SteppingLlama(GraphLlama):
     def draft_steps(
         self, asked: Sequence[Asked], scored: Held, steps: int, width: int, offered: int
     ) -> list[list[Expanded]] | None:
-        sizes = Sizes(power_of_two(len(asked)), width, steps, offered)
+        is_told = any(one.mail is not None for one in asked)
+        sizes = Sizes(power_of_two(len(asked)), width, steps, offered, is_told)
         if any(self._skipped) or offered > self.vocab_size or not _have_room(asked, sizes):
             return None
         for one in asked:
-            one.session.reserve(one.session.held + sizes.opened)
+            one.session.reserve(one.session.held + sizes.taken)
             one.session.settle()
         self.pool.bring_to_front([one.session for one in asked])
         self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
@@ -50,16 +53,17 @@ class SteppingLlama(GraphLlama):
     @torch.inference_mode()
     def _run_steps(self, asked: Sequence[Asked], scores: Tensor, sizes: Sizes) -> np.ndarray:
         """Fills the buffers, replays the graph, and waits for what it gives."""
-        most, noisy = max(one.session.held for one in asked) + sizes.opened, any(one.keys for one in asked)
+        most, noisy = max(one.session.held for one in asked) + sizes.taken, any(one.keys for one in asked)
         slots = min(power_of_two(most, LEAST), self.pool.slots)
         inputs = self._inputs(("steps", sizes), lambda: StaticInputs(_shapes(sizes), self.device))
         first, out = self._step_buffers(scores, sizes)
         self._hidden = self.captures.buffers("hidden", self._make_hidden)
+        box = self._box(sizes.batch) if sizes.is_told else None
         key = ("steps", sizes, slots, noisy, scores.shape[-1])
         if not self.captures.has(key):
             inputs.begin({})
             inputs.send()
-            work = partial(self._steps_pass, sizes, inputs.device, first, out, slots, noisy)
+            work = partial(self._steps_pass, sizes, inputs.device, first, out, slots, noisy, box)
             self.captures.prepare(key, work, inputs.buffer, self.pool.kv, self._hidden, first, out)
         host = inputs.begin({})
         for one in asked:
@@ -67,8 +71,9 @@ class SteppingLlama(GraphLlama):
         inputs.send()
         places = [one.session.place * sizes.width + node for one in asked for node in range(len(one.slots))]
         first.index_copy_(0, uploaded(places, np.int64, self.device), scores)
-        self.captures.replay(key)
-        found: np.ndarray = out.cpu().numpy()  # the one wait
+        with _telling(asked, box):
+            self.captures.replay(key)
+            found: np.ndarray = out.cpu().numpy()  # the one wait
         return found
 
     def _step_buffers(self, scores: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -81,9 +86,18 @@ class SteppingLlama(GraphLlama):
         )
         return first, out
 
-    def _steps_pass(self, sizes: Sizes, given: Given, first: Tensor, out: Tensor, slots: int, noisy: bool) -> None:
+    def _box(self, texts: int) -> Box:
+        """Where the steps fetch what the host says meanwhile: nothing yet."""
+        box: Box = self.captures.buffers(("step mail", texts), lambda: Box(texts, self.vocab_size - 1, self.device))
+        box.clear()
+        return box
+
+    def _steps_pass(
+        self, sizes: Sizes, given: Given, first: Tensor, out: Tensor, slots: int, noisy: bool, box: Box | None
+    ) -> None:
         """Captured: the first step's scores to all steps' proposals."""
-        choice, below = Choice(sizes, given), given["below"].clone()
+        course = Course(box, given["pending_bits"], given["below"]) if box is not None else None
+        choice, below = Choice(sizes, given, course), given["below"].clone()
         nodes, logits = choice.first(), first
         for step in range(sizes.steps):
             tokens, values = self._proposed(sizes, given, nodes, logits, noisy)
@@ -93,7 +107,7 @@ class SteppingLlama(GraphLlama):
                 choice.hang(step, nodes, tokens, values)
                 after = torch.arange(step * sizes.width, (step + 1) * sizes.width, device=out.device)
                 pending = given["pending"][:, None] + after
-                nodes = choice.best(pending)
+                nodes = choice.best(step, pending)
                 logits = self._step_forward(given, nodes, pending, below, slots)
 
     def _proposed(self, sizes: Sizes, given: Given, nodes: Nodes, logits: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
@@ -134,10 +148,11 @@ def _have_room(asked: Sequence[Asked], sizes: Sizes) -> bool:
     if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
         return False
     for one, session in zip(asked, sessions, strict=True):
-        depths = [*(session.pending_depths[slot] for slot in one.slots), *(node.depth for node in one.opened)]
+        slots = one.slots if one.mail is None else range(session.pending)
+        depths = [*(session.pending_depths[slot] for slot in slots), *(node.depth for node in one.opened)]
         if max(depths) + sizes.steps > MOST_DEPTH or len(one.slots) > sizes.width or len(one.opened) > sizes.opened:
             return False
-        if session.pending + sizes.opened > MOST_PENDING or sizes.opened > session.free:
+        if session.pending + sizes.taken > MOST_PENDING or sizes.taken > session.free:
             return False
     return True
 
@@ -154,6 +169,7 @@ def _shapes(sizes: Sizes) -> Shapes:
         "open_bits": (*opened, WORDS),
         "below": (sizes.batch, MOST_PENDING),
         "keys": (sizes.batch, MOST_DEPTH, 2),
+        **({"pending_bits": (sizes.batch, MOST_PENDING, WORDS)} if sizes.is_told else {}),
     }
 
 
@@ -194,6 +210,8 @@ def _fill(host: dict[str, np.ndarray], row: int, one: Asked) -> None:
         host["open_bits"][row, number] = 0 if node.above == PREFIX else seen[node.above]
     if one.keys:
         host["keys"][row, : len(one.keys)] = one.keys
+    if one.mail is not None:
+        host["pending_bits"][row, : len(seen)] = seen
 
 
 def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
@@ -202,6 +220,7 @@ def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
     before, offered = one.session.pending, sizes.offered
     expanded: list[Expanded] = []
     numbers: dict[int, int] = {}  # of the rows that stand for a node
+    places: dict[int, int] = {}  # the same, by slot
     parents: list[int] = []
     for row, (origin, token, *offers) in enumerate(_rows(found)):
         is_first = row < sizes.width
@@ -209,17 +228,37 @@ def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
             parents.append(PREFIX)
         if origin < 0:
             continue
-        number, opened, parent = len(expanded), None, -1
+        number, opened, parent, below = len(expanded), None, PREFIX, None
         slot = one.slots[row] if is_first else before + row - sizes.width
-        if not is_first:
+        if origin >= sizes.below:
+            parents[-1] = int(origin) - sizes.below
+            parent = places.get(parents[-1], PREFIX)
+            below = None if parent != PREFIX else parents[-1]
+        elif not is_first:
             opened = int(origin) if origin < sizes.opened else None
-            parent = -1 if opened is not None else numbers[int(origin) - sizes.opened]
+            parent = PREFIX if opened is not None else numbers[int(origin) - sizes.opened]
             parents[-1] = one.opened[opened].above if opened is not None else expanded[parent].slot
-        numbers[row] = number
+        numbers[row], places[slot] = number, number
         tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
-        expanded.append(Expanded(opened, parent, int(token), slot, tokens, values))
+        expanded.append(Expanded(opened, parent, int(token), slot, tokens, values, below))
     one.session.extend(parents)
     return expanded
+
+
+@contextmanager
+def _telling(asked: Sequence[Asked], box: Box | None) -> Iterator[None]:
+    """What is sent to the texts meanwhile goes to where the steps fetch it."""
+    if box is None:
+        yield
+        return
+    told = [(one.mail, one.session.place) for one in asked if one.mail is not None]
+    try:
+        for mail, place in told:
+            mail.begin(partial(box.write, place))
+        yield
+    finally:
+        for mail, _ in told:
+            mail.end()
 
 
 def _rows(found: np.ndarray) -> Iterator[list[Any]]:

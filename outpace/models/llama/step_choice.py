@@ -13,8 +13,9 @@ from torch import Tensor
 
 from outpace.core.noise import exponential_of, gumbel_from
 from outpace.core.ranking import best_of
-from outpace.core.steps import LEAST_COVERAGE
+from outpace.core.steps import LEAST_COVERAGE, most_open
 from outpace.models.llama.static_inputs import WORDS
+from outpace.models.llama.step_mail import Columns, Course, Goal, own_bit
 
 _NONE = float("-inf")
 Given = dict[str, Tensor]
@@ -27,21 +28,33 @@ class Sizes(NamedTuple):
     width: int
     steps: int
     offered: int
+    is_told: bool = False  # meanwhile where the target went
+
+    @property
+    def taken(self) -> int:
+        """Slots that steps behind the first can take."""
+        return self.width * (self.steps - 1)
 
     @property
     def opened(self) -> int:
-        """Open nodes that can be of use, and slots that steps behind the first can take."""
-        return self.width * (self.steps - 1)
+        """Open nodes that can be of use."""
+        return most_open(self.width, self.steps, self.is_told)
 
     @property
     def columns(self) -> int:
         """Of one expanded node's results: where it comes from, its token, its proposals and their values."""
         return 2 + 2 * self.offered
 
+    @property
+    def below(self) -> int:
+        """From here on an origin is a pending node, below which the target wrote what no tree had."""
+        return self.opened + self.steps * self.width
+
 
 class Nodes(NamedTuple):
     """The nodes of one step, [batch, width] each; `ok` where there is one. `bits` [.., WORDS]: the pending nodes that
-    it sees, itself among them. `origin`: the open node that it is, or behind these the expanded one above."""
+    it sees, itself among them. `origin`: the open node that it is, behind these the expanded one above, or behind these
+    the pending one above, see `Sizes.below`."""
 
     ok: Tensor
     scores: Tensor
@@ -65,12 +78,14 @@ def proposals(
 
 
 class Choice:
-    """The nodes that may be expanded, of each text: those that were open, then the children of each step's nodes."""
+    """The nodes that may be expanded, of each text: those that were open, then the children of each step's nodes, then
+    for each step what the target wrote."""
 
-    def __init__(self, sizes: Sizes, given: Given) -> None:
-        self._sizes, self._given = sizes, given
+    def __init__(self, sizes: Sizes, given: Given, course: Course | None = None) -> None:
+        self._sizes, self._given, self._course = sizes, given, course
         batch, opened = sizes.batch, sizes.opened
-        self._spare = opened + (sizes.steps - 1) * sizes.width**2  # a column that stands for no node
+        self._written = opened + (sizes.steps - 1) * sizes.width**2
+        self._spare = self._written + (sizes.steps - 1) * sizes.is_told  # a column that stands for no node
         device = given["nodes"].device
         table = torch.zeros(batch, self._spare + 1, dtype=torch.int64, device=device)
         self._scores = torch.full((batch, self._spare + 1), _NONE, dtype=torch.float64, device=device)
@@ -84,6 +99,10 @@ class Choice:
         self._bits[:, :opened] = given["open_bits"]
         self._origin[:, :opened] = place
         self._standing = given["nodes"].clone()  # nodes of each tree
+        self._paths, self._slots = (
+            self._scores.clone(),
+            torch.full_like(table, -1),
+        )  # of expanded nodes too; where these are
 
     def first(self) -> Nodes:
         """The nodes of the first step, which are scored already."""
@@ -112,29 +131,46 @@ class Choice:
         dropped = dropped | (depths > given["deepest"][:, None])
         mine = slice(start := self._sizes.opened + step * width**2, start + width**2)
         capped = torch.minimum(ranked, nodes.scores.gather(1, parent))
-        self._scores[:, mine] = capped.masked_fill(dropped, _NONE)
+        self._scores[:, mine] = self._paths[:, mine] = capped.masked_fill(dropped, _NONE)
         self._tokens[:, mine] = tokens[..., :width].flatten(1).gather(1, order)
         self._depths[:, mine] = depths
         self._bits[:, mine] = nodes.bits.gather(1, parent[..., None].expand(-1, -1, WORDS))
         self._origin[:, mine] = parent + (self._sizes.opened + step * width)
 
-    def best(self, slots: Tensor) -> Nodes:
+    def best(self, step: int, slots: Tensor) -> Nodes:
         """The best nodes that are not expanded yet, in the order of the tree; they are to be the pending nodes `slots`
-        [batch, width]."""
+        [batch, width]. Where the target went elsewhere, those on the way to its new root or below it."""
         width, given = self._sizes.width, self._given
-        ranked, order = self._scores.sort(dim=1, descending=True, stable=True)
+        scores, floor = self._scores, _numbers(given["floor"])
+        if self._course is not None:
+            goal = self._course.goal(Columns(self._tokens, self._bits, self._slots, self._paths))
+            scores = self._towards(goal, step)
+            floor = torch.where(goal.is_told, floor + goal.score, floor)  # chances are those below the new root
+        ranked, order = scores.sort(dim=1, descending=True, stable=True)
         ranked, order = ranked[:, :width], order[:, :width]
-        ok = (ranked > _NONE) & (ranked >= _numbers(given["floor"])[:, None])
+        ok = (ranked > _NONE) & (ranked >= floor[:, None])
         ok = ok & (torch.arange(width, device=order.device) < given["width"][:, None])
         ok = ok & (self._standing < given["most_nodes"])[:, None]
         at = order.masked_fill(~ok, self._spare).sort(dim=1).values
         ok, scores = at < self._spare, self._scores.gather(1, at)
         self._scores.scatter_(1, at, torch.full_like(scores, _NONE))
+        self._slots.scatter_(1, at, slots.masked_fill(~ok, -1))
         above = self._bits.gather(1, at[..., None].expand(-1, -1, WORDS))
-        words = torch.arange(WORDS, device=at.device)
-        own = (words == (slots // 64)[..., None]).long() << (slots % 64)[..., None]
         of = (self._tokens.gather(1, at), self._depths.gather(1, at))
-        return Nodes(ok, scores, *of, above | own, self._origin.gather(1, at))
+        return Nodes(ok, scores, *of, above | own_bit(slots), self._origin.gather(1, at))
+
+    def _towards(self, goal: Goal, step: int) -> Tensor:
+        """The scores of what lies below the new root alone, or of the next token on the way there, which has a column
+        of its own."""
+        mine, depth = self._written + step, goal.depth + 1
+        is_next = goal.is_told & ~goal.is_there & (depth <= self._given["deepest"])
+        self._tokens[:, mine], self._bits[:, mine], self._depths[:, mine] = goal.token, goal.bits, depth
+        self._origin[:, mine] = self._sizes.below + goal.slot
+        certain = torch.zeros_like(goal.score).masked_fill(~is_next, _NONE)
+        self._scores[:, mine] = self._paths[:, mine] = certain
+        is_below = (self._bits & goal.bits[:, None] == goal.bits[:, None]).all(-1) & goal.is_there[:, None]
+        is_below[:, mine] = is_next
+        return self._scores.masked_fill(goal.is_told[:, None] & ~is_below, _NONE)
 
     def _log_chances(self, values: Tensor) -> Tensor:
         """As `drafters/_chance.ChoiceModel.log_chances`."""
