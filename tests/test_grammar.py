@@ -17,7 +17,7 @@ from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
 from outpace.grammar import compiler, schema, structure
 from outpace.grammar.compiler import Grammars
-from outpace.grammar.matcher import unpacked
+from outpace.grammar.matcher import GrammarConstraint, unpacked
 from outpace.grammar.structure import Structure, choice_of, read, schema_of
 from outpace.grammar.vocabulary import Vocabulary
 from outpace.models.text.tokenizer import Tokenizer
@@ -257,6 +257,30 @@ def test_questions_do_not_move_the_text(grammars: Grammars, tokenizer: Tokenizer
     assert constraint.is_over(text, [])
     assert constraint.mask(text, []) is None
     assert constraint.forced(text, []) == []
+
+
+def test_a_question_is_asked_once(grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was drafted and is written by now is the same text; another token in its place is another."""
+    constraint = grammars.constraint(Structure("regex", "(ab|cd)f"), 1)
+    asked: list[int] = []
+    walker = GrammarConstraint._walker
+    monkeypatch.setattr(GrammarConstraint, "_walker", lambda own, text: asked.append(1) or walker(own, text))
+    one, end = tokenizer.continuation("ab"), tokenizer.continuation("f")
+    text = [5]
+    for _ in range(2):
+        assert constraint.allowed(text, one) == len(one)
+        assert not constraint.is_over(text, one)
+    assert len(asked) == 2
+    text += one
+    assert not constraint.is_over(text, [])
+    assert len(asked) == 2, "the path was written"
+    assert constraint.is_over(text, end)
+    assert constraint.allowed(text, one) < len(one)
+    assert len(asked) == 4
+    other = [5, *tokenizer.continuation("cd")]
+    assert not constraint.is_over(other, [])
+    assert constraint.is_over(other, end)
+    assert constraint.allowed([5], end) == 0, "it is a text's answer and not that of its length"
 
 
 @pytest.mark.parametrize("pattern", ["ab", "(a|b){2}", "ab|a"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,21 +62,42 @@ class _Walker:
             self.matcher.rollback(count)
 
 
+class _Answer(NamedTuple):
+    """Of a question about a text, `length` tokens of which stood when it was asked, and drafted tokens behind it."""
+
+    text: Sequence[int]
+    length: int
+    path: tuple[int, ...]
+    found: int
+
+    def holds(self, text: Sequence[int], path: tuple[int, ...]) -> bool:
+        """Whether this is the same question, be it that what was drafted is written by now."""
+        more = len(text) - self.length
+        return text is self.text and 0 <= more <= len(self.path) and (*text[self.length :], *path) == self.path
+
+
 class GrammarConstraint(Constraint):
     """What a grammar allows of one request's answer, which begins behind `start` tokens. Several threads may ask: each
-    takes a walker for the time of its question."""
+    takes a walker for the time of its question.
+
+    Each token is asked about when it is picked and when it is written: the last answers are kept."""
 
     def __init__(self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
         """`matcher` stands at the grammar's beginning and is copied; `ends` are the tokens that end an answer."""
         self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
         self._idle: deque[_Walker] = deque()
+        self._allowed = self._over = _Answer((), -1, (), 0)  # the last answers; none holds for any question yet
         self._other: int | None = None  # a token that was allowed somewhere and is no end: asked for before all others
 
     def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
+        known, path = self._allowed, tuple(path)
+        if known.length == len(text) and known.holds(text, path):
+            return known.found
         with self._walker(text) as walker:
             count: int = walker.matcher.validate_tokens(list(path)) if path else 0
             if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even its end
                 count -= self._is_complete(walker.beyond(path[: count - 1]))
+            self._allowed = _Answer(text, len(text), path, count)
             return count
 
     def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
@@ -84,8 +105,13 @@ class GrammarConstraint(Constraint):
             return unpacked(matcher.compute_bitmask()) if matcher and not self._is_complete(matcher) else None
 
     def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
+        known, path = self._over, tuple(path)
+        if known.holds(text, path):
+            return bool(known.found)
         with self._asked(text, path) as matcher:
-            return bool(matcher) and self._is_complete(matcher)
+            is_over = bool(matcher) and self._is_complete(matcher)
+            self._over = _Answer(text, len(text), path, is_over)
+            return is_over
 
     def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
         with self._asked(text, path) as matcher:
