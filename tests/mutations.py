@@ -25,6 +25,7 @@ from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
 from server_mutations import SERVER_MUTATIONS
 from skip_mutations import SKIP_MUTATIONS, find_in_skipping
+from step_mutations import STEP_MUTATIONS
 
 from outpace.candidates import cache
 from outpace.core.sampling import Sampling
@@ -253,6 +254,7 @@ MUTATIONS = [
     *SERVER_MUTATIONS,
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
+    *STEP_MUTATIONS,
 ]
 
 

@@ -10,7 +10,7 @@ from part_mutations import mutation, nothing
 
 from outpace.core.types import Row
 from outpace.engine import passes
-from outpace.grammar import schema
+from outpace.grammar import matcher, schema
 from outpace.server import reading
 from outpace.server.admission import Admission, Place
 from outpace.server.engine_thread import EngineThread
@@ -40,6 +40,10 @@ def at_once(begins_in: Original) -> Original:
 def at_each_chunk(push: Original) -> Original:
     """What may still become a call is told as text where a chunk ends."""
     return lambda self, text: merged([*push(self, text), *self.finish()])
+
+
+def of_any_text(holds: Original) -> Original:
+    return lambda self, text, path: len(text) + len(path) == self.length + len(self.path)
 
 
 SERVER_MUTATIONS = [
@@ -84,6 +88,13 @@ SERVER_MUTATIONS = [
         "_has_meaning",
         lambda f: lambda keyword: False,
         "test_grammar.py::test_what_cannot_be_enforced_is_refused_by_name",
+    ),
+    mutation(
+        "grammar: what was asked of one text holds for all of its length",
+        matcher._Answer,
+        "holds",
+        of_any_text,
+        "test_grammar.py::test_a_question_is_asked_once",
     ),
     mutation(
         "server: any depth of JSON is served",

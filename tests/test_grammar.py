@@ -274,9 +274,12 @@ def test_a_question_is_asked_once(grammars: Grammars, tokenizer: Tokenizer, monk
     text += one
     assert not constraint.is_over(text, [])
     assert len(asked) == 2, "the path was written"
+    wrong = one[:1] * len(end)
     assert constraint.is_over(text, end)
-    assert constraint.allowed(text, one) < len(one)
-    assert len(asked) == 4
+    assert not constraint.is_over(text, wrong)
+    assert constraint.allowed(text, end) == len(end)
+    assert constraint.allowed(text, wrong) == 0
+    assert len(asked) == 6
     other = [5, *tokenizer.continuation("cd")]
     assert not constraint.is_over(other, [])
     assert constraint.is_over(other, end)
