@@ -35,8 +35,8 @@ from outpace.bench.store import Record, Store, read_records
 
 WAYS = (
     "auto",
-    "auto:drafter=model+ngram",
-    "auto:drafter=model+prediction+ngram+suffix",
+    "auto:drafter=model+ngram,copies=10",
+    "auto:drafter=model+prediction+suffix",
     *(f"speculative:drafter={name},nodes=8" for name in ("suffix", "ngram", "cacheback", "recycle")),
     "speculative:drafter=retrieval,nodes=8,datastore={datastore}",
     "speculative:drafter=prediction,nodes=16,guess=10",

@@ -35,6 +35,7 @@ def called(method: str) -> str:
     """`speculative:nodes=16,drafter=suffix` is suffix; auto stays what it is."""
     name, _, options = method.partition(":")
     drafter = next((o.removeprefix("drafter=") for o in options.split(",") if o.startswith("drafter=")), "")
+    drafter = drafter if name != "auto" else drafter.replace("+prediction", "")
     return f"auto, {drafter}" if name == "auto" and drafter else drafter or name
 
 

@@ -87,13 +87,19 @@ class Grafter(Drafter, Generic[State]):
             assert child is not None
         return child
 
-    def branch(self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Grade) -> None:
-        """Plants tokens that stand one behind the other, below the root. `length` tokens before them are equal; the
-        grade is that of the first token that another branch has no part in."""
-        node = 0
+    def branch(
+        self, state: State, tree: TokenTree, tokens: Sequence[int], length: int, grade: Grade, least: float = 0.0
+    ) -> None:
+        """Plants tokens that stand one behind the other, below the root, while the chance that they are reached is at
+        least so much. `length` tokens before them are equal; the grade is that of the first token that another branch
+        has no part in."""
+        node, lowest = 0, math.log(least) if least else -math.inf
         for place, token in enumerate(allowed(state, tokens)):
+            kind = kind_of(length + place, grade)
+            if tree.scores[node] + math.log(self.rate(state, kind)) < lowest:
+                break
             is_new = token not in state.planted.get(tree.ids[node], ())
-            node = self.plant(state, tree, node, token, kind_of(length + place, grade))
+            node = self.plant(state, tree, node, token, kind)
             grade = Grade.SURE if is_new else grade
 
     def rate(self, state: State, kind: int) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outpace.core.errors import check_whole
+from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._grafter import Grade, Grafter, GraftState
@@ -19,17 +19,20 @@ _COUNTED = 64  # equal tokens that make a copy no surer than more would
 @dataclass(frozen=True)
 class Options:
     """`longest`: the last tokens to match, fewer where there is no match; `copies`: tokens copied of each match;
-    `branches`: the most different copies; `window`: the last tokens of the text in which matches are sought."""
+    `branches`: the most different copies; `least_chance`: tokens less likely to be reached are not proposed; `window`:
+    the last tokens of the text in which matches are sought."""
 
     longest: int = 3
-    copies: int = 10
+    copies: int = 32
     branches: int = 2
+    least_chance: float = 0.02
     window: int = 65536
 
     def __post_init__(self) -> None:
         check_whole("longest", self.longest, 1, 16)
         check_whole("copies", self.copies, 1, 256)
         check_whole("branches", self.branches, 1, 64)
+        check_range("least_chance", self.least_chance, 0.0, 1.0)
         check_whole("window", self.window, 16)
 
 
@@ -57,9 +60,10 @@ class Ngram(Grafter[NgramState]):
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
         """Branches from the root; the first is the likeliest."""
-        grade = Grade.SURE
-        for length, place in state.index.matches(state.tokens, self._options.branches, _COUNTED):
-            self.branch(state, tree, state.index.after(place, self._options.copies), length, grade)
+        options, grade = self._options, Grade.SURE
+        for length, place in state.index.matches(state.tokens, options.branches, _COUNTED):
+            tokens = state.index.after(place, options.copies)
+            self.branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Grade.OTHER
 
     def observe(self, state: NgramState, seen: Observation) -> None:
