@@ -35,7 +35,6 @@ from outpace.bench.store import Record, Store, read_records
 
 WAYS = (
     "auto",
-    "auto:drafter=model+ngram,copies=10",
     "auto:drafter=model+prediction+suffix",
     *(f"speculative:drafter={name},nodes=8" for name in ("suffix", "ngram", "cacheback", "recycle")),
     "speculative:drafter=retrieval,nodes=8,datastore={datastore}",

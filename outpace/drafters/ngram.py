@@ -23,7 +23,7 @@ class Options:
     the last tokens of the text in which matches are sought."""
 
     longest: int = 3
-    copies: int = 32
+    copies: int = 10
     branches: int = 2
     least_chance: float = 0.02
     window: int = 65536
