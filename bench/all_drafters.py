@@ -81,9 +81,11 @@ def measure(args: argparse.Namespace, ways: Sequence[Contender], say: Say) -> No
                 target=args.target,
                 sampling_params=SamplingParams(max_tokens=int(tokens)),
             )
+            show = waiting(args.gate, say)
+            show(f"{part}, warming up", 0, 1)  # a planner times its first rounds too
             store = Store(args.out / part, options.settings(llm))
             with Bench(llm, options, store, say) as bench:
-                bench.measure(waiting(args.gate, say))
+                bench.measure(show)
 
 
 def waiting(gate: Path | None, say: Say) -> Callable[[str, int, int], None]:
