@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from doubles import make_request
 
-from outpace.decoders._costs import best_rows
+from outpace.candidates.cache import CandidateCache
+from outpace.decoders._costs import Costs, best_rows
 from outpace.decoders._ledger import Ledger
+from outpace.decoders.base import Place
+from outpace.decoders.planned import Options, _Planner
 from outpace.simulate import costs
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.script import scripts_of
@@ -57,6 +61,36 @@ def test_rows_are_taken_while_they_pay(
     chances: list[float], more: list[float], price: float, expected: tuple[int, float]
 ) -> None:
     assert best_rows(chances, more, price) == pytest.approx(expected)
+
+
+class Leaves:
+    """A candidate cache of which no more is known than its leaves' chances."""
+
+    missed, layers, is_given_up = True, 0, False
+
+    def __init__(self, *chances: float) -> None:
+        self.chances = list(chances)
+
+    def __len__(self) -> int:
+        return len(self.chances)
+
+    def outlook(self, most: int, ends: int) -> tuple[list[float], list[float]]:
+        return self.chances[:most], (self.chances or [1.0])[:ends]  # the root alone is a leaf
+
+
+def gain(*chances: float) -> float:
+    """Tokens that a layer below such leaves is expected to add."""
+    place = Place(make_request((1, 2)), [1, 2], Costs(), budget=8)
+    place.candidates = cast(CandidateCache, Leaves(*chances))
+    planner = _Planner(place, Options())
+    planner.begin()
+    return planner._gain
+
+
+def test_a_layer_gains_by_the_chance_at_its_leaves_and_by_how_few_they_are() -> None:
+    assert gain(0.6) > gain(0.3, 0.3) > gain(0.2, 0.2, 0.2) > 0
+    assert gain(0.3, 0.3) > gain(0.2, 0.2)
+    assert gain() == gain(1.0), "below a root alone the walk is there in any case"
 
 
 def test_the_cheaper_a_layer_the_more_it_waits() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, sqrt
 
 from outpace.candidates.cache import CandidateCache
 from outpace.core.errors import check_range, check_whole
@@ -24,7 +24,6 @@ from outpace.decoders.base import Coroutine, Place
 LOSSLESS = True
 COST = "a pass with the draft running beside it, and waits for the draft where these pay; host time for planning"
 NEEDS = "worker"
-_LATER = 1.5  # by how much a layer must outweigh its wait: without it, it would grow beside the pass for the next round
 _UNKNOWN = 2  # layers that are waited for at most before there is a price
 _SHARE = 1 / 8  # of the tree's room, that one layer may take
 _REACH = 16  # leaves that the next layer is expected to expand
@@ -102,23 +101,24 @@ class _Planner:
             self._modes.learn(self._judged + self._place.rows_of_others, self._worth)
 
     def _look(self) -> None:
-        """What the cache holds now: what its best rows are worth, and how likely the next layer is to be reached."""
+        """What the cache holds now: what its best rows are worth, and what a further layer promises."""
         chances, leaves = self._candidates.outlook(self._place.budget - 1, _REACH)
         trust = min(1.0, self._trust.value)
-        self._reach = min(1.0, sum(leaves)) * (trust if len(self._candidates) else 1.0)
+        reach = min(1.0, sum(leaves)) * (trust if len(self._candidates) else 1.0)
+        self._promise = reach * min(1.0, sqrt(sum(leaf * leaf for leaf in leaves)))
         trusted = [trust * chance for chance in chances]
         self.rows, self._worth = self._costs.best(trusted, self._place.rows_of_others, self._price)
 
     @property
     def _growth(self) -> Mean:
-        """Tokens that a layer adds, over the square of the chance that the walk reaches it."""
+        """Tokens that a layer adds, over its promise."""
         return self._costs.growth(_LAYER, 0)
 
     @property
     def _gain(self) -> float:
-        """Tokens that the next layer is expected to add. The walk has to reach the layer, and then to go on as far as
-        there are rows for it: which it does the less, the less it came so far."""
-        return self._growth.value * self._reach**2
+        """Tokens that the next layer is expected to add. The walk has to reach the layer, and then to go on below it:
+        which it does the less, the more leaves its chance is spread over, for a draft that is unsure stays so."""
+        return self._growth.value * self._promise
 
     @property
     def is_worth_waiting(self) -> bool:
@@ -136,8 +136,7 @@ class _Planner:
 
     @property
     def _pays(self) -> bool:
-        later = 1.0 if self.is_in_turn else _LATER
-        return self._gain > later * self._price * self._wait
+        return self._gain > self._price * self._wait
 
     @property
     def is_in_turn(self) -> bool:
@@ -151,12 +150,12 @@ class _Planner:
 
     def waited(self) -> None:
         """The wait is over."""
-        before, reach = self._worth, self._reach
+        before, promise = self._worth, self._promise
         self._ledger.tried(_LAYER, self._pays)
         self._look()
         most = self._costs.most_more(self._place.rows_of_others)
-        if self.rows <= most and reach > 0:  # else the rows that are known hide what it added
-            self._growth.learn(max(0.0, self._worth - before), reach**2)
+        if self.rows <= most and promise > 0:  # else the rows that are known hide what it added
+            self._growth.learn(max(0.0, self._worth - before), promise)
         self._layers += 1
 
     def during(self, rows: int) -> Orders:
