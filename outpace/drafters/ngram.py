@@ -19,13 +19,13 @@ _COUNTED = 64  # equal tokens that make a copy no surer than more would
 @dataclass(frozen=True)
 class Options:
     """`longest`: the last tokens to match, fewer where there is no match; `copies`: tokens copied of each match;
-    `branches`: the most different copies; `least_chance`: tokens less likely to be reached are not proposed; `window`:
-    the last tokens of the text in which matches are sought."""
+    `branches`: the most different copies; `least_chance`: tokens less likely to be reached are not proposed, 0: all
+    are, whatever came true in other answers; `window`: the last tokens of the text in which matches are sought."""
 
     longest: int = 3
     copies: int = 10
     branches: int = 2
-    least_chance: float = 0.02
+    least_chance: float = 0.0
     window: int = 65536
 
     def __post_init__(self) -> None:
