@@ -31,6 +31,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "auto": {"method": "auto", "drafter": "model+ngram", "profile": False},
     "card": {"method": "card", "drafter": "model+ngram", "worker": "thread"},
     "card, process": {"method": "card", "drafter": "model+ngram", "worker": "process"},
+    "planned, thread": {"method": "planned", "drafter": "model", "worker": "thread"},
+    "planned, process": {"method": "planned", "drafter": "model", "worker": "process"},
+    "planned, simulated": {"method": "planned", "drafter": "model", "worker": "inline"},
     "speculative chain": {"method": "speculative", "drafter": "model", "width": 1, "draft_length": 3},
     "speculative tree": {"method": "speculative", "drafter": "model+ngram", "width": 4, "draft_length": 3},
 }
