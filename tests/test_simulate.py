@@ -221,6 +221,10 @@ def test_a_stated_chance_comes_out() -> None:
 def test_some_answers_alone() -> None:
     assert limited(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
     assert len(limited(MIXED, 9).answers) == 3
+    tasks = ["gsm8k", "humaneval", "mt_bench"] * 12  # in turn, as a pair is recorded
+    many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
+    assert [answer.task for answer in limited(many, 6).answers].count("gsm8k") == 2
+    assert {answer.task for answer in limited(many, 12).answers} == set(tasks)
     with pytest.raises(UserError, match="it has stated"):
         limited(MIXED, None, ["gsm8k"])
 

@@ -68,11 +68,13 @@ def scripts_of(trace: Trace, ranks: int | None = None) -> Scripts:
 
 
 def limited(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
-    """The trace with these tasks' answers alone, and at most so many of them, evenly spread."""
+    """The trace with these tasks' answers alone, and at most so many of them, evenly spread over each task's."""
     chosen = [answer for answer in trace.answers if not tasks or answer.task in tasks]
     if not chosen:
         known = sorted({answer.task for answer in trace.answers})
         raise UserError(f"the trace has no answers of {', '.join(tasks)}, it has {', '.join(known)}")
     if answers is not None and answers < len(chosen):
-        chosen = [chosen[number * len(chosen) // answers] for number in range(answers)]
+        by_task = sorted(range(len(chosen)), key=lambda number: chosen[number].task)
+        taken = sorted(by_task[number * len(chosen) // answers] for number in range(answers))
+        chosen = [chosen[number] for number in taken]
     return replace(trace, answers=tuple(chosen))
