@@ -42,9 +42,9 @@ def anywhere(towards: Original) -> Original:
     return mutated
 
 
-def of_any_root(hear: Original) -> Original:
+def of_any_root(follow: Original) -> Original:
     def mutated(steps: UnderWay, path: Sequence[int], tokens: Sequence[int], root_id: int) -> Any:
-        return hear(steps, [steps._root, *path[1:]], tokens, root_id)
+        return follow(steps, [steps._root, *path[1:]], tokens, root_id)
 
     return mutated
 
@@ -58,7 +58,7 @@ STEP_MUTATIONS: list[Mutation] = [
     mutation(
         "steps: what is said of an older root is heard",
         UnderWay,
-        "hear",
+        "_follow",
         of_any_root,
         "test_turning_steps.py::test_what_is_said_of_another_root_is_not_heard",
     ),

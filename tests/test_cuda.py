@@ -22,6 +22,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.load import load_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")]
@@ -123,6 +124,21 @@ def test_steps_that_are_told_go_where_the_target_went(kind: str) -> None:
     walk = test_turning_steps.walk_of(told, kind)
     told.due = {test_turning_steps.BEFORE: [(0, walk)]}
     assert test_turning_steps.served(told, walk) >= test_turning_steps.KINDS[kind]
+
+
+def test_steps_hear_what_is_written_while_they_run() -> None:
+    """The graph waits in its first forward for longer than the host takes to write."""
+    model, forward = exact_on_cuda(), SteppingLlama._step_forward
+
+    def waiting(*given: Any) -> Any:
+        torch.cuda._sleep(400_000_000)
+        return forward(model, *given)
+
+    model._step_forward = waiting
+    told = test_turning_steps.told_of("gumbel", model)
+    walk = test_turning_steps.walk_of(told, "below a node")
+    told.due = {test_turning_steps.AFTER: [(0, walk)]}
+    assert test_turning_steps.served(told, walk) >= test_turning_steps.KINDS["below a node"]
 
 
 def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,20 +18,14 @@ from outpace.core.steps import MOST_WALKED, Moved
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
+from outpace.drafters._under_way import Walk
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_mail import Box, Columns, Course
 
 __all__ = ["as_on_a_device"]  # for all tests here, too
 STEPS = 8
 BEFORE = -1  # a graph's first forward: what a device can be told at a known time
-
-
-class Walk(NamedTuple):
-    """What the target says: the walked nodes by id, what it wrote behind each, the next root."""
-
-    path: list[int]
-    tokens: list[int]
-    root_id: int
+AFTER = -2  # the graph was begun, which a device works on meanwhile
 
 
 class Told(Pair):
@@ -57,6 +51,8 @@ class Told(Pair):
             for number, walk in self.due.pop(BEFORE, []) if key[0] == "steps" else ():
                 self.drafters[1].hear(self.states[1][number], *walk)
             replay(key)
+            for number, walk in self.due.pop(AFTER, []) if key[0] == "steps" else ():
+                self.drafters[1].hear(self.states[1][number], *walk)
             self._forward = -1
 
         model._step_forward, model.captures.replay = told, counted  # type: ignore[method-assign]
@@ -86,10 +82,10 @@ class Told(Pair):
             trees[number] = after
 
 
-def told_of(rule: str = "greedy", model: SteppingLlama | None = None) -> Told:
+def told_of(rule: str = "greedy", model: SteppingLlama | None = None, **options: Any) -> Told:
     """A tree that one graph has grown; the next growth runs another."""
     model = exact() if model is None else model
-    told = Told(model, [request_of(rule, words(model, 20))], floor=0.0)
+    told = Told(model, [request_of(rule, words(model, 20))], floor=0.0, **options)
     for _ in range(STEPS):
         told.grow([0])
     assert told.forwards == [STEPS, 1]
@@ -230,12 +226,49 @@ def test_what_is_said_of_another_root_is_not_heard() -> None:
     assert told.forwards[1] == 2, "the graph went on as it was"
 
 
-def test_what_is_said_while_nothing_is_under_way_changes_nothing() -> None:
+def test_what_is_said_before_the_steps_are_under_way_waits_for_them() -> None:
+    """Also what follows it: a drafter that reads its mail just before does not hear of the first."""
     told = told_of()
-    told.drafters[1].hear(told.states[1][0], *walk_of(told, "below the root"))
-    for _ in range(STEPS):
+    first = walk_of(told, "below a node")
+    second = told.walk(0, 0, 9, first)
+    told.drafters[1].hear(told.states[1][0], *first)
+    told.due = {1: [(0, second)]}
+    told.grow([0])
+    for walk in (first, second):
+        told.correct(0, walk)
+    for _ in range(3):
         told.grow([0])
     assert told.forwards[1] == 2
+
+
+def test_what_was_observed_is_not_said_again() -> None:
+    told = told_of()
+    walk = walk_of(told, "below a node")
+    told.drafters[1].hear(told.states[1][0], *walk)
+    told.correct(0, walk)
+    assert not told.states[1][0].ahead.heard
+    for _ in range(STEPS):
+        told.grow([0])
+    assert told.forwards[1] == 2, "a graph of its own, which nobody turned"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_that_is_nearly_full_leaves_room_below_a_new_root(kind: str) -> None:
+    """Nodes of what stood before are not counted any more."""
+    told = told_of(tree_nodes=170)
+    walk = walk_of(told, kind)
+    told.due = {1: [(0, walk)]}
+    assert served(told, walk) >= 3
+
+
+def test_a_node_that_comes_by_another_id_is_the_same() -> None:
+    """As where a layer was on its way when the target went to one of its nodes."""
+    told = told_of()
+    tree, (_, leaves) = told.tree, places(told)
+    leaf = max(leaves, key=tree.scores.__getitem__)
+    walk = told.walk(0, tree.parents[leaf], tree.tokens[leaf])._replace(root_id=-9)
+    told.due = {1: [(0, walk)]}
+    assert served(told, walk) >= 3
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20))])

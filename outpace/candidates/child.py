@@ -80,9 +80,11 @@ class Child:
             threading.Thread(target=self._read, name="outpace-reader", daemon=True).start()
             set_threads(start.threads)
             build: Callable[[], Drafter] = pickle.loads(start.recipe)
-            self._loop = DraftLoop(build())
+            loop = DraftLoop(build())
+            loop.work_beside()
+            self._loop = loop
             self._say(Ready())
-            self._draft(self._loop)
+            self._draft(loop)
         except BaseException as error:
             self._say(Failed(portable(error), traceback.format_exc(), again=self._loop is not None))
 

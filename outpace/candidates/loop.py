@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from traceback import clear_frames
@@ -94,7 +95,6 @@ class DraftLoop:
         needs more of the target than its verdicts."""
         check_beside(drafter)
         self._drafter = drafter
-        drafter.work_beside()
         self._most = most_requests
         self._tracks: dict[int, Track] = {}
         self.mail: SimpleQueue[Message | None] = SimpleQueue()  # None says nothing, but ends a wait
@@ -117,13 +117,18 @@ class DraftLoop:
         return [(key, self._delta(self._tracks[key])) for key in keys]
 
     def post(self, message: Message) -> None:
-        """Any thread: puts a message into the mail. A correction is told to the drafter at once, too, which may be able
-        to turn while it grows."""
-        self.mail.put(message)
+        """Any thread but the drafter's: puts a message into the mail. A correction is told to the drafter at once, too,
+        which may be able to turn while it grows."""
         track = self._tracks.get(message.key)
         if track is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
-            self._drafter.hear(track.state, path, tokens, root_id)
+            with suppress(Exception):  # the mail says the same: a fault comes out there, in the drafter's own thread
+                self._drafter.hear(track.state, path, tokens, root_id)
+        self.mail.put(message)
+
+    def work_beside(self) -> None:
+        """Another thread will `post`."""
+        self._drafter.work_beside()
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""

@@ -29,6 +29,7 @@ class ThreadWorker(Worker):
         works on a stream of its own, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
+        self._loop.work_beside()
         self._threads = threads
         self._device = device
         self._stopping = self._resting = False

@@ -54,17 +54,20 @@ class Moved(NamedTuple):
 
 
 class Mail:
-    """Tells the steps that are under way for one text where its root went. Any thread may send; what is sent while no
-    steps are under way is dropped."""
+    """Tells the steps that are taken for one text where its root went. Any thread may send; what is sent before they
+    are under way waits for that, what comes behind them is dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._write: Callable[[Moved], None] | None = None
+        self._last: Moved | None = None
 
     def begin(self, write: Callable[[Moved], None]) -> None:
         """From now on steps are under way, which read what `write` is given."""
         with self._lock:
             self._write = write
+            if self._last is not None:
+                write(self._last)
 
     def end(self) -> None:
         """They are done."""
@@ -74,6 +77,7 @@ class Mail:
     def send(self, moved: Moved) -> None:
         """What was sent before does not count any more."""
         with self._lock:
+            self._last = moved
             if self._write is not None:
                 self._write(moved)
 

@@ -8,6 +8,7 @@ whatever the device chose.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
@@ -21,7 +22,7 @@ from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request
 from outpace.drafters._chance import Choices
 from outpace.drafters._grower import Job
-from outpace.drafters._under_way import UnderWay
+from outpace.drafters._under_way import UnderWay, Walk
 from outpace.models.base import Model
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
@@ -43,6 +44,7 @@ class Burst:
     taken: int = 0
     loose: list[int] = field(default_factory=list)  # what no node has asked for, while a session numbers anew
     under_way: UnderWay | None = None  # steps that are being taken
+    heard: deque[Walk] = field(default_factory=deque)  # where the target went, as far as that is not yet observed
 
     def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
         """Follows the target's walk: gives walked nodes that were expanded ahead their slots. Whether the next root,
@@ -148,8 +150,9 @@ class Ahead:
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
         if self.is_beside:
             for job, one in zip(jobs, asked, strict=True):
-                job.state.ahead.under_way = UnderWay(job)
-                one.mail = job.state.ahead.under_way.mail
+                job.state.ahead.under_way = steps = UnderWay(job, job.state.ahead.heard)
+                one.mail = steps.mail
+                steps.listen()
         taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
         for job in jobs:
             job.state.ahead.under_way = None
@@ -157,8 +160,17 @@ class Ahead:
             return None
         self._is_new, self._owed = True, float(count)
         for job, some, expanded in zip(jobs, opened, taken, strict=True):
-            job.state.ahead = _burst(job, [node_id for node_id, _ in some], expanded)
+            job.state.ahead = _burst(job, some, expanded)
         return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
+
+    def hear(self, state: Any, walk: Walk) -> None:
+        """Another thread says where the target went: it may be that steps are under way, or will be before that is
+        observed."""
+        if self.is_beside and self._chosen != 1:
+            burst = state.ahead
+            burst.heard.append(walk)
+            if burst.under_way is not None:
+                burst.under_way.listen()
 
     def follow(self, state: Any, seen: Observation) -> list[int]:
         """A round is over: of what was expanded ahead that stays which lies below the next root. Slots of what no node
@@ -167,6 +179,8 @@ class Ahead:
         if burst.taken:
             self._usual = _FADE * self._usual + (1.0 - _FADE) * burst.taken
         burst.taken = 0
+        while burst.heard and burst.heard.popleft().root_id != seen.tree.ids[0]:
+            pass  # what was said before this was observed before it
         if not burst.expanded or not burst.claim(seen, state.slots):
             burst.clear()
             return []
@@ -248,15 +262,19 @@ def _opened(job: Job, most: int) -> list[tuple[int, OpenNode]]:
     return opened
 
 
-def _burst(job: Job, ids: Sequence[int], expanded: list[Expanded]) -> Burst:
-    """What was expanded, by the nodes of the tree that it is or stands below. `ids` of those that were open."""
+def _burst(job: Job, opened: Sequence[tuple[int, OpenNode]], expanded: list[Expanded]) -> Burst:
+    """What was expanded, by the nodes of the tree that it is or stands below; `opened` with their ids."""
     state, tree, frontier = job
-    burst = Burst(expanded, taken=state.ahead.taken)
+    burst = Burst(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
+    first = {one.slot: number for number, one in enumerate(expanded[: len(frontier)])}
     for number, one in enumerate(expanded):
         if number < len(frontier):
             burst.known[tree.ids[frontier[number]]] = number
         elif one.opened is not None:
-            burst.known[ids[one.opened]] = number
+            node_id, node = opened[one.opened]
+            burst.known[node_id] = number
+            if node.above != PREFIX:  # the target may come there by another id
+                burst.children[first.get(node.above, _below(node.above)), one.token] = number
         elif one.below is not None:
             burst.children[_below(one.below), one.token] = number
         else:

@@ -24,6 +24,7 @@ from outpace.drafters._chance import Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._under_way import Walk
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
@@ -160,8 +161,7 @@ class ModelDrafter(Drafter):
         self._ahead.is_beside = True
 
     def hear(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        if (steps := state.ahead.under_way) is not None:
-            steps.hear(path, tokens, root_id)
+        self._ahead.hear(state, Walk(path, tokens, root_id))
 
     def share_cores(self, most: int) -> None:
         self._grower.model.share_cores(most)
@@ -170,7 +170,7 @@ class ModelDrafter(Drafter):
         return self._grower.stored_bytes(lengths)
 
     def pause(self, state: ModelState) -> None:
-        state.ahead = Burst()
+        state.ahead = Burst(heard=state.ahead.heard)
         self._grower.pause(state)
 
     def amortised(self, seconds: float) -> float:

@@ -61,8 +61,8 @@ class _Operations(TorchDispatchMode):
         crosses = len({tensor.device.type for tensor in tensors if tensor.dim() or name == "copy_"}) > 1 or (
             name == "_to_copy" and goal is not None and torch.device(goal).type != tensors[0].device.type
         )
-        if crosses and name == "copy_" and tensors[1].is_pinned():
-            crosses = False  # a graph fetches it anew whenever it runs
+        if crosses and name == "copy_" and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            crosses = not tensors[1].is_pinned()  # which a graph fetches anew whenever it runs
         if name in HOST_OPERATIONS or is_chosen or crosses:
             raise HostRead(f"{func} within a captured pass: a graph cannot wait for the host")
         return func(*args, **kwargs)

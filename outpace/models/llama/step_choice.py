@@ -99,10 +99,8 @@ class Choice:
         self._bits[:, :opened] = given["open_bits"]
         self._origin[:, :opened] = place
         self._standing = given["nodes"].clone()  # nodes of each tree
-        self._paths, self._slots = (
-            self._scores.clone(),
-            torch.full_like(table, -1),
-        )  # of expanded nodes too; where these are
+        if course is not None:  # of expanded nodes too; where these are
+            self._paths, self._slots = self._scores.clone(), torch.full_like(table, -1)
 
     def first(self) -> Nodes:
         """The nodes of the first step, which are scored already."""
@@ -131,7 +129,9 @@ class Choice:
         dropped = dropped | (depths > given["deepest"][:, None])
         mine = slice(start := self._sizes.opened + step * width**2, start + width**2)
         capped = torch.minimum(ranked, nodes.scores.gather(1, parent))
-        self._scores[:, mine] = self._paths[:, mine] = capped.masked_fill(dropped, _NONE)
+        self._scores[:, mine] = kept = capped.masked_fill(dropped, _NONE)
+        if self._course is not None:
+            self._paths[:, mine] = kept
         self._tokens[:, mine] = tokens[..., :width].flatten(1).gather(1, order)
         self._depths[:, mine] = depths
         self._bits[:, mine] = nodes.bits.gather(1, parent[..., None].expand(-1, -1, WORDS))
@@ -146,6 +146,8 @@ class Choice:
             goal = self._course.goal(Columns(self._tokens, self._bits, self._slots, self._paths))
             scores = self._towards(goal, step)
             floor = torch.where(goal.is_told, floor + goal.score, floor)  # chances are those below the new root
+            fewer = torch.minimum(self._standing, (scores > _NONE).sum(1))  # its tree is a part of what stood
+            self._standing = torch.where(goal.is_told, fewer, self._standing)
         ranked, order = scores.sort(dim=1, descending=True, stable=True)
         ranked, order = ranked[:, :width], order[:, :width]
         ok = (ranked > _NONE) & (ranked >= floor[:, None])
@@ -154,7 +156,8 @@ class Choice:
         at = order.masked_fill(~ok, self._spare).sort(dim=1).values
         ok, scores = at < self._spare, self._scores.gather(1, at)
         self._scores.scatter_(1, at, torch.full_like(scores, _NONE))
-        self._slots.scatter_(1, at, slots.masked_fill(~ok, -1))
+        if self._course is not None:
+            self._slots.scatter_(1, at, slots.masked_fill(~ok, -1))
         above = self._bits.gather(1, at[..., None].expand(-1, -1, WORDS))
         of = (self._tokens.gather(1, at), self._depths.gather(1, at))
         return Nodes(ok, scores, *of, above | own_bit(slots), self._origin.gather(1, at))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from outpace.core.steps import MOST_WALKED, Moved
-from outpace.models.llama.static_inputs import WORDS
+from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
 
 _COUNT, _SLOT, _SCORE, _LENGTH, _TOKENS = range(5)  # columns; then the tokens, and a sum over all of it
 _COLUMNS = _TOKENS + MOST_WALKED
-_FACTOR = 0x5851F42D4C957F2D  # odd, so that each number counts whole
+_FACTOR = 0x5851F42D4C957F2D  # odd; its powers, as 64 bits hold them, weigh the numbers
 
 
 class Box:
@@ -84,28 +84,29 @@ class Course:
         """Of the nodes that are pending before the steps: what they see [texts, pending, WORDS], their depths."""
         self._box, self._bits, self._depths = box, pending_bits, depths
         self._said = torch.zeros_like(box.device)
+        self._own = own_bit(torch.arange(MOST_PENDING, device=depths.device))
+        self._factors = torch.full((_COLUMNS,), _FACTOR, device=depths.device).cumprod(0)
 
     def goal(self, columns: Columns) -> Goal:
         """By what the host has said by now. From the node that it names the walk goes down the expanded nodes."""
         self._box.fetch()
         fetched = self._box.device
-        is_whole = (fetched[:, :-1] * _factors(fetched)).sum(1) == fetched[:, -1]
+        is_whole = (fetched[:, :-1] * self._factors).sum(1) == fetched[:, -1]
         self._said = said = torch.where(is_whole[:, None], fetched, self._said)
         slot = said[:, _SLOT]
         bits = self._bits.gather(1, slot[:, None, None].expand(-1, 1, WORDS))[:, 0]
         depth = self._depths.gather(1, slot[:, None])[:, 0]
         score = said[:, _SCORE].contiguous().view(torch.float64)
         walked, token = torch.zeros_like(slot), torch.zeros_like(slot)
-        places = torch.arange(columns.tokens.shape[1], device=slot.device)
+        places = torch.arange(columns.tokens.shape[1], device=slot.device).where(columns.slots >= 0, -1)  # of expanded
         for number in range(MOST_WALKED):
             is_next = (walked == number) & (number < said[:, _LENGTH])
             token = torch.where(is_next, said[:, _TOKENS + number], token)
-            fits = (columns.tokens == token[:, None]) & (columns.slots >= 0)
-            fits = fits & (columns.bits == bits[:, None]).all(-1) & is_next[:, None]
+            fits = (columns.tokens == token[:, None]) & is_next[:, None] & (columns.bits == bits[:, None]).all(-1)
             at = torch.where(fits, places, -1).amax(1)
             is_found, at = at >= 0, at.clamp(min=0)[:, None]
             slot = torch.where(is_found, columns.slots.gather(1, at)[:, 0], slot)
-            bits = bits | own_bit(slot)
+            bits = bits | self._own[slot]
             depth, walked = depth + is_found, walked + is_found
             score = torch.where(is_found, columns.scores.gather(1, at)[:, 0], score)
         return Goal(said[:, _COUNT] > 0, walked == said[:, _LENGTH], bits, slot, depth, score, token)
@@ -117,9 +118,6 @@ def own_bit(slots: Tensor) -> Tensor:
     return (words == (slots // 64)[..., None]).long() << (slots % 64)[..., None]
 
 
-def _factors(like: Tensor) -> Tensor:
-    return torch.arange(1, 2 * _COLUMNS, 2, device=like.device) * _FACTOR
-
-
 def _factors_on_host() -> np.ndarray:
-    return np.arange(1, 2 * _COLUMNS, 2) * np.int64(_FACTOR)
+    factors: np.ndarray = np.full(_COLUMNS, _FACTOR).cumprod()
+    return factors
