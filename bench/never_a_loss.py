@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +133,7 @@ def _open(parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: Se
         contender = Contender("auto", "auto", {"drafter": drafter})
         assert llm.draft is not None
         model = Turning(llm.draft.model, len(prompt) + turn if turn else 0)
-        draft = SimpleNamespace(**vars(llm.draft) | {"model": model, "again": None})
+        draft = replace(llm.draft, model=model, again=None)
     models: Any = SimpleNamespace(target=llm.target, draft=draft)
     return parts.enter_context(closing(Own(contender, models, SamplingParams(), 1))).llm
 
