@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import plot_drafters
+from plot_drafters import SEEN, called
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +48,6 @@ LANGUAGES = ("de", "es", "fr", "zh")
 CORPUS = ("gsm8k_train.jsonl", "instructions.jsonl")
 DATASTORE = "retrieval.datastore"
 PARTS = ("repetition", "others")
-SEEN = ((0, 1), (1, 3), (3, 6), (6, 10))  # prompts of a task, from the first on
 POSITIONS = (1, 2, 3, 4, 6, 8, 12)
 Say = Callable[[str], None]
 
@@ -101,11 +101,6 @@ def waiting(gate: Path | None, say: Say) -> Callable[[str, int, int], None]:
             time.sleep(0.2)
 
     return show
-
-
-def called(label: str) -> str:
-    """A way's short name."""
-    return plot_drafters.called(label)
 
 
 def seen(records: Sequence[Record]) -> dict[str, list[float]]:
@@ -163,9 +158,8 @@ def show(found: Sequence[TableRow], by_seen: Mapping[str, Sequence[float]], cons
     console.print(table("accepted, once those before were, by position", [str(at) for at in POSITIONS], lines))
     lines = {called(row.label): [sources(row)] for row in whole}
     console.print(table("by source: judged, written, of all tokens", ["source"], lines))
-    heads = [f"{first + 1}" if last == first + 1 else f"{first + 1} to {last}" for first, last in SEEN]
     lines = {called(label): [number(value) for value in by_seen[label]] for label in labels}
-    console.print(table("tokens a pass by the prompt's place in its task", heads, lines))
+    console.print(table("tokens a pass by the prompt's place in its task", plot_drafters.PLACES, lines))
     different = sum(row.different for row in whole)
     compared = sum(row.compared for row in whole)
     console.print(f"{different} of {compared} texts differ from plain decoding's")

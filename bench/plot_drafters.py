@@ -28,7 +28,8 @@ COLORS = ("#b5566b", "#4c6a92", "#d1793b", "#5a9a6f", "#8671a8")
 LINES = ("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333")
 FIELDS = {"speedup": "times plain decoding's speed", "mean_accepted_length": "tokens a pass"}
 FEWEST, DEEPEST = 100, 10  # rounds behind a rate that is drawn; positions
-SEEN = ("1", "2 to 3", "4 to 6", "7 to 10")  # a prompt's place in its task
+SEEN = ((0, 1), (1, 3), (3, 6), (6, 10))  # prompts of a task, from the first on
+PLACES = [f"{first + 1}" if last == first + 1 else f"{first + 1} to {last}" for first, last in SEEN]
 
 
 def called(method: str) -> str:
@@ -73,7 +74,7 @@ def learnt(axes: Any, by_seen: Mapping[str, Sequence[float]], styles: Mapping[st
     """Tokens a pass by a prompt's place in its task."""
     for method, style in styles.items():
         values = by_seen.get(method, ())
-        axes.plot(SEEN[: len(values)], values, marker="o", markersize=3.5, **style)
+        axes.plot(PLACES[: len(values)], values, marker="o", markersize=3.5, **style)
     axes.set_ylim(bottom=1)
     axes.set_xlabel("the prompt's place in its task", fontsize=9)
     _dress(axes, "tokens a pass, by the prompts seen before")

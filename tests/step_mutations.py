@@ -7,31 +7,16 @@ from typing import Any
 
 from mutation_checks import Mutation, Original
 from part_mutations import mutation, nothing
+from test_draft_steps import keyed_one_further, sees_itself_alone
 
 from outpace.core.steps import Mail
 from outpace.drafters._ahead import Burst
 from outpace.drafters._under_way import UnderWay
 from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.step_choice import Choice, Nodes
-from outpace.models.llama.step_mail import own_bit
+from outpace.models.llama.step_choice import Choice
 
 ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"
 TOLD = "test_turning_steps.py::test_steps_that_are_told_go_where_the_target_went"
-
-
-def sees_itself_alone(best: Original) -> Original:
-    def mutated(choice: Choice, step: int, slots: Any) -> Nodes:
-        nodes: Nodes = best(choice, step, slots)
-        return nodes._replace(bits=own_bit(slots))
-
-    return mutated
-
-
-def one_deeper(proposed: Original) -> Original:
-    def mutated(model: Any, sizes: Any, given: Any, nodes: Nodes, *rest: Any) -> Any:
-        return proposed(model, sizes, given, nodes._replace(depths=nodes.depths + 1), *rest)
-
-    return mutated
 
 
 def anywhere(towards: Original) -> Original:
@@ -51,7 +36,7 @@ def of_any_root(follow: Original) -> Original:
 
 STEP_MUTATIONS: list[Mutation] = [
     mutation("steps: a node sees itself alone", Choice, "best", sees_itself_alone, ALIKE),
-    mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", one_deeper, ALIKE),
+    mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", keyed_one_further, ALIKE),
     mutation("steps: nobody tells them where the target went", Mail, "send", nothing, TOLD),
     mutation("steps: told where the target went, they go on as before", Choice, "_towards", anywhere, TOLD),
     mutation("steps: what they expanded below a new root is lost", Burst, "claim", nothing, TOLD),

@@ -28,6 +28,7 @@ from outpace.models.llama import step_choice
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.models.llama.step_mail import own_bit
 from outpace.rules import base, greedy, gumbel, match
 
 RULES = {"greedy": greedy, "gumbel": gumbel, "match": match}
@@ -294,16 +295,15 @@ def test_texts_are_those_of_plain_decoding(tmp_path: Path, options: dict[str, st
         assert any(key[0] == "steps" for key in llm.draft.model.captures._made) or options["method"] == "auto"
 
 
-def _sees_itself_alone(best: Any) -> Any:
+def sees_itself_alone(best: Any) -> Any:
     def changed(choice: Any, step: int, slots: torch.Tensor) -> Any:
         nodes = best(choice, step, slots)
-        words = torch.arange(nodes.bits.shape[-1])
-        return nodes._replace(bits=(words == (slots // 64)[..., None]).long() << (slots % 64)[..., None])
+        return nodes._replace(bits=own_bit(slots))
 
     return changed
 
 
-def _keyed_one_further(proposed: Any) -> Any:
+def keyed_one_further(proposed: Any) -> Any:
     return lambda model, sizes, given, nodes, *rest: proposed(
         model, sizes, given, nodes._replace(depths=nodes.depths + 1), *rest
     )
@@ -316,8 +316,8 @@ def _in_order_of_tokens(best: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "change"),
     [
-        (step_choice.Choice, "best", _sees_itself_alone),
-        (SteppingLlama, "_proposed", _keyed_one_further),
+        (step_choice.Choice, "best", sees_itself_alone),
+        (SteppingLlama, "_proposed", keyed_one_further),
         (step_choice, "best_of", _in_order_of_tokens),
     ],
 )

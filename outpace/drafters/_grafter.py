@@ -93,10 +93,10 @@ class Grafter(Drafter, Generic[State]):
         """Plants tokens that stand one behind the other, below the root, while the chance that they are reached is at
         least so much. `length` tokens before them are equal; the grade is that of the first token that another branch
         has no part in."""
-        node, lowest = 0, math.log(least) if least else -math.inf
+        node = 0
         for place, token in enumerate(allowed(state, tokens)):
             kind = kind_of(length + place, grade)
-            if tree.scores[node] + math.log(self.rate(state, kind)) < lowest:
+            if least and tree.scores[node] + math.log(self.rate(state, kind)) < math.log(least):
                 break
             is_new = token not in state.planted.get(tree.ids[node], ())
             node = self.plant(state, tree, node, token, kind)

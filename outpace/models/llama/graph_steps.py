@@ -219,9 +219,10 @@ def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
     is a pending node that nobody sees."""
     before, offered = one.session.pending, sizes.offered
     expanded: list[Expanded] = []
-    numbers: dict[int, int] = {}  # of the rows that stand for a node
-    places: dict[int, int] = {}  # the same, by slot
+    numbers: dict[int, int] = {}  # of what was expanded, by slot
     parents: list[int] = []
+    # of each row; the first step has as many nodes as were scored
+    slots = [*one.slots, *[PREFIX] * (sizes.width - len(one.slots)), *range(before, before + sizes.taken)]
     for row, (origin, token, *offers) in enumerate(_rows(found)):
         is_first = row < sizes.width
         if not is_first:
@@ -229,16 +230,16 @@ def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
         if origin < 0:
             continue
         number, opened, parent, below = len(expanded), None, PREFIX, None
-        slot = one.slots[row] if is_first else before + row - sizes.width
+        slot = slots[row]
         if origin >= sizes.below:
             parents[-1] = int(origin) - sizes.below
-            parent = places.get(parents[-1], PREFIX)
+            parent = numbers.get(parents[-1], PREFIX)
             below = None if parent != PREFIX else parents[-1]
         elif not is_first:
             opened = int(origin) if origin < sizes.opened else None
-            parent = PREFIX if opened is not None else numbers[int(origin) - sizes.opened]
-            parents[-1] = one.opened[opened].above if opened is not None else expanded[parent].slot
-        numbers[row], places[slot] = number, number
+            parents[-1] = slots[int(origin) - sizes.opened] if opened is None else one.opened[opened].above
+            parent = numbers[parents[-1]] if opened is None else PREFIX
+        numbers[slot] = number
         tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
         expanded.append(Expanded(opened, parent, int(token), slot, tokens, values, below))
     one.session.extend(parents)

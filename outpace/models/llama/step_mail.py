@@ -19,6 +19,7 @@ from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
 _COUNT, _SLOT, _SCORE, _LENGTH, _TOKENS = range(5)  # columns; then the tokens, and a sum over all of it
 _COLUMNS = _TOKENS + MOST_WALKED
 _FACTOR = 0x5851F42D4C957F2D  # odd; its powers, as 64 bits hold them, weigh the numbers
+_FACTORS = np.full(_COLUMNS, _FACTOR, np.int64).cumprod()
 
 
 class Box:
@@ -42,7 +43,7 @@ class Box:
         row[_COUNT], row[_SLOT], row[_LENGTH] = self._count, moved.slot, len(moved.tokens)
         row[_SCORE : _SCORE + 1].view(np.float64)[0] = moved.score
         row[_TOKENS : _TOKENS + len(moved.tokens)] = [min(token, self._last_token) for token in moved.tokens]
-        row[-1] = (row[:-1] * _factors_on_host()).sum()
+        row[-1] = (row[:-1] * _FACTORS).sum()
         self._numbers[text] = row
 
     def fetch(self) -> None:
@@ -116,8 +117,3 @@ def own_bit(slots: Tensor) -> Tensor:
     """Of pending nodes, among what a node sees: int64 [..] to [.., WORDS]"""
     words = torch.arange(WORDS, device=slots.device)
     return (words == (slots // 64)[..., None]).long() << (slots % 64)[..., None]
-
-
-def _factors_on_host() -> np.ndarray:
-    factors: np.ndarray = np.full(_COLUMNS, _FACTOR).cumprod()
-    return factors
