@@ -86,7 +86,15 @@ def run_once(seed: int, met: Counter[str], method: str = "card") -> None:
     worker = InlineWorker(drafter, random_clock(chance))
     options = OPTIONS[method](chance)
     run, messages = collect_warnings(
-        lambda: decode(requests, method, worker=worker, target=target, engine=engine, **options)
+        lambda: decode(
+            requests,
+            method,
+            worker=worker,
+            target=target,
+            engine=engine,
+            seconds=lambda: worker.clock.now,
+            **options,
+        )
     )
     assert run.texts == [write(target, request) for request in requests], f"interleaving {seed}"
     died = isinstance(run.failure, DrafterDiedError)
