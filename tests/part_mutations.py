@@ -147,6 +147,13 @@ PART_MUTATIONS = [
         "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
     ),
     mutation(
+        "planned: however many leaves share the chance, a layer gains the same",
+        planned,
+        "sqrt",
+        lambda f: lambda of: 1.0,
+        "test_planned.py::test_a_layer_gains_by_the_chance_at_its_leaves_and_by_how_few_they_are",
+    ),
+    mutation(
         "planned: never in turn",
         planned._Modes,
         "choose",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from outpace.core.types import Source
 from outpace.decoders._costs import Costs, Mean
 from outpace.engine import profile as profiles
+from outpace.models.load import Loaded
+from outpace.models.toy import Toy
 
 
 def costs_of(*rounds: tuple[int, float]) -> Costs:
@@ -172,6 +175,21 @@ def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
     assert profiles.write(ABOUT, costs.remember() | {"method": "auto", "drafters": {}}, tmp_path)
     assert profiles.read(ABOUT, tmp_path) == LEARNT
     assert profiles.read(ABOUT | {"cores": 4}, tmp_path) is None
+
+
+def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers may mean something else; nothing is said of it, and it stays as it is."""
+    target = Loaded(Toy(8), None, "a model")
+    monkeypatch.setattr(profiles, "VERSION", profiles.VERSION - 1)
+    before = profiles.write(profiles.subject(target, None), LEARNT, tmp_path)
+    assert profiles.read(profiles.subject(target, None), tmp_path) == LEARNT
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profiles.read(profiles.subject(target, None), tmp_path) is None
+    after = profiles.write(profiles.subject(target, None), LEARNT, tmp_path)
+    assert before is not None
+    assert {before, after} == set(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.parametrize(
