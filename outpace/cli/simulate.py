@@ -16,6 +16,7 @@ from outpace.cli.options import flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
+    from outpace.simulate.live import Live
     from outpace.simulate.trace import Trace
 
 PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
@@ -39,6 +40,22 @@ class Pair:
         str | None,
         typer.Option(help="Use the answers of these tasks only, as in gsm8k,mt_bench.", rich_help_panel=PAIR),
     ] = None
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The target of the trace, as for outpace bench: for rows of methods that ask it about wrong branches"
+            " (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
+            rich_help_panel=PAIR,
+        ),
+    ] = None
+    draft: Annotated[
+        str | None, typer.Option(help="The draft of the trace, for the same rows; or auto.", rich_help_panel=PAIR)
+    ] = None
+
+    @property
+    def names_models(self) -> bool:
+        """Whether the models themselves are to run."""
+        return self.target is not None or self.draft is not None
 
 
 @dataclass(frozen=True)
@@ -107,13 +124,14 @@ def simulate(
 
     first, *others = _widths(width)
     sizes = Sizes(nodes, first, others=tuple(others))
-    rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [])
+    rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
     trace = _trace(pair)
+    live = _live(pair, trace)
     outcomes: list[Any] = []
     failed: list[UserError] = []
     with display.LoadingBar() as bar:
         for outcome in run.simulate(
-            trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every)
+            trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every), live
         ):
             outcomes.append(outcome)
             if shown.rows is not None:  # what is done is kept, whatever ends the rest
@@ -164,6 +182,19 @@ def _trace(pair: Pair) -> Trace:
     if pair.tasks is not None:
         raise UserError("tasks are those of a trace, a stated chance has none")
     return stated_trace(pair.acceptance or 0.0, pair.answers or 8)
+
+
+def _live(pair: Pair, trace: Trace) -> Live | None:
+    """The models of the trace, if they are named."""
+    if not pair.names_models:
+        return None
+    from outpace.models.load import load_draft, load_model
+    from outpace.simulate.live import Live
+
+    if pair.trace is None:
+        raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
+    target = load_model(pair.target)
+    return Live(trace, target.model, load_draft(pair.draft or "auto", target).model)
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

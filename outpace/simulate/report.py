@@ -97,6 +97,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "costs": outcome.costs,
         "ratio": round(outcome.ratio, 4),
         "speedup": round(outcome.speedup, 4),
+        "speedup_by_task": {task: round(speedup, 4) for task, speedup in outcome.speedups.items()},
         "mean_accepted_length": round(figures.mean_accepted_length, 4),
         "hit_rate": None if figures.hit_rate is None else round(figures.hit_rate, 4),
         "hits": figures.by_kind,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outpace.candidates.base import Worker
@@ -16,6 +17,7 @@ from outpace.core.stats import Figures, Step, fold
 from outpace.core.types import Drafter, Request
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
+from outpace.simulate.live import Live
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
 from outpace.simulate.script import Script, Scripts, scripts_of
 from outpace.simulate.setups import PLAIN, Setup
@@ -40,6 +42,8 @@ class Outcome:
     draft_length: int | None = None
     rows_a_token: float = 1.0  # of the target's passes, for each written token
     speedup: float = 1.0  # over plain decoding at the same costs
+    by_task: Mapping[str, float] = field(default_factory=dict)  # seconds a token
+    speedups: Mapping[str, float] = field(default_factory=dict)  # by task
 
     @property
     def seconds_a_token(self) -> float:
@@ -52,33 +56,61 @@ def simulate(
     costs: Sequence[PassTimes],
     devices: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, all: None,
+    live: Live | None = None,
 ) -> Iterator[Outcome]:
     """Every setup at all costs, setup by setup; the first must be plain decoding. RuntimeError where a text differs
-    from the recorded one: that would be a bug."""
+    from the recorded one: that would be a bug. `live`: the models, which some setups need."""
     if devices not in (1, 2):
         raise UserError(f"devices is {devices}, it must be 1 or 2")
-    plain: dict[str, float] = {}
+    plain: dict[str, Outcome] = {}
     for number, (setup, cost) in enumerate((setup, cost) for setup in chosen for cost in costs):
         progress(f"{setup.name} at {cost.name}", number, len(chosen) * len(costs))
-        outcome = _best(scripts_of(trace, setup.ranks), setup, cost, devices)
+        if setup.is_live:
+            assert live is not None
+            outcome = _best(live.scripts, setup, partial(_run_live, live, setup, cost))
+        else:
+            scripts = scripts_of(trace, setup.ranks)
+            outcome = _best(scripts, setup, partial(run_setup, scripts, setup, cost, devices))
         if setup.method == PLAIN:
-            plain[cost.name] = outcome.seconds_a_token
-        yield replace(outcome, speedup=plain[cost.name] / outcome.seconds_a_token)
+            plain[cost.name] = outcome
+        yield _compared(outcome, plain[cost.name])
 
 
-def _best(scripts: Scripts, setup: Setup, costs: PassTimes, devices: int) -> Outcome:
+def _compared(outcome: Outcome, plain: Outcome) -> Outcome:
+    speedups = {task: plain.by_task[task] / seconds for task, seconds in outcome.by_task.items()}
+    return replace(outcome, speedup=plain.seconds_a_token / outcome.seconds_a_token, speedups=speedups)
+
+
+def _best(scripts: Scripts, setup: Setup, run: Callable[[int | None, Sequence[Script] | None], Outcome]) -> Outcome:
     """With the best draft length, which is found on some of the answers."""
     if not setup.lengths:
-        return run_setup(scripts, setup, costs, devices)
+        return run(None, None)
     some, best = scripts.some(_SEARCHED), None
     for length in setup.lengths:
-        found = run_setup(scripts, setup, costs, devices, length, some)
+        found = run(length, some)
         if best is not None and found.seconds_a_token > best.seconds_a_token * 1.05:
             break  # past the best one: what follows is longer still
         if best is None or found.seconds_a_token < best.seconds_a_token:
             best = found
     assert best is not None
-    return run_setup(scripts, setup, costs, devices, best.draft_length)
+    return run(best.draft_length, None)
+
+
+def _run_live(
+    live: Live, setup: Setup, costs: PassTimes, draft_length: int | None = None, some: Sequence[Script] | None = None
+) -> Outcome:
+    """One setup that the models run themselves, at these costs."""
+    courses = live.courses(setup, draft_length, live.scripts.scripts if some is None else some)
+    spent = {task: course.seconds(costs) for task, course in courses.items()}
+    target, draft = (sum(seconds) for seconds in zip(*spent.values(), strict=True))
+    steps = [step for course in courses.values() for step in course.steps]
+    tokens = sum(course.tokens for course in courses.values())
+    figures = replace(fold(steps), draft_seconds=draft, target_seconds=target)
+    now = target + draft
+    judged = sum(step.verified_rows for step in steps) / tokens
+    by_task = {task: sum(seconds) / courses[task].tokens for task, seconds in spent.items()}
+    idle = (draft / now, target / now)
+    return Outcome(setup, costs.name, costs.ratio, now, tokens, figures, *idle, draft_length, judged, by_task=by_task)
 
 
 def run_setup(
@@ -97,15 +129,23 @@ def run_setup(
     asked = scripts.scripts if some is None else some
     rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
     steps: list[Step] = []
+    spent: dict[str, list[float]] = {}  # by task: seconds and tokens of each answer
     with Engine(ReplayTarget(scripts), drafter, worker, rows, lambda: clock.now) as engine:
         for script in asked:
+            began = clock.now
             steps += _answer(engine, script, setup, registry.build_options(setup.decoder, values), clock)
+            of_task = spent.setdefault(script.task, [0.0, 0])
+            of_task[0] += clock.now - began
+            of_task[1] += len(script.tokens)
     tokens = sum(len(script.tokens) for script in asked)
     target_idle, draft_idle = (1 - busy / clock.now for busy in (clock.target_busy, clock.draft_busy))
     judged = sum(step.verified_rows for step in steps) / tokens
     figures = replace(fold(steps), draft_seconds=clock.draft_busy, target_seconds=clock.target_busy)
     idle = (target_idle, draft_idle)
-    return Outcome(setup, costs.name, costs.ratio, clock.now, tokens, figures, *idle, draft_length, judged)
+    by_task = {task: seconds / written for task, (seconds, written) in spent.items()}
+    return Outcome(
+        setup, costs.name, costs.ratio, clock.now, tokens, figures, *idle, draft_length, judged, by_task=by_task
+    )
 
 
 @dataclass

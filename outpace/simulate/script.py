@@ -23,6 +23,7 @@ class Script:
     draft_tokens: np.ndarray  # [tokens, ranks]
     draft_logprobs: np.ndarray
     temperature: float = 0.0  # at which it was written
+    task: str = ""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -63,7 +64,8 @@ def scripts_of(trace: Trace, ranks: int | None = None) -> Scripts:
     scripts = []
     for number, (answer, (asked, written, rows)) in enumerate(zip(trace.answers, parts, strict=True)):
         text = (names + number, *asked.tolist(), *written.tolist())
-        scripts.append(Script(text, len(asked) + 1, rows, answer.draft_logprobs[:, :ranks], trace.temperature))
+        logprobs = answer.draft_logprobs[:, :ranks]
+        scripts.append(Script(text, len(asked) + 1, rows, logprobs, trace.temperature, answer.task))
     return Scripts(names, names + len(scripts), tuple(scripts))
 
 

@@ -8,10 +8,11 @@ from types import ModuleType
 from typing import Any
 
 from outpace.core import registry
-from outpace.core.errors import check_whole, unknown
+from outpace.core.errors import UserError, check_whole, unknown
 
 PLAIN = "autoregressive"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
+LIVE = ("lookahead", "ouroboros")
 _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
 _PUBLISHED_FORWARDS = 7  # of the draft in a pass of the target, by the authors' settings for 1B and 70B
@@ -46,6 +47,12 @@ class Setup:
     options: Mapping[str, Any] = field(default_factory=dict)
     lengths: Sequence[int] = ()
     ranks: int | None = None
+    drafter: str = "model"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the drafter is told what the target says of wrong branches, so that the models have to run."""
+        return self.drafter in LIVE
 
     @property
     def decoder(self) -> ModuleType:
@@ -70,7 +77,18 @@ def setups(sizes: Sizes) -> list[Setup]:
         for method in _TITLES
         for width in sizes.others
     ]
-    return [*found, *_planned(n, tree), *_card(n, tree), *wider]
+    return [*found, *_live(n, tree), *_planned(n, tree), *_card(n, tree), *wider]
+
+
+def _live(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
+    """Lookahead's window and guesses need more rows than others: those of its own defaults."""
+    options = registry.find("drafters", "lookahead").Options()
+    rows = (options.window + options.guesses) * (options.ngram - 1) + 1
+    window = Setup(
+        "lookahead", f"lookahead, {rows} rows", "speculative", rows, {"draft_length": 1}, drafter="lookahead"
+    )
+    phrases = Setup("ouroboros", "Ouroboros", "speculative", nodes, tree, LENGTHS, drafter="ouroboros")
+    return [window, phrases]
 
 
 def _planned(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
@@ -108,9 +126,15 @@ def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
     return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
 
 
-def chosen(sizes: Sizes, names: Sequence[str]) -> list[Setup]:
-    """Those of these names, or all of a decoder's name; plain decoding is always there. All if no name is given."""
-    every = setups(sizes)
+def chosen(sizes: Sizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
+    """Those of these names, or all of a decoder's name; plain decoding is always there. All if no name is given.
+    `has_models`: those that need the models too."""
+    for name in names:
+        if name in LIVE and not has_models:
+            raise UserError(
+                f"{name} needs what the target says of wrong branches, name the models with --target, --draft"
+            )
+    every = [setup for setup in setups(sizes) if has_models or not setup.is_live]
     if not names:
         return every
     allowed = {setup.name for setup in every} | {setup.method for setup in every}
