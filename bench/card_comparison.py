@@ -37,6 +37,9 @@ METHODS = {  # of the first table and the plot
     "card-published": "CARD as published",
     "card": "CARD",
     "planned": "planned",
+    "auto-ngram": "auto, n-grams too",
+    "card-ngram": "CARD, n-grams too",
+    "planned-ngram": "planned, n-grams too",
 }
 PARTS = {  # of the second: what is left out
     "card": "CARD",
@@ -49,7 +52,7 @@ PARTS = {  # of the second: what is left out
     "planned-no-hits": "waits after misses alone",
     "planned-no-rests": "its drafter never rests",
 }
-COLORS = {"card": "#4c6a92", "planned": "#b5566b"}
+COLORS = {"card": "#4c6a92", "planned": "#b5566b", "card-ngram": "#4c6a92", "planned-ngram": "#b5566b"}
 GREY = "#a5aab1"
 
 Rows = Mapping[str, Mapping[str, Any]]

@@ -164,13 +164,21 @@ def test_the_best_draft_length_is_found() -> None:
 def test_each_part_of_card_does_something() -> None:
     """On a trace with much to gain each switch changes the outcome; what the paper had is the slowest but for one."""
     trace = stated_trace(0.7, 1, 60)
-    found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card")}
+    found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card") and name != "card-ngram"}
     alike = ("card-no-correction", "card-published-free")  # as without late nodes; as seven forwards in a pass of seven
     assert len({outcome.seconds for name, outcome in found.items() if name not in alike}) == len(found) - len(alike)
     assert found["card-no-correction"].figures.hits == 0
     assert found["card-chain"].seconds > found["card"].seconds
     assert found["card-no-late"].figures.hits == 0  # what was drafted before a pass is below another root
     assert found["card-no-wait"].target_idle == 0.0 < found["card"].target_idle
+
+
+@pytest.mark.parametrize("method", ["auto", "card", "planned"])
+def test_n_grams_copy_what_the_draft_does_not_know(method: str) -> None:
+    (answer,) = GARBAGE.answers
+    again = replace(GARBAGE, answers=(replace(answer, tokens=(*answer.tokens[:6],) * 10),))
+    alone, both = (run(again, SETUPS[name], 4.0) for name in (method, f"{method}-ngram"))
+    assert both.seconds < 0.5 * alone.seconds
 
 
 def session_with(scripts: Scripts, model: Any, tokens: Any) -> Any:
@@ -225,6 +233,7 @@ def test_some_answers_alone() -> None:
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
     assert [answer.task for answer in limited(many, 6).answers].count("gsm8k") == 2
     assert {answer.task for answer in limited(many, 12).answers} == set(tasks)
+    assert [script.task for script in scripts_of(many).some(6)].count("gsm8k") == 2, "by which draft lengths are chosen"
     with pytest.raises(UserError, match="it has stated"):
         limited(MIXED, None, ["gsm8k"])
 

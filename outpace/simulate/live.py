@@ -18,6 +18,7 @@ from outpace.core.sampling import GREEDY
 from outpace.core.scores import Held
 from outpace.core.stats import Step
 from outpace.core.types import Request
+from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
 from outpace.rules import greedy
@@ -86,8 +87,7 @@ class Live:
 
     def _follow(self, setup: Setup, length: int | None, some: Sequence[Script]) -> dict[str, Course]:
         draft = Counted(self._draft)
-        module = registry.find("drafters", setup.drafter)
-        drafter = module.build(registry.build_options(module, setup.options), given=Given(draft))
+        drafter = build_drafter(setup.drafter, Given(draft), setup.options)
         values = dict(setup.options) | ({} if length is None else {"draft_length": length})
         options = registry.build_options(setup.decoder, values)
         rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), batch=1, reuse=False)

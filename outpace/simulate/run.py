@@ -15,6 +15,7 @@ from outpace.core.needs import Given
 from outpace.core.sampling import Sampling
 from outpace.core.stats import Figures, Step, fold
 from outpace.core.types import Drafter, Request
+from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
 from outpace.simulate.live import Live
@@ -163,8 +164,7 @@ def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Dra
     """The drafter in turn, if one is needed, and what moves the clock."""
     if setup.decoder.NEEDS is None:
         return None, InTurn(clock)
-    module = registry.find("drafters", "model")
-    drafter = module.build(registry.build_options(module, setup.options), given=Given(draft))
+    drafter = build_drafter(setup.drafter, Given(draft), setup.options)
     if setup.decoder.NEEDS == "worker":
         return None, InlineWorker(drafter, clock)
     return ClockedDrafter(drafter, clock), InTurn(clock)

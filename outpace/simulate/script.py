@@ -44,11 +44,8 @@ class Scripts:
     scripts: tuple[Script, ...]
 
     def some(self, count: int) -> tuple[Script, ...]:
-        """At most `count` of them, evenly spread."""
-        every = len(self.scripts)
-        return (
-            tuple(self.scripts[number * every // count] for number in range(count)) if count < every else self.scripts
-        )
+        """At most `count` of them, evenly spread over each task's."""
+        return tuple(self.scripts[number] for number in _spread([script.task for script in self.scripts], count))
 
 
 def scripts_of(trace: Trace, ranks: int | None = None) -> Scripts:
@@ -75,8 +72,14 @@ def limited(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Tra
     if not chosen:
         known = sorted({answer.task for answer in trace.answers})
         raise UserError(f"the trace has no answers of {', '.join(tasks)}, it has {', '.join(known)}")
-    if answers is not None and answers < len(chosen):
-        by_task = sorted(range(len(chosen)), key=lambda number: chosen[number].task)
-        taken = sorted(by_task[number * len(chosen) // answers] for number in range(answers))
-        chosen = [chosen[number] for number in taken]
+    if answers is not None:
+        chosen = [chosen[number] for number in _spread([answer.task for answer in chosen], answers)]
     return replace(trace, answers=tuple(chosen))
+
+
+def _spread(tasks: Sequence[str], count: int) -> list[int]:
+    """At most so many answers of these tasks, evenly spread over each one's, however they take turns."""
+    if count >= len(tasks):
+        return list(range(len(tasks)))
+    by_task = sorted(range(len(tasks)), key=lambda number: tasks[number])
+    return sorted(by_task[number * len(tasks) // count] for number in range(count))

@@ -13,6 +13,7 @@ from outpace.core.errors import UserError, check_whole, unknown
 PLAIN = "autoregressive"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
 LIVE = ("lookahead", "ouroboros")
+COPYING = "model+ngram"
 _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
 _PUBLISHED_FORWARDS = 7  # of the draft in a pass of the target, by the authors' settings for 1B and 70B
@@ -77,7 +78,11 @@ def setups(sizes: Sizes) -> list[Setup]:
         for method in _TITLES
         for width in sizes.others
     ]
-    return [*found, *_live(n, tree), *_planned(n, tree), *_card(n, tree), *wider]
+    copies = [
+        Setup(f"{method}-ngram", f"{_TITLES.get(method, method)}, n-grams too", method, n, tree, drafter=COPYING)
+        for method in ("auto", *_TITLES)
+    ]
+    return [*found, *_live(n, tree), *_planned(n, tree), *_card(n, tree), *copies, *wider]
 
 
 def _live(nodes: int, tree: Mapping[str, Any]) -> list[Setup]:
