@@ -23,18 +23,26 @@ struct Query {
     float inverse;  // 1 / sum of weights
 };
 
-/// Scores of Q queries with the keys of `blocks` times 32 slots.
+/// Scores of Q queries with the keys of `blocks` times 32 slots. `fetches`: the next keys are fetched from memory
+/// meanwhile, and the slots' values, which are needed afterwards.
 template <class K, int Q>
-inline void score_keys(const uint8_t* keys, const Heads& heads, int blocks, Query* queries) {
+inline void score_keys(const uint8_t* keys, const uint8_t* values, const Heads& heads, int blocks, bool fetches,
+                       Query* queries) {
     const int depth = heads.depth;
     const int64_t size = static_cast<int64_t>(heads.key_bytes()) * kLanes;
+    const int share = 2 * kLanes * heads.value_bytes() / depth;  // of a block's values, fetched at every entry
     for (int block = 0; block < blocks; ++block, keys += 2 * size) {
         Floats low[Q], high[Q];
         for (int q = 0; q < Q; ++q) low[q] = high[q] = Floats::all(0.0f);
         for (int first = 0; first < depth; first += K::kRun) {
             const auto low_scales = K::scales(keys, depth, first), high_scales = K::scales(keys + size, depth, first);
             const int end = first + K::kRun < depth ? first + K::kRun : depth;
-            for (int i = first; i < end; ++i) {
+            for (int i = first; i < end; ++i, values += share) {
+                if (fetches) {
+                    for (int half = 2; half < 4; ++half)
+                        __builtin_prefetch(keys + half * size + static_cast<int64_t>(i) * size / depth, 0, 2);
+                    for (int line = 0; line < share; line += 64) __builtin_prefetch(values + line, 0, 2);
+                }
                 const Floats k_low = K::key(keys, i, low_scales), k_high = K::key(keys + size, i, high_scales);
                 for (int q = 0; q < Q; ++q) {
                     const Floats entry = Floats::all(queries[q].entries[i]);
@@ -81,14 +89,15 @@ inline void mix_values(const uint8_t* values, const Heads& heads, int first, int
 }
 
 template <class K, int Q>
-void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* values, Query* queries, float* out) {
+void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* values, bool fetches, Query* queries,
+                    float* out) {
     int last = 0, common = queries[0].reach.run;
     for (int q = 0; q < Q; ++q) {
         const Reach& reach = queries[q].reach;
         if (reach.last_slot() > last) last = reach.last_slot();
         if (reach.run < common) common = reach.run;
     }
-    score_keys<K, Q>(keys, heads, last / (2 * kLanes) + 1, queries);
+    score_keys<K, Q>(keys, values, heads, last / (2 * kLanes) + 1, fetches, queries);
     for (int q = 0; q < Q; ++q) {
         Query& query = queries[q];
         for (int i = 0; i < query.reach.num_more; ++i)  // `more` rises, so no score is overwritten before it is read
@@ -105,10 +114,11 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
 
 /// As attend_queries, for `count` queries of Q at most.
 template <class K, int Q>
-void attend_some(int count, const Heads& heads, const uint8_t* keys, const uint8_t* values, Query* queries, float* out) {
+void attend_some(int count, const Heads& heads, const uint8_t* keys, const uint8_t* values, bool fetches,
+                 Query* queries, float* out) {
     if constexpr (Q > 1)
-        if (count < Q) return attend_some<K, Q - 1>(count, heads, keys, values, queries, out);
-    attend_queries<K, Q>(heads, keys, values, queries, out);
+        if (count < Q) return attend_some<K, Q - 1>(count, heads, keys, values, fetches, queries, out);
+    attend_queries<K, Q>(heads, keys, values, fetches, queries, out);
 }
 
 template <class K>
@@ -126,7 +136,7 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         queries[q] = {mixed + head * heads.depth, task.reaches[row], scores + static_cast<int64_t>(q) * store.slots, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};
-    attend_some<K, kQueries>(tile.count, heads, keys, values, queries, out);
+    attend_some<K, kQueries>(tile.count, heads, keys, values, tile.fetches, queries, out);
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();

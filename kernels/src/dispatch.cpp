@@ -32,9 +32,11 @@ namespace {
 struct Processor {
     unsigned one = 0, seven_b = 0, seven_c = 0, seven_one_a = 0;  // registers of cpuid, by leaf
     unsigned kept = 0;                                           // by the operating system
+    bool is_amd = false;
 
     Processor() {
         unsigned a, b, c, d;
+        if (__get_cpuid(0, &a, &b, &c, &d)) is_amd = b == signature_AMD_ebx && c == signature_AMD_ecx;
         if (__get_cpuid(1, &a, &b, &c, &d)) one = c;
         if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) seven_b = b, seven_c = c;
         if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) seven_one_a = a;
@@ -54,6 +56,15 @@ struct Processor {
 
 }  // namespace
 #endif
+
+int fetching_rows() {
+#ifdef OUTPACE_X86
+    static const int rows = Processor().is_amd ? 1 : 3;
+    return rows;
+#else
+    return 3;
+#endif
+}
 
 std::vector<const Kernels*> available_kernels() {
     std::vector<const Kernels*> found;

@@ -122,7 +122,6 @@ inline Bytes bits(Bytes a) {
 
 #ifdef __AVXVNNI__
 
-constexpr int kFetchingRows = 3;
 using NibbleSums = Ints;
 
 struct Weights {
@@ -162,7 +161,6 @@ inline Ints dot(Ints sums, Bytes q, Quad a) {
 
 #else
 
-constexpr int kFetchingRows = 1;  // without fetching ahead two rows take 1.3 to 1.5 times as long
 
 /// Signed weights again: w + 128 with its top bit flipped is w.
 struct Weights {

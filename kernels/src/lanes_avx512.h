@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kTileRows = 6;     // 12 sums in int32 and 12 in float32 leave 8 of 32 registers
 constexpr int kTileVectors = 2;
-constexpr int kFetchingRows = 3;  // fetching ahead, 3 to 5 rows take 0.7 to 0.8 of the time; one and two are slower
 constexpr int kQueries = 8;
 constexpr int kMixVectors = 4;
 

@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = 1;
-constexpr int kFetchingRows = 3;
 constexpr int kQueries = 2;
 constexpr int kMixVectors = 2;
 

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kTileRows = 2;     // rows of a product that are worked on together; more take long to compile
 constexpr int kTileVectors = 1;  // times 16 outputs
-constexpr int kFetchingRows = 3;  // from so many rows in a single tile on, what comes next is fetched ahead
 constexpr int kQueries = 2;      // queries of attention that are worked on together
 constexpr int kMixVectors = 2;   // times 16 entries of a value
 

@@ -30,22 +30,24 @@ struct Half {
 constexpr int kSums = kGroup / kLanes;  // of a group's activations, one for each 16 of them
 constexpr int kHalves = 2;              // of a group; weights of a file have a scale for 32 inputs, or for 16
 
-/// Rows of int8 activations: row r is `groups` groups of kGroup values, a scale and an offset for each group.
+/// Rows of int8 activations: `groups` groups of kGroup values each, a scale and an offset for each group.
 /// offset = -128 * (sum of the group's values): it takes back what weights stored as w + 128 add to a product.
 /// sums: of 16 values each; mins = scale * (sum of 32 values): what a weight's smallest value is multiplied by.
+/// The same group of all rows lies together, so a product of some rows finds all it needs at fixed distances.
 struct Activations {
     int8_t* values;
     float* scales;
     int32_t* offsets;
     int32_t* sums;
     float* mins;
+    int rows;
     int groups;
 
-    int8_t* row_values(int row) const { return values + static_cast<int64_t>(row) * groups * kGroup; }
-    float* row_scales(int row) const { return scales + static_cast<int64_t>(row) * groups; }
-    int32_t* row_offsets(int row) const { return offsets + static_cast<int64_t>(row) * groups; }
-    int32_t* row_sums(int row) const { return sums + static_cast<int64_t>(row) * groups * kSums; }
-    float* row_mins(int row) const { return mins + static_cast<int64_t>(row) * groups * kHalves; }
+    /// Group `group` of all rows from row `row` on.
+    Activations from(int row, int group) const {
+        const int64_t at = static_cast<int64_t>(group) * rows + row;
+        return {values + at * kGroup, scales + at, offsets + at, sums + at * kSums, mins + at * kHalves, rows, groups};
+    }
 };
 
 /// How weights are held: rounded here (int8), or as a file has them, by ggml's names and two of ours (see formats.h).

@@ -20,7 +20,7 @@ Activations ActivationBuffer::view(int rows, int groups) {
     offsets.reserve(count);
     sums.reserve(count * kSums);
     mins.reserve(count * kHalves);
-    return {values.data(), scales.data(), offsets.data(), sums.data(), mins.data(), groups};
+    return {values.data(), scales.data(), offsets.data(), sums.data(), mins.data(), rows, groups};
 }
 
 Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
@@ -103,7 +103,7 @@ void Model::Pass::cut_tiles() {
             for (int query = first, count; query < first_row * heads.group(); query += count, left -= count) {
                 const int each = left / team_.size(), most = most_queries(each, kernels_.tile_queries);
                 count = std::min(most, first_row * heads.group() - query);
-                scratch_.tiles.push_back({static_cast<int>(number), head, query, count});
+                scratch_.tiles.push_back({static_cast<int>(number), head, query, count, query == first});
             }
     }
 }
@@ -129,7 +129,7 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
     normalize(model_.norm_.data(), rows, count, member);
-    multiply(*model_.head_, normed_, count, scores_, model_.outputs(), false, member);
+    multiply(*model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
 }
 
 void Model::Pass::embed(int row) {
@@ -168,10 +168,11 @@ void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
     normalize(layer.attention_norm.data(), nullptr, forest_.rows, member);
-    multiply(*layer.qkv, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(), false, member);
+    multiply(*layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(), false,
+             member);
     rotate(layer, spans, member);
     attend(spans, member);
-    multiply(*layer.output, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    multiply(*layer.output, *layer.gate_up, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
 }
 
 /// A layer's MLP.
@@ -179,16 +180,19 @@ void Model::Pass::feed(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const int middle = model_.shape_.middle;
     normalize(layer.mlp_norm.data(), nullptr, forest_.rows, member);
-    const GatedProduct gated{layer.gate_up->panels(), normed_, forest_.rows, gated_,
+    const int groups = middle / kGroup;
+    const GatedProduct gated{layer.gate_up->panels(), following(groups, *layer.down, member), normed_, forest_.rows, gated_,
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
-    team_.share(member, middle / kGroup, gate);
-    multiply(*layer.down, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    team_.share(member, groups, gate);
+    const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
+    multiply(*layer.down, next, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
     const Rotate task{model_.shape_.heads,
+                      forest_.rows,
                       scratch_.mixed.data(),
                       layer.turns ? forest_.turns : nullptr,
                       layer.query_norm.empty() ? nullptr : layer.query_norm.data(),
@@ -196,7 +200,7 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
                       scratch_.slots.data(),
                       scratch_.row_spans.data(),
                       spans};
-    team_.share(member, forest_.rows, [&](int row) { kernels_.rotate(task, row); });
+    team_.share(member, task.units(), [&](int unit) { kernels_.rotate(task, unit); });
 }
 
 void Model::Pass::attend(const KeyValues* spans, Team::Member& member) {
@@ -214,10 +218,17 @@ void Model::Pass::normalize(const float* norm, const int* rows, int count, Team:
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
-void Model::Pass::multiply(const Matrix& weights, const Activations& in, int rows, float* out, int64_t stride,
-                           bool add, Team::Member& member) {
-    const Product task{weights.panels(), in, rows, out, stride, add};
-    const int panels = task.weights.count();
+/// What a member reads behind its own of so many units, where `next` are the weights of the next product.
+Following Model::Pass::following(int units, const Matrix& next, const Team::Member& member) const {
+    const Panels panels = next.panels();
+    const int first = team_.first_unit(member.number, panels.count());
+    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first)};
+}
+
+void Model::Pass::multiply(const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
+                           int64_t stride, bool add, Team::Member& member) {
+    const int panels = weights.panels().count();
+    const Product task{weights.panels(), following(panels, next, member), in, rows, out, stride, add};
     const auto one = [&](int panel) { kernels_.product(task, panel); };
     team_.share(member, panels, one);
 }

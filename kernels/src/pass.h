@@ -53,8 +53,9 @@ class Model::Pass {
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const KeyValues* spans, Team::Member& member);
     void normalize(const float* norm, const int* rows, int count, Team::Member& member);
-    void multiply(const Matrix& weights, const Activations& in, int rows, float* out, int64_t stride, bool add,
-                  Team::Member& member);
+    Following following(int units, const Matrix& next, const Team::Member& member) const;
+    void multiply(const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out, int64_t stride,
+                  bool add, Team::Member& member);
 
     Model& model_;
     const Forest& forest_;
@@ -64,7 +65,6 @@ class Model::Pass {
     float* scores_;
     int stride_;      // of x
     int most_slots_;  // of any session's store
-    int tile_queries_ = 1;
     Activations normed_, attended_, gated_;
 };
 

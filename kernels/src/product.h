@@ -24,12 +24,11 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
     for (int group = 0; group < in.groups; ++group, block += kBlock) {
         const uint8_t* weights = block + kBlockScales + first * 4 * kLanes;
         if (tile.fetched_steps & 1) __builtin_prefetch(block + tile.ahead, 0, 2);  // the scales
+        const Activations at = in.from(tile.first, group);
         Ints sums[kChains][R][V];
-        const int8_t* values[R];
         for (int r = 0; r < R; ++r) {
-            values[r] = in.row_values(tile.first + r) + group * kGroup;
             for (int chain = 0; chain < kChains; ++chain) {
-                const Ints start = chain ? Ints::all(0) : begin(in.row_offsets(tile.first + r)[group]);
+                const Ints start = chain ? Ints::all(0) : begin(at.offsets[r]);
                 for (int v = 0; v < V; ++v) sums[chain][r][v] = start;
             }
         }
@@ -41,7 +40,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
                 if (tile.fetched_steps >> step & 1) __builtin_prefetch(weights + v * 4 * kLanes + tile.ahead, 0, 2);
             }
             for (int r = 0; r < R; ++r) {
-                const Quad a = Quad::load(values[r] + 4 * step);
+                const Quad a = Quad::load(at.values + r * kGroup + 4 * step);
                 for (int v = 0; v < V; ++v)
                     sums[step % kChains][r][v] = dot(sums[step % kChains][r][v], w[v], a);
             }
@@ -49,7 +48,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
         Floats scales[V];
         for (int v = 0; v < V; ++v) scales[v] = load_bfloat16(block + (first + v) * 2 * kLanes);
         for (int r = 0; r < R; ++r) {
-            const Floats scale = Floats::all(in.row_scales(tile.first + r)[group]);
+            const Floats scale = Floats::all(at.scales[r]);
             for (int v = 0; v < V; ++v) {
                 const Ints sum = kChains == 1 ? sums[0][r][v] : sums[0][r][v] + sums[kChains - 1][r][v];
                 total[r][v] = fma(sum.to_floats(), scales[v] * scale, total[r][v]);
@@ -99,7 +98,7 @@ inline void for_tiles(int rows, int64_t ahead, F f) {
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < kFetchingRows ? 0 : 0xffff;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < fetching_rows() ? 0 : 0xffff;
         const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
         f(Tile{first, rows * (number + 1) / tiles - first, ahead, steps});
     }
@@ -109,16 +108,20 @@ void product(const Product& task, int panel) {
     const Panels& weights = task.weights;
     const int first_output = panel * kPanel;
     const int outputs = weights.outputs - first_output < kPanel ? weights.outputs - first_output : kPanel;
-    for_tiles(task.rows, weights.section(panel).panel_bytes, [&](const Tile& tile) {
+    const Section& section = weights.section(panel);
+    const int64_t ahead = task.following.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
+    for_tiles(task.rows, ahead, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
         multiply(weights, panel, task.in, tile, products);
         for (int r = 0; r < tile.rows; ++r) {
             float* out = task.out + (tile.first + r) * task.stride + first_output;
             const float* from = products + r * kPanel;
-            if (task.add)
+            if (task.add) {
                 for (int i = 0; i < outputs; ++i) out[i] = out[i] + from[i];
-            else
+            } else {
+                for (int i = 0; i < kPanel; i += kLanes) __builtin_prefetch(out + kPanel + i, 1);  // an output layer's are cold
                 for (int i = 0; i < outputs; ++i) out[i] = from[i];
+            }
         }
     });
 }
@@ -131,7 +134,9 @@ inline Floats steered(const GatedProduct& task, int row, int output, Floats up) 
 
 void gated_product(const GatedProduct& task, int group) {
     constexpr int kPanels = kGroup / kLanes;  // each panel gives 16 outputs
-    const int64_t ahead = kPanels * task.weights.section(group * kPanels).panel_bytes;
+    const Section& section = task.weights.section(group * kPanels);
+    const uint8_t* place = Panels::blocks(section, group * kPanels);
+    const int64_t ahead = task.following.ahead(group, place, kPanels * section.panel_bytes);
     for_tiles(task.rows, ahead, [&](const Tile& tile) {
         alignas(64) float gated[kTileRows * kGroup];
         for (int part = 0; part < kPanels; ++part) {

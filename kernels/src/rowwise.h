@@ -9,8 +9,7 @@ namespace {
 
 /// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)).
 inline void quantize_group(const float* x, const Activations& out, int row, int group) {
-    int8_t* values = out.row_values(row) + group * kGroup;
-    int32_t* sums = out.row_sums(row) + group * kSums;
+    const Activations place = out.from(row, group);
     Floats most = abs(Floats::load(x));
     for (int i = kLanes; i < kGroup; i += kLanes) most = max(most, abs(Floats::load(x + i)));
     const float top = largest(most);
@@ -18,14 +17,14 @@ inline void quantize_group(const float* x, const Activations& out, int row, int 
     const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
     for (int i = 0; i < kSums; ++i) {
         const Ints q = round(Floats::load(x + i * kLanes) * factor);
-        q.store_bytes(values + i * kLanes);
-        sums[i] = sum(q);
+        q.store_bytes(place.values + i * kLanes);
+        place.sums[i] = sum(q);
     }
     const float scale = is_zero ? 0.0f : top / 127.0f;
-    const int32_t halves[kHalves] = {sums[0] + sums[1], sums[2] + sums[3]};
-    out.row_scales(row)[group] = scale;
-    out.row_offsets(row)[group] = -128 * (halves[0] + halves[1]);
-    for (int i = 0; i < kHalves; ++i) out.row_mins(row)[group * kHalves + i] = scale * static_cast<float>(halves[i]);
+    const int32_t halves[kHalves] = {place.sums[0] + place.sums[1], place.sums[2] + place.sums[3]};
+    *place.scales = scale;
+    *place.offsets = -128 * (halves[0] + halves[1]);
+    for (int i = 0; i < kHalves; ++i) place.mins[i] = scale * static_cast<float>(halves[i]);
 }
 
 /// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.
@@ -75,19 +74,19 @@ inline void turn_head(const Rotate& task, int row, const float* norm, float scal
     }
 }
 
-void rotate(const Rotate& task, int row) {
+void rotate(const Rotate& task, int unit) {
     const Heads& heads = task.heads;
-    float* queries = task.mixed + static_cast<int64_t>(row) * heads.outputs();
-    float* keys = queries + heads.queries * heads.depth;
-    const float* values = keys + heads.keys * heads.depth;
-    const KeyValues& store = task.spans[task.row_spans[row]];
-    for (int head = 0; head < heads.queries; ++head)
-        turn_head(task, row, task.query_norm, heads.scale, queries + head * heads.depth);
-    for (int head = 0; head < heads.keys; ++head) {
-        float* key = keys + head * heads.depth;
-        const float* value = values + head * heads.depth;
-        turn_head(task, row, task.key_norm, 1.0f, key);
-        hold_head(heads, store, head, task.slots[row], key, value);
+    const int head = unit % task.units_a_block(), first = unit / task.units_a_block() * kRotateRows;
+    const int end = first + kRotateRows < task.rows ? first + kRotateRows : task.rows;
+    for (int row = first; row < end; ++row) {
+        float* x = task.mixed + static_cast<int64_t>(row) * heads.outputs() + head * heads.depth;
+        if (head < heads.queries) {
+            turn_head(task, row, task.query_norm, heads.scale, x);
+        } else {
+            turn_head(task, row, task.key_norm, 1.0f, x);
+            const KeyValues& store = task.spans[task.row_spans[row]];
+            hold_head(heads, store, head - heads.queries, task.slots[row], x, x + heads.keys * heads.depth);
+        }
     }
 }
 

@@ -19,8 +19,8 @@ constexpr int kSteps = kGroup / 4;
 
 /// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
 /// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
-/// one is done: two tiles take turns, of more the last does it. One or two rows wait for memory anyway, and the
-/// machine's own prefetching serves them as well.
+/// one is done: two tiles take turns, of more the last does it. Spread over the steps: processors drop what is asked
+/// for in one go.
 struct Tile {
     int first;
     int rows;
@@ -106,14 +106,14 @@ inline Ints all_sums(const Sums& sums, Ints start) {
 
 /// The sums of part `Part` of a group, from its step `Step` on.
 template <class F, int R, int V, int Part, int Step, class Sums>
-OUTPACE_WITHIN void add_steps(const uint8_t* group, int first, const int8_t* const (&values)[R], const Tile& tile,
+OUTPACE_WITHIN void add_steps(const uint8_t* group, int first, const int8_t* values, const Tile& tile,
                               Sums (&sums)[R][V]) {
     constexpr int kPartSteps = F::kPart / 4, kAt = Part * kPartSteps + Step;
     if constexpr (Step < kPartSteps) {
         fetch_ahead<F, V>(group, kAt, first, tile);
         for (int v = 0; v < V; ++v) {
             const auto w = unpack<F, kAt>(group + F::kScales + (first + v) * 4 * kLanes);
-            for (int r = 0; r < R; ++r) sums[r][v] = dot(sums[r][v], w, Quad::load(values[r] + 4 * kAt));
+            for (int r = 0; r < R; ++r) sums[r][v] = dot(sums[r][v], w, Quad::load(values + r * kGroup + 4 * kAt));
         }
         add_steps<F, R, V, Part, Step + 1>(group, first, values, tile, sums);
     }
@@ -121,32 +121,30 @@ OUTPACE_WITHIN void add_steps(const uint8_t* group, int first, const int8_t* con
 
 /// The parts of a group, from `Part` on, into the totals.
 template <class F, int R, int V, int Part>
-OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in, int group,
+OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in,
                               const Tile& tile, Floats (&total)[R][V]) {
     if constexpr (Part < F::kParts) {
         using Sums = PartSums<F>;
-        const auto start = [&](int r) { return start_of<F>(in.row_sums(tile.first + r) + group * kSums, Part); };
-        const int8_t* values[R];
+        const auto start = [&](int r) { return start_of<F>(in.sums + r * kSums, Part); };
         Sums sums[R][V];
         for (int r = 0; r < R; ++r) {
-            values[r] = in.row_values(tile.first + r) + group * kGroup;
             const Sums none = first_sums<Sums>(start(r));
             for (int v = 0; v < V; ++v) sums[r][v] = none;
         }
-        add_steps<F, R, V, Part, 0>(place, first, values, tile, sums);
+        add_steps<F, R, V, Part, 0>(place, first, in.values, tile, sums);
         for (int v = 0; v < V; ++v) {
             const Floats c = numbers<F>(header, place, Part, 0, first + v);
             for (int r = 0; r < R; ++r)
                 total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
-                                  c * Floats::all(in.row_scales(tile.first + r)[group]), total[r][v]);
+                                  c * Floats::all(in.scales[r]), total[r][v]);
             if constexpr (F::kHasMin) {
                 Floats m = numbers<F>(header, place, Part, 1, first + v);
                 if constexpr (F::kMinInSteps) m = m * c;
                 for (int r = 0; r < R; ++r)
-                    total[r][v] = fma(m, Floats::all(in.row_mins(tile.first + r)[group * kHalves + Part]), total[r][v]);
+                    total[r][v] = fma(m, Floats::all(in.mins[r * kHalves + Part]), total[r][v]);
             }
         }
-        add_parts<F, R, V, Part + 1>(header, place, first, in, group, tile, total);
+        add_parts<F, R, V, Part + 1>(header, place, first, in, tile, total);
     }
 }
 
@@ -158,7 +156,7 @@ inline void multiply_stored(const uint8_t* panel, int first, const Activations& 
         for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
     const uint8_t *header = panel, *place = panel + F::kHeader;
     for (int group = 0; group < in.groups; ++group) {
-        add_parts<F, R, V, 0>(header, place, first, in, group, tile, total);
+        add_parts<F, R, V, 0>(header, place, first, in.from(tile.first, group), tile, total);
         place += F::kGroupBytes;
         if ((group + 1) % F::kGroups == 0) header = place, place += F::kHeader;
     }

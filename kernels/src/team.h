@@ -31,6 +31,9 @@ class Team {
     /// `job` must not throw.
     void run(int phases, const std::function<void(Member&)>& job);
 
+    /// The first of the units that are this member's own.
+    int first_unit(int member, int units) const { return units * member / size_; }
+
     /// Within a job: f(unit) for every unit; returns when all are done. Each member takes a range of them in order, for
     /// memory is read fastest in long runs (units in turn: a tenth to a third slower), then from the others' ranges.
     template <class F>
@@ -39,7 +42,7 @@ class Team {
         std::atomic<int>& done = counters_[phase * (size_ + 1) + size_].value;
         for (int turn = 0; turn < size_; ++turn) {
             const int owner = (member.number + turn) % size_;
-            const int first = units * owner / size_, count = units * (owner + 1) / size_ - first;
+            const int first = first_unit(owner, units), count = first_unit(owner + 1, units) - first;
             std::atomic<int>& taken = counters_[phase * (size_ + 1) + owner].value;
             int mine = 0;  // units of this range that this member did
             for (int next; (next = taken.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) f(first + next);

@@ -75,7 +75,7 @@ struct Inputs {
 
 std::vector<float> multiply(const Kernels& kernels, const Matrix& matrix, const Inputs& in, int rows) {
     std::vector<float> out(static_cast<std::size_t>(rows) * matrix.outputs());
-    const Product task{matrix.panels(), in.view, rows, out.data(), matrix.outputs(), false};
+    const Product task{matrix.panels(), {}, in.view, rows, out.data(), matrix.outputs(), false};
     for (int panel = 0; panel < task.weights.count(); ++panel) kernels.product(task, panel);
     return out;
 }
@@ -90,7 +90,8 @@ void check_values(const Matrix& matrix, const Inputs& in, const std::vector<floa
         for (int row = 0; row < kRows; ++row) {
             double total = bias[output], size = 0;
             for (int i = 0; i < matrix.groups() * kGroup; ++i) {
-                const double term = static_cast<double>(weights[i]) * in.view.row_values(row)[i] * in.view.row_scales(row)[i / kGroup];
+                const Activations at = in.view.from(row, i / kGroup);
+                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * *at.scales;
                 total += term;
                 size += std::fabs(term);
             }
