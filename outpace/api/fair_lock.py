@@ -27,6 +27,11 @@ class FairLock:
         """Who holds the lock and who waits for it, together."""
         return len(self._line)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether others wait for it, asked by who holds it."""
+        return len(self._line) > 1
+
     def hold(self) -> _Place:
         """`with lock.hold():` waits for the lock and has it for the block. RuntimeError if this thread has it."""
         return _Place(self._line, sys._getframe(1), waits=True)

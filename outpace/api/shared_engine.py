@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
 from outpace.api.fair_lock import FairLock
+from outpace.api.text import TextAssembler
 from outpace.core.types import Request
 from outpace.engine.engine import Engine
 from outpace.engine.request import Running, Watch
@@ -28,16 +28,23 @@ class SharedEngine:
         with self.lock.hold():
             return self.engine.submit(request, decoder, options, watch, drafter)
 
-    def drive(self, run: Running, pieces: Sequence[Any]) -> None:
-        """Steps the engine, in turn with other threads, until this request has pieces or is over."""
-        while True:
-            with self.lock.hold():
-                if pieces or run.finish_reason is not None:
-                    return
-                if _ending_thread in (None, threading.get_ident()):
-                    self.engine.step()
-                    continue
-            threading.Event().wait()  # in a daemon thread, until the process is gone
+    def drive(self, run: Running, text: TextAssembler | None) -> None:
+        """Steps the engine, in turn with other threads, until this request is over, or has more `text` where that is
+        waited for."""
+        while not self._turn(run, text):
+            if _ends_elsewhere():
+                threading.Event().wait()  # in a daemon thread, until the process is gone
+
+    def _turn(self, run: Running, text: TextAssembler | None) -> bool:
+        """Steps the engine until that is so, or until others wait for their turn; whether it is so."""
+        with self.lock.hold():
+            while run.finish_reason is None and (text is None or not text.has_news):
+                if _ends_elsewhere():
+                    return False
+                self.engine.step()
+                if self.lock.is_wanted:
+                    return False
+            return True
 
     def abort(self, run: Running) -> None:
         """Ends a request without a turn, so from anywhere; what it holds goes with the next step."""
@@ -53,6 +60,11 @@ class SharedEngine:
 
 _engines: WeakSet[SharedEngine] = WeakSet()
 _ending_thread: int | None = None  # the one that ends the interpreter: no other begins a round any more
+
+
+def _ends_elsewhere() -> bool:
+    """Whether another thread ends the interpreter."""
+    return _ending_thread is not None and _ending_thread != threading.get_ident()
 
 
 @atexit.register

@@ -52,6 +52,7 @@ class Stream:
         self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner
         self._texts: list[str] = []
         self._sent = 0  # tokens whose text was handed out
+        self._is_whole = False  # nobody looks at it before its end
         self._pieces = self._iterate(echo)
 
     def __iter__(self) -> Generator[Piece, None, None]:
@@ -82,6 +83,7 @@ class Stream:
     def finish(self) -> Result:
         """Reads the answer to its end, as long as that takes, and gives the whole of it; again at once when called
         again. After `close()`: what was written until then."""
+        self._is_whole = True
         for _ in self._pieces:
             pass
         run, history = self._run, self._run.history
@@ -111,21 +113,21 @@ class Stream:
         return self.finish()
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:
-        run, pieces, end = self._run, self._text.pieces, self._engine.drop
+        run, text, end = self._run, self._text, self._engine.drop
         try:
             if echo:
-                pieces.appendleft(Piece(echo, (), False))
+                text.pieces.appendleft(Piece(echo, (), False))
             while True:
-                if not pieces:
-                    self._engine.drive(run, pieces)
-                if not pieces:
+                if not text.has_news:
+                    self._engine.drive(run, None if self._is_whole else text)
+                if not text.has_news:
                     break
-                yield self._piece(pieces.popleft())
+                yield self._piece(text.pieces.popleft())
             if run.error is not None:
                 raise run.error
-            self._text.finish()
-            while pieces:
-                yield self._piece(pieces.popleft())
+            text.finish()
+            while text.has_news:
+                yield self._piece(text.pieces.popleft())
         except GeneratorExit:  # it may be garbage, collected in any thread, under any lock: no place to take a turn
             end = self._engine.abort
             raise
@@ -136,4 +138,4 @@ class Stream:
         self._texts.append(piece.text)
         records = self._run.history.logprobs[self._sent : self._sent + len(piece.tokens)]
         self._sent += len(piece.tokens)
-        return replace(piece, logprobs=tuple(records))
+        return replace(piece, logprobs=tuple(records)) if records else piece

@@ -32,6 +32,11 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None
 
+    @property
+    def may_end(self) -> bool:
+        """Whether there is any."""
+        return bool(self._stops)
+
     def push(self, text: str, may_end: bool = True) -> str:
         """What is certain to be written once `text` has come; unless it `may_end`, what it completes is no end."""
         if not self._stops:
@@ -56,14 +61,32 @@ class StopStrings:
 
 
 class TextAssembler:
-    """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text."""
+    """Turns one request's tokens into pieces of text, and tells the engine where a stop string ends the text.
+
+    Without stop strings a round's tokens become text when the pieces are asked for, not between two passes.
+    """
 
     def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int], min_tokens: int = 0) -> None:
         """`hidden`: stop tokens, whose text is not part of the answer. A stop string ends the text where a token after
         the first `min_tokens` completes it."""
         self._text, self._stops, self._hidden, self._min_tokens = text, stops, hidden, min_tokens
         self._written = 0
-        self.pieces: deque[Piece] = deque()
+        self._unsaid: list[tuple[Sequence[int], int]] = []  # rounds whose text was not asked for yet
+        self._pieces: deque[Piece] = deque()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are pieces to hand out."""
+        return bool(self._unsaid or self._pieces)
+
+    @property
+    def pieces(self) -> deque[Piece]:
+        """Those that were not handed out yet, for whoever does so."""
+        if self._unsaid:
+            rounds, self._unsaid = self._unsaid, []
+            for tokens, drafted in rounds:
+                self._say(tokens, drafted)
+        return self._pieces
 
     @property
     def stop_string(self) -> str | None:
@@ -72,6 +95,13 @@ class TextAssembler:
 
     def watch(self, tokens: Sequence[int], drafted: int) -> int | None:
         """A round's tokens, the first `drafted` of them accepted drafts; after how many of them the text ends."""
+        if self._stops.may_end:
+            return self._say(tokens, drafted)
+        self._unsaid.append((tokens, drafted))
+        return None
+
+    def _say(self, tokens: Sequence[int], drafted: int) -> int | None:
+        """Adds a round's pieces; after how many of its tokens the text ends."""
         count = len(tokens)
         texts = []
         for number, token in enumerate(tokens):
@@ -83,14 +113,15 @@ class TextAssembler:
         for some, is_draft in ((range(min(drafted, count)), True), (range(drafted, count), False)):
             if some:
                 text = "".join(texts[some.start : some.stop])
-                self.pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
+                self._pieces.append(Piece(text, tuple(tokens[some.start : some.stop]), is_draft))
         return None if self._stops.found is None else count
 
     def finish(self) -> None:
         """The text is over: hands out what was held back."""
+        pieces = self.pieces
         rest = "" if self._stops.found is not None else self._shown(self._text.finish()) + self._stops.finish()
         if rest:
-            self.pieces.append(Piece(rest, (), False))
+            pieces.append(Piece(rest, (), False))
 
     def _shown(self, text: str) -> str:
         return self._stops.push(text, may_end=self._written > self._min_tokens)
