@@ -233,7 +233,7 @@ class Spied(Toy):
 
 @pytest.mark.parametrize("method", registry.names("decoders"))
 def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> None:
-    """One argument, a list of parts; of each part the five fields that there always were."""
+    """One argument, a list of parts; of each part the five fields that there always were, and `best`."""
     target, decoder = Spied(), registry.find("decoders", method)
     drafter = make_drafter("both", QuickToy(16, 3, 0))
     worker = InlineWorker(drafter) if decoder.NEEDS == "worker" else None
@@ -243,7 +243,7 @@ def test_the_target_is_called_as_ever_where_nobody_needs_more(method: str) -> No
     for _, (forest,), _ in target.calls:
         assert type(forest) is list
         for part in forest:
-            assert part == Part(*part[:5])
+            assert part == Part(*part[:5], best=part.best)
 
 
 def test_a_pass_in_which_nobody_is_shown_anything_is_a_plain_one() -> None:

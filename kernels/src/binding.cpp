@@ -15,9 +15,6 @@ namespace {
 
 using Vector = Array<const float, 1>;
 using Grid = Array<const float, 2>;
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // of any stride
-using Tokens = Array<const int64_t, 1>;
-using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
 
 std::vector<float> to_vector(const Vector& values) { return {values.data(), values.data() + values.size()}; }
 
@@ -172,42 +169,6 @@ void read(const Store& store, int layer, int count, const Array<float, 4>& out) 
     store.read(layer, count, out.data());
 }
 
-std::vector<Offer> offers(const std::vector<std::vector<Ranked>>& best) {
-    std::vector<Offer> found(best.size());
-    for (std::size_t row = 0; row < best.size(); ++row)
-        for (const Ranked& one : best[row]) {
-            std::get<0>(found[row]).push_back(one.token);
-            std::get<1>(found[row]).push_back(one.value);
-        }
-    return found;
-}
-
-/// The best of every row, on the scale of its temperature and noise; an empty row where there is no order.
-std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
-                        const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole) {
-    const std::size_t rows = scores.shape(0), held = scores.shape(1);
-    if (count < 1) throw std::invalid_argument("count must be at least 1");
-    if (held > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
-    if (temperatures.size() != rows || (!keys.empty() && keys.size() != rows))
-        throw std::invalid_argument("every row must have a temperature, and a key if any has");
-    if (tokens.is_valid() && tokens.size() != held) throw std::invalid_argument("tokens has the wrong shape");
-    for (double temperature : temperatures)
-        if (!(temperature > 0)) throw std::invalid_argument("temperatures must be above 0");
-    std::vector<std::vector<Ranked>> best(rows);
-    {
-        const nb::gil_scoped_release release;
-        static const Kernels* kernels = find_kernels("");
-        for (std::size_t row = 0; row < rows; ++row) {
-            best[row].resize(std::min(static_cast<std::size_t>(count), held));
-            const Ranking task{scores.data() + static_cast<int64_t>(row) * scores.stride(0),
-                               tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
-                               keys.empty() ? nullptr : &keys[row], whole};
-            best[row].resize(kernels->rank(task, static_cast<int>(best[row].size()), best[row].data()));
-        }
-    }
-    return offers(best);
-}
-
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
     for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
@@ -227,7 +188,7 @@ NB_MODULE(_native, m) {
     m.attr("KV_DTYPES") = kv_formats();
     m.def("instruction_sets", &instruction_sets);
 
-    m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a);
+    bind_rank(m);
 
     nb::class_<Room>(m, "Room").def(nb::init<>());
 

@@ -4,6 +4,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <tuple>
+#include <vector>
+
 #include "model.h"
 
 namespace nb = nanobind;
@@ -14,7 +17,18 @@ namespace outpace {
 template <class T, int N>
 using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
-/// The passes of a model: `forward` and `project`.
+using Tokens = Array<const int64_t, 1>;
+
+/// Tokens, best first, and their values.
+using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
+
+/// The best `count` tokens of a row; none where it has no order.
+Offer best_of(const Kernels& kernels, const Ranking& task, int count);
+
+/// The passes of a model: `forward`, `score` and `project`.
 void bind_forward(nb::class_<Model>& model);
+
+/// `rank`.
+void bind_rank(nb::module_& m);
 
 }  // namespace outpace

@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "binding.h"
@@ -14,6 +15,8 @@ using Numbers = Array<const int32_t, 1>;
 using Grid = Array<const float, 2>;
 using Grids = std::map<int, Grid>;  // by number of the span
 using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
+using ShortSpan = std::tuple<Store*, int, int, int, nb::bytes>;
+using Numbered = std::vector<int>;
 
 void require_shape(bool holds, const char* name) {
     if (!holds) throw std::invalid_argument(std::string(name) + " has the wrong shape");
@@ -85,6 +88,54 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
     model.forward(forest, scores.data());
 }
 
+/// What each pair of a row turns by, from a table by position [positions, depth / 2, 2].
+std::vector<float> turns_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t depth) {
+    require_shape(table.shape(1) * table.shape(2) == depth, "turns");
+    std::vector<float> turns(positions.size() * depth);
+    for (std::size_t row = 0; row < positions.size(); ++row) {
+        if (positions[row] < 0 || positions[row] >= static_cast<int64_t>(table.shape(0)))
+            throw std::invalid_argument("a position is out of range");
+        std::copy_n(table.data() + positions[row] * depth, depth, turns.data() + row * depth);
+    }
+    return turns;
+}
+
+/// As `forward`, of those who ask for scores alone: from Python's own lists, and each span's `sees` from its bytes. Made
+/// arrays they would take longer than all else before a small model's pass: what numpy needs for it is not in the caches
+/// after the pass before. Gives the best `count` tokens of each wanted row, by the logarithms of their shares where they
+/// are several; 0: nobody asks for them. `names`: the tokens that the first scores of a row stand for, or the `held`
+/// first ones are 0, 1, ...
+std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
+                         const Numbered& positions, const Array<const float, 3>& table, const Numbered& wanted,
+                         const Array<float, 2>& scores, int count, int held, const Tokens& names) {
+    require_shape(held >= 0 && held <= model.outputs() && (!names.is_valid() || static_cast<int>(names.size()) == held),
+                  "names");
+    Forest forest{};
+    for (const auto& [store, committed, pending, count, sees] : spans) {
+        require_shape(count >= 0 && pending >= 0 &&
+                          sees.size() == static_cast<std::size_t>(count) * (static_cast<std::size_t>(pending) + count),
+                      "sees");
+        forest.spans.push_back({store, committed, pending, count, reinterpret_cast<const bool*>(sees.c_str())});
+    }
+    require_shape(positions.size() == tokens.size(), "positions");
+    require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
+    const std::vector<float> turns = turns_at(positions, table, model.shape().heads.depth);
+    forest.tokens = tokens.data();
+    forest.turns = turns.data();
+    forest.rows = static_cast<int>(tokens.size());
+    forest.wanted = wanted.data();
+    forest.num_wanted = static_cast<int>(wanted.size());
+    const nb::gil_scoped_release release;
+    model.forward(forest, scores.data());
+    std::vector<Offer> best;
+    for (std::size_t row = 0; count > 0 && row < wanted.size(); ++row)
+        best.push_back(best_of(model.kernels(),
+                               {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
+                                1.0, nullptr, count > 1},
+                               count));
+    return best;
+}
+
 void project(Model& model, const Grid& hidden, const Array<float, 2>& scores) {
     require_shape(is_grid(hidden, static_cast<int64_t>(hidden.shape(0)), model.shape().hidden), "hidden");
     require_shape(scores.shape(0) == hidden.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
@@ -100,6 +151,8 @@ void bind_forward(nb::class_<Model>& model) {
         .def("forward", &forward, "spans"_a, "tokens"_a, "turns"_a, "wanted"_a, "scores"_a, "skipped"_a.none() = none,
              "shown"_a.none() = none, "layers"_a.none() = none, "hidden"_a.none() = none,
              "gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "steer"_a = Grids{})
+        .def("score", &score, "spans"_a, "tokens"_a, "positions"_a, "turns"_a, "wanted"_a, "scores"_a,
+             "count"_a, "held"_a, "names"_a.none())
         .def("project", &project, "hidden"_a, "scores"_a);
 }
 

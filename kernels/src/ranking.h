@@ -1,6 +1,8 @@
 // The best of a row of scores, by the scores alone or with keyed noise on top. To be read after a lanes_*.h.
 #pragma once
 
+#include <algorithm>
+
 #include "exponential.h"
 #include "kernels.h"
 
@@ -132,9 +134,25 @@ inline void climb(const Ranking& task, float top, float inverse, Podium& podium)
     }
 }
 
+/// Where the row's largest score stands first.
+inline int first_of(const Ranking& task, float top) {
+    alignas(64) float room[kStretch];
+    for (int first = 0;; first += kStretch) {
+        const float* x = stretch(task, first, room);
+        int found = 0;
+        for (int i = 0; i < kStretch; ++i) found |= x[i] == top;
+        if (found) return first + static_cast<int>(std::find(x, x + kStretch, top) - x);
+    }
+}
+
 int rank(const Ranking& task, int count, Ranked* best) {
     const float top = top_score(task);
     if (top == kInfinity) return 0;
+    if (count == 1 && !task.key && !task.whole) {
+        const int place = first_of(task, top);
+        *best = {task.tokens ? task.tokens[place] : place, top / task.temperature};
+        return 1;
+    }
     const auto inverse = static_cast<float>(task.temperature > 1e-30 ? 1.0 / task.temperature : 1e30);
     Podium podium{best, count};
     climb(task, top, inverse, podium);

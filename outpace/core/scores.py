@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,26 +16,32 @@ if TYPE_CHECKING:
 _CHUNKS = 64  # a row is dealt into columns of so many values
 
 
+Offer = tuple[list[int], list[float]]  # tokens of a row and their values on a rule's scale, best first
+
 Scores: TypeAlias = "Tensor | np.ndarray"  # an array where no tensor was computed
 
 
 class Scored(NamedTuple):
     """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
-    were asked for, before the final norm."""
+    were asked for, before the final norm. `best`: see `Held`."""
 
     logits: Scores  # [wanted rows, vocab]
     hidden: Tensor | None = None  # [layers, shown rows, width]
+    best: Sequence[Offer] = ()
 
 
 class Held(NamedTuple):
     """Scores of the tokens that a model's output layer has rows for; all others score -inf.
 
-    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`.
+    `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`. `best`: of
+    each row so many tokens of the highest scores as every part asked for, of equal ones the first, and log q of them
+    where they are several; empty for a row that has no order. None at all where the model does not tell them.
     """
 
     values: Scores
     ids: np.ndarray | None
     vocab: int
+    best: Sequence[Offer] = ()
 
     def part(self, rows: slice) -> Held:
         """Some of the rows."""

@@ -17,12 +17,11 @@ from outpace.core.needs import NOTHING, Needs, Seen
 from outpace.core.orders import TakesOrders
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held
+from outpace.core.scores import Offer as Offer
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Offer = tuple[list[int], list[float]]  # tokens and their values on a rule's scale, best first
 
 
 class Rule:
@@ -146,10 +145,11 @@ class Row(NamedTuple):
 
 def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> list[Row]:
     """One row for every node of a tree whose root is the last committed token."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return [Row(request, committed, path, node_id) for path, node_id in zip(paths, tree.ids, strict=True)]
+    rows = [Row(request, committed, (), tree.ids[0])]
+    tokens, parents, ids = tree.tokens, tree.parents, tree.ids
+    for node in range(1, len(tokens)):
+        rows.append(Row(request, committed, (*rows[parents[node]].path, tokens[node]), ids[node]))
+    return rows
 
 
 class Verdict(NamedTuple):
@@ -263,7 +263,8 @@ class Drafter(TakesOrders):
 
     def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
         """As `grow`, by one of the sources alone; None: by all."""
-        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
+        is_mine = source is None or source.name == self.name or source in self.sources
+        return self.grow(states, trees) if is_mine else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
         """The target has judged: follow it."""

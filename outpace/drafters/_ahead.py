@@ -120,10 +120,13 @@ class Ahead:
         self._is_used = False
         self.is_beside = False  # so that steps under way may be told where the target went
 
+    @property
+    def takes_several(self) -> bool:
+        """Whether any step may be taken ahead: else nobody needs to ask."""
+        return self._chosen != 1
+
     def known(self, jobs: Sequence[Job]) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
-        if self._chosen == 1:
-            return None
         for job in jobs:
             job.state.ahead.taken += 1
         found = [[job.state.ahead.find(job.tree, node) for node in job.frontier] for job in jobs]
@@ -139,8 +142,6 @@ class Ahead:
     def steps(self, jobs: Sequence[Job], held: Held) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, whose scores `held` are, and steps beyond; None where no step is to
         be taken ahead."""
-        if self._chosen == 1:
-            return None
         count = min(self._count(job) for job in jobs)
         if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
             return None
@@ -166,7 +167,7 @@ class Ahead:
     def hear(self, state: Any, walk: Walk) -> None:
         """Another thread says where the target went: it may be that steps are under way, or will be before that is
         observed."""
-        if self.is_beside and self._chosen != 1:
+        if self.is_beside and self.takes_several:
             burst = state.ahead
             burst.heard.append(walk)
             if burst.under_way is not None:

@@ -18,6 +18,7 @@ from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.drafters._outcomes import for_outcomes
 from outpace.models.base import Model, Part, Session, chain
+from outpace.rules.base import offers_by_score
 
 _CHUNK = 256  # prompt tokens a forward
 _FULL = 3
@@ -109,21 +110,25 @@ class Grower:
         for state in states if self._on_base else ():
             state.session = state.base
         reading = self._read_beside(states)
-        found = [pair for number, pair in enumerate(zip(states, trees, strict=True)) if number not in reading]
-        return [Job(state, tree, some) for state, tree in found if (some := self._frontier(state, tree))]
+        jobs = []
+        for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
+            if number not in reading and (some := self._frontier(state, tree)):
+                jobs.append(Job(state, tree, some))
+        return jobs
 
-    def score(self, jobs: Sequence[Job]) -> tuple[Held, list[Row]]:
-        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are."""
+    def score(self, jobs: Sequence[Job], best: int = 0) -> tuple[Held, list[Row]]:
+        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are. `best`: so
+        many best tokens of each node are proposed, if they are to be the best by the scores alone."""
         self._catch_up([job.state for job in jobs])
-        parts = [self._part(*job) for job in jobs]
-        rows = [
-            Row(job.state.request, job.state.tokens, _below_root(job.tree, node))
-            for job in jobs
-            for node in job.frontier
-        ]
+        parts, rows = [], []
+        for state, tree, frontier in jobs:
+            some = best if best and offers_by_score(state.request) else 0
+            parts.append(self._part(state, tree, frontier, some))
+            for node in frontier:
+                rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
         held = self.model.score_held(parts)
-        for job in jobs:
-            _settle(job.state)
+        for state, _, _ in jobs:
+            _settle(state)
         return held, rows
 
     def likelihood(self, state: GrowState, tokens: Sequence[int]) -> list[float] | None:
@@ -164,13 +169,16 @@ class Grower:
             if node not in slots:
                 break
             path.append(slots[node])
-        live = [node for node in seen.tree.ids if node in slots]
+        state.slots = {}
         if self._is_full(state, len(path)):
-            live = []
             state.session.truncate(0)
-        else:
-            state.session.keep(path, [*(slots[node] for node in live), *more])
-        state.slots = {node: slot for slot, node in enumerate(live)}
+            return
+        live: list[int] = []
+        for node in seen.tree.ids:
+            if node in slots:
+                state.slots[node] = len(live)
+                live.append(slots[node])
+        state.session.keep(path, [*live, *more])
 
     def _frontier(self, state: GrowState, tree: TokenTree, is_anew: bool = False) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
@@ -202,10 +210,12 @@ class Grower:
 
     def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
         """Reads one chunk of texts that lack more than that and have company; their places."""
-        places = [place for place, state in enumerate(states) if state.has_company and not self._on_base]
-        for place in places:
-            self._begin(states[place])
-        behind = {place for place in places if states[place].missing > _CHUNK}
+        behind = set()
+        for place, state in enumerate(states):
+            if state.has_company and not self._on_base:
+                self._begin(state)
+                if state.missing > _CHUNK:
+                    behind.add(place)
         if behind:
             self._read_chunk([states[place] for place in sorted(behind)])
         return behind
@@ -240,7 +250,7 @@ class Grower:
         """Slots that a text of so many tokens needs at most: a tree's nodes come behind what is read of it."""
         return min(length, _FULL * self.window or math.inf) + self._tree_nodes
 
-    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
+    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int], best: int) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
         session, slots = state.session, state.slots
         tokens = state.tokens[state.start + session.length : -1]
@@ -251,7 +261,7 @@ class Grower:
             parents.append(above + missing)
             slots[tree.ids[node]] = slot
             tokens.append(tree.tokens[node])
-        return Part(session, self._known(tokens), parents, range(missing, len(tokens)))
+        return Part(session, self._known(tokens), parents, range(missing, len(tokens)), best=best)
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft may write ids that the draft has no embedding for."""
@@ -261,9 +271,10 @@ class Grower:
 
 def _stand_together(nodes: Sequence[int], tree: TokenTree, known: Mapping[int, int]) -> bool:
     """Whether each node's parent is among them, or among those whose ids are known."""
-    places = set(nodes)
-    above = [tree.parents[node] for node in nodes if node]
-    return all(parent in places or tree.ids[parent] in known for parent in above)
+    for node in nodes:
+        if node and (parent := tree.parents[node]) not in nodes and tree.ids[parent] not in known:
+            return False
+    return True
 
 
 def _log(chance: float) -> float:

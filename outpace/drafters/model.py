@@ -99,21 +99,20 @@ class ModelDrafter(Drafter):
         for one that has as many nodes as can be verified, and got none that is better.
         """
         before = [len(tree) for tree in trees]
-        waiting, beside = states, trees
-        while jobs := self._grower.jobs(waiting, beside):
+        jobs = self._grower.jobs(states, trees)
+        while jobs:
             added = self._expand(jobs)
             again = [job for job, count in zip(jobs, added, strict=True) if not count and job.tree.has_room]
-            waiting, beside = [job.state for job in again], [job.tree for job in again]
+            jobs = self._grower.jobs([job.state for job in again], [job.tree for job in again]) if again else again
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
     def _expand(self, jobs: Sequence[Job]) -> list[int]:
         """One forward over the jobs' frontiers, or what such forwards gave before; nodes added to each tree."""
-        known = self._ahead.known(jobs)
-        if known is not None:
+        takes_several = self._ahead.takes_several
+        if takes_several and (known := self._ahead.known(jobs)) is not None:
             return self._add_all(jobs, known)
-        held, rows = self._grower.score(jobs)
-        known = self._ahead.steps(jobs, held)
-        if known is not None:
+        held, rows = self._grower.score(jobs, self._options.width + SPARE)
+        if takes_several and (known := self._ahead.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
         offers = self._offers(held, rows)
         added, first = [], 0
@@ -133,8 +132,13 @@ class ModelDrafter(Drafter):
 
     def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
         """What is proposed below each row's node; nothing where children are drawn."""
+        if held.best and ([], []) not in held.best:
+            return [*held.best]
         count = self._options.width + SPARE
-        if not any(is_drawn(row.request) for row in rows):
+        for row in rows:
+            if is_drawn(row.request):
+                break
+        else:
             return best_rows(held, rows, count)
         offers: list[Offer] = [([], []) for _ in rows]
         for n, row in enumerate(rows):
@@ -145,9 +149,11 @@ class ModelDrafter(Drafter):
     def observe(self, state: ModelState, seen: Observation) -> None:
         if not is_drawn(state.request):
             self._choices.learn(state.request, state.offers, seen)
-        loose = self._ahead.follow(state, seen)
-        self._grower.follow(state, seen, loose)
-        state.ahead.settle(state.slots, state.session.pending)
+        if self._ahead.takes_several:
+            self._grower.follow(state, seen, self._ahead.follow(state, seen))
+            state.ahead.settle(state.slots, state.session.pending)
+        else:
+            self._grower.follow(state, seen)
         state.offers = {node: state.offers[node] for node in state.slots if node in state.offers}
 
     def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:

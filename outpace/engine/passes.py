@@ -6,7 +6,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core.needs import Needs, Seen, pick_layers
@@ -15,7 +15,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Row, tree_rows
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
-from outpace.rules.base import reduce_apart
+from outpace.rules.base import picks_by_score, reduce_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,24 @@ class _Share(NamedTuple):
     shown: slice
 
 
+class _Forest:
+    """The parts of a pass, and where the rows of each lie."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.shares: list[_Share] = []
+        self.rows = self.wanted = self.shown = 0
+
+    def add(self, part: Part) -> None:
+        """One more part."""
+        wanted, shown = self.wanted, self.shown
+        self.rows += len(part.tokens)
+        self.wanted += len(part.wanted)
+        self.shown += len(part.shown)
+        self.parts.append(part)
+        self.shares.append(_Share(slice(wanted, self.wanted), slice(shown, self.shown)))
+
+
 class Passes:
     """The target's passes. `layers` are those whose hidden states anybody may need."""
 
@@ -59,32 +77,48 @@ class Passes:
         beside: Beside,
     ) -> tuple[list[Read], list[Judged]]:
         """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
-        forest = [_of_prompt(run, part) for run, part in chunks] + [_of_tree(run, tree) for run, tree in trees]
-        rows = [row for run, tree in trees for row in tree_rows(run.request, run.committed, tree)]
-        shares = list(_shares(forest))
-        before = sum(len(part.wanted) for part in forest[: len(chunks)])
+        forest = _Forest()
+        rows: list[Row] = []
+        for run, part in chunks:
+            forest.add(_of_prompt(run, part))
+        before = forest.wanted
+        by_score = not before
+        for run, _ in trees:
+            by_score = by_score and picks_by_score(run.request)
+        for run, tree in trees:
+            forest.add(_of_tree(run, tree, int(by_score)))
+            rows += tree_rows(run.request, run.committed, tree)
+        shares = forest.shares
 
         def target_pass() -> tuple[Scored, list[Any]]:
             scored = self._score(forest)
             if scored.hidden is not None:
                 self._show_rules(rows, trees, shares[len(chunks) :], scored.hidden)
-            return scored, reduce_apart(scored.logits[before:] if before else scored.logits, rows) if rows else []
+            if not rows:
+                return scored, []
+            picks = [tokens[0] for tokens, _ in scored.best if tokens] if by_score else []
+            if len(picks) == len(rows):
+                return scored, picks
+            return scored, reduce_apart(scored.logits[before:] if before else scored.logits, rows)
 
-        scored, picks = beside(target_pass, sum(len(part.tokens) for part in forest))
-        reads = [self._read(run, part, scored, s) for (run, part), s in zip(chunks, shares, strict=False)]
-        judged = []
+        scored, picks = beside(target_pass, forest.rows)
+        reads, judged = [], []
+        for (run, part), share in zip(chunks, shares, strict=False):
+            reads.append(self._read(run, part, scored, share))
         for (run, tree), share in zip(trees, shares[len(chunks) :], strict=True):
             mine = slice(share.wanted.start - before, share.wanted.stop - before)
             logits = scored.logits[share.wanted] if run.request.logprobs else None
-            seen = self._seen(run.draft.needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
+            needs, seen = run.draft.needs, None
+            if needs.top or needs.layers:
+                seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
             judged.append(Judged(picks[mine], rows[mine], logits, seen))
         return reads, judged
 
-    def _score(self, forest: Sequence[Part]) -> Scored:
-        if any(part.shown for part in forest):
-            return self._target.score_hidden(forest, self._layers)
-        held = self._target.score_held(forest)
-        return Scored(held.values if held.ids is None else held.wide())
+    def _score(self, forest: _Forest) -> Scored:
+        if forest.shown:
+            return self._target.score_hidden(forest.parts, self._layers)
+        held = self._target.score_held(forest.parts)
+        return Scored(held.values if held.ids is None else held.wide(), None, held.best)
 
     def _show_rules(
         self, rows: list[Row], trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], hidden: Tensor
@@ -126,15 +160,7 @@ def _of_prompt(run: Running, part: Part) -> Part:
     return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())
 
 
-def _of_tree(run: Running, tree: TokenTree) -> Part:
-    every = range(len(tree))
-    part = Part(run.storage.session, tuple(tree.tokens), tuple(tree.parents), every, run.storage.keep)
-    return part._replace(shown=every) if run.draft.needs.layers or run.request.rule.needs.layers else part
-
-
-def _shares(forest: Sequence[Part]) -> Iterator[_Share]:
-    wanted = shown = 0
-    for part in forest:
-        share = _Share(slice(wanted, wanted + len(part.wanted)), slice(shown, shown + len(part.shown)))
-        wanted, shown = share.wanted.stop, share.shown.stop
-        yield share
+def _of_tree(run: Running, tree: TokenTree, best: int) -> Part:
+    every, storage = range(len(tree)), run.storage
+    shown = every if run.draft.needs.layers or run.request.rule.needs.layers else ()
+    return Part(storage.session, tuple(tree.tokens), tuple(tree.parents), every, storage.keep, shown, best=best)

@@ -65,15 +65,23 @@ class Session:
 
     def extend(self, parents: Sequence[int]) -> np.ndarray:
         """Reserves slots for new nodes; which pending nodes each sees, bool [new, pending with the new ones]."""
-        if len(parents) > self.free:
+        rows = self.add(parents)
+        return np.ndarray((len(parents), self.pending), bool, bytearray(rows))
+
+    def add(self, parents: Sequence[int]) -> bytes:
+        """As `extend`, in bytes, row by row."""
+        before = len(self._sees)
+        after = self.length + before + len(parents)
+        if after > self.capacity + self.room:
             most, free = self.capacity + self.room, self.free
             raise UserError(f"{len(parents)} more tokens do not fit: {free} of {most} slots are free")
-        before = self.pending
-        self.reserve(self.length + before + len(parents))
+        if after > self.slots:
+            self.reserve(after)
         self._hang(parents)
-        total = self.pending
-        rows = bytearray().join([row.ljust(total, b"\0") for row in self._sees[before:]])
-        return np.ndarray((len(parents), total), bool, rows)
+        if len(parents) == 1:
+            return self._sees[before]
+        total = len(self._sees)
+        return b"".join([row.ljust(total, b"\0") for row in self._sees[before:]])
 
     def slots_after(self, slots: int, least: bool = False) -> int:
         """The slots that there are once `slots` are reserved."""
@@ -99,16 +107,17 @@ class Session:
         """
         if self.length + len(path) > self.capacity:
             raise UserError(f"the text grows past {self.capacity} tokens, all that this session holds")
-        if not self.pending and not path:
+        if not self.pending_depths and not path:
             return
         source = [*path, *live]
         if source != list(range(len(source))):
-            self._move(np.array(source, dtype=np.int64) + self.length, self.length)
+            self._move([self.length + node for node in source], self.length)
         self.length += len(path)
-        places = {node: number for number, node in enumerate(live)}
-        parents = [places.get(self._parents[node], PREFIX) for node in live]
+        before = self._parents
         self._drop_pending()
-        self._hang(parents)
+        if live:
+            places = {node: number for number, node in enumerate(live)}
+            self._hang([places.get(before[node], PREFIX) for node in live])
 
     def truncate(self, length: int) -> None:
         """Forgets pending nodes and all committed tokens from position `length` on."""
@@ -144,7 +153,7 @@ class Session:
         """Makes so many slots of `self.slots`; what is held stays."""
         raise NotImplementedError
 
-    def _move(self, source: np.ndarray, start: int) -> None:
+    def _move(self, source: Sequence[int], start: int) -> None:
         """Copies slots `source` to start, start + 1, ... (they may overlap)."""
         raise NotImplementedError
 
@@ -160,6 +169,9 @@ class Part(NamedTuple):
     the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
     committed and all others dropped; None leaves what is pending as it is.
 
+    `best`: so many best tokens of each wanted row are of use too, where a model can tell them with the scores; see
+    `Held`.
+
     The others need a model's `extras`. `shown` are the new nodes whose hidden states are asked for. `length`: only so
     many committed tokens are there, and the nodes come behind them. `steer` [layers, MLP width] is added to what each
     MLP's gate multiplies. `inputs` [nodes, width] stand where the tokens' embeddings would.
@@ -174,6 +186,7 @@ class Part(NamedTuple):
     length: int | None = None
     steer: Tensor | None = None
     inputs: Tensor | None = None
+    best: int = 0
 
 
 def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
@@ -283,6 +296,8 @@ def check_needs(model: Model, needs: Needs) -> None:
 def check_forest(model: Model, forest: Sequence[Part]) -> None:
     """UserError for a part that asks for more than the model can."""
     for part in forest:
+        if part.length is None and part.steer is None and part.inputs is None:
+            continue
         for value, extra in ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS)):
             if value is not None and extra not in model.extras:
                 raise lacking(model, extra)

@@ -26,7 +26,7 @@ class ToySession(Session):
         kept = self.tokens[:slots]
         self.tokens = np.concatenate([kept, np.full(slots - len(kept), -1, dtype=np.int64)])
 
-    def _move(self, source: np.ndarray, start: int) -> None:
+    def _move(self, source: Sequence[int], start: int) -> None:
         self.tokens[start : start + len(source)] = self.tokens[source]
 
     def _copy(self, other: ToySession, length: int) -> None:

@@ -6,16 +6,33 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from outpace.core.scores import Scores, tensor_of
-from outpace.core.types import Row
+from outpace.core.types import Request, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "takes_arrays"
+_MARK, _BY_SCORE = "takes_arrays", "by_score"
 
 
 def takes_arrays(reduce: F) -> F:
     """Marks a `reduce` that takes float32 arrays [rows, vocab] beside tensors; one that overrides it is not marked."""
     setattr(reduce, _MARK, True)
     return reduce
+
+
+def by_score(function: F) -> F:
+    """Marks a `reduce` that gives each row's best token by its adjusted scores, of equal ones the first; or a `best`
+    that gives the best tokens and log q of them."""
+    setattr(function, _BY_SCORE, True)
+    return function
+
+
+def picks_by_score(request: Request) -> bool:
+    """Whether all that is asked of this request's rows is the best token of each, as a model may tell it."""
+    return request.adjustments is None and request.constraint is None and hasattr(request.rule.reduce, _BY_SCORE)
+
+
+def offers_by_score(request: Request) -> bool:
+    """Whether what is proposed for this request are the draft's best tokens, as a model may tell them."""
+    return request.adjustments is None and request.constraint is None and hasattr(request.rule.best, _BY_SCORE)
 
 
 def reduced(scores: Scores, rows: Sequence[Row]) -> list[Any]:

@@ -19,7 +19,10 @@ from outpace.rules._arrays import reduced
 
 def opened(rows: Sequence[Row]) -> Sequence[Row]:
     """The same rows; those whose picks can be checked afterwards are not masked."""
-    if all(row.request.constraint is None for row in rows):
+    for row in rows:
+        if row.request.constraint is not None:
+            break
+    else:
         return rows
     return [row._replace(is_open=True) if _is_guarded(row) else row for row in rows]
 

@@ -15,6 +15,8 @@ from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
+from outpace.rules._arrays import offers_by_score as offers_by_score
+from outpace.rules._arrays import picks_by_score as picks_by_score
 from outpace.rules._arrays import reduced
 from outpace.rules._guard import allowed_of, guard, opened
 from outpace.rules._ranking import log_chances, ranked
@@ -51,11 +53,11 @@ def follow(tree: TokenTree, picks: Sequence[int]) -> Verdict:
 
 def reduce_rows(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
     """Every row reduced by its own request's rule; rows of one rule go together. [rows, vocab] to one value a row"""
-    rows = opened(rows)
+    asked, rows = rows, opened(rows)
     picks: list[Any] = []
     for start, run in _runs(rows):
-        picks += reduced(logits[start : start + len(run)], run)
-    if any(row.is_open for row in rows):
+        picks += reduced(logits if len(run) == len(rows) else logits[start : start + len(run)], run)
+    if rows is not asked:
         for start, some in _by_request(rows):
             mine = slice(start, start + len(some))
             picks[mine] = guard(logits[mine], some, picks[mine]) if some[0].is_open else picks[mine]
@@ -99,19 +101,20 @@ def best_rows(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
 def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
     """By the rule's `best` for rows on the host; by its `rank` for those left empty."""
     rule, host = rows[0].request.rule, host_rows(held.values)
-    is_adjusted = any(row.request.adjustments is not None for row in rows)
     if host is None and (together := _best_on_device(held, rows, count)) is not None:
         return together
+    is_adjusted = False
+    for row in rows:
+        is_adjusted = is_adjusted or row.request.adjustments is not None
     offers = None if host is None or is_adjusted else rule.best(host, held, rows, count)
     if offers is None:
         return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
-    offers = [
-        allowed_of(offer, row) if row.request.constraint else offer for offer, row in zip(offers, rows, strict=True)
-    ]
-    return [
-        offer if offer[0] else _best_by_rank(held, number, row, count)
-        for number, (offer, row) in enumerate(zip(offers, rows, strict=True))
-    ]
+    for number, row in enumerate(rows):
+        if row.request.constraint:
+            offers[number] = allowed_of(offers[number], row)
+        if not offers[number][0]:
+            offers[number] = _best_by_rank(held, number, row, count)
+    return offers
 
 
 def _best_on_device(held: Held, rows: Sequence[Row], count: int) -> list[Offer] | None:
@@ -157,22 +160,20 @@ def offer_at(places: np.ndarray, values: np.ndarray, held: Held) -> Offer:
     return offer_of(tokens.tolist(), values.tolist())
 
 
-def _runs(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+def _runs(rows: Sequence[Row]) -> list[tuple[int, Sequence[Row]]]:
     """Neighbouring rows of one rule, with the number of the first."""
-    return _neighbours(rows, lambda row: row.request.rule)
+    rule = rows[0].request.rule if rows else None
+    for row in rows:
+        if row.request.rule is not rule:
+            return _neighbours(rows, lambda row: row.request.rule)
+    return [(0, rows)] if rows else []
 
 
-def _by_request(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+def _by_request(rows: Sequence[Row]) -> list[tuple[int, Sequence[Row]]]:
     """Neighbouring rows of one request, with the number of the first."""
     return _neighbours(rows, lambda row: row.request)
 
 
-def _neighbours(rows: Sequence[Row], owner: Callable[[Row], object]) -> list[tuple[int, list[Row]]]:
-    groups: list[tuple[int, list[Row]]] = []
-    last: object = None
-    for place, row in enumerate(rows):
-        if (its := owner(row)) is not last:
-            groups.append((place, []))
-            last = its
-        groups[-1][1].append(row)
-    return groups
+def _neighbours(rows: Sequence[Row], owner: Callable[[Row], object]) -> list[tuple[int, Sequence[Row]]]:
+    starts = [place for place, row in enumerate(rows) if not place or owner(row) is not owner(rows[place - 1])]
+    return [(start, rows[start:end]) for start, end in zip(starts, [*starts[1:], len(rows)], strict=True)]

@@ -17,7 +17,7 @@ from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import takes_arrays
+from outpace.rules._arrays import by_score, takes_arrays
 from outpace.rules.base import follow, likeliest
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Greedy(Rule):
     judges_greedy, judges_sampled = True, False
     siblings = Siblings.PICKED
 
+    @by_score
     @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjusted(logits, rows)
@@ -57,6 +58,7 @@ class Greedy(Rule):
         """log q"""
         return torch.log_softmax(adjusted(logits, rows).float(), dim=-1)
 
+    @by_score
     def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
         """The `count` best by `rank` of each row of scores [rows, held]."""
         return likeliest(scores, held, [GREEDY] * len(rows), count)

@@ -47,7 +47,7 @@ class ReplaySession(Session):
         kept = self.marks[:slots]
         self.marks = np.concatenate([kept, np.zeros(slots - len(kept), dtype=np.int64)])
 
-    def _move(self, source: np.ndarray, start: int) -> None:
+    def _move(self, source: Sequence[int], start: int) -> None:
         self.marks[start : start + len(source)] = self.marks[source]
 
 

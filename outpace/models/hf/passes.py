@@ -54,8 +54,8 @@ class TransformersSession(Session):
     def _resize(self, slots: int) -> None:
         self.on_layers("resize", slots, min(slots, self.length + self.pending))
 
-    def _move(self, source: np.ndarray, start: int) -> None:
-        self.on_layers("move", source, start)
+    def _move(self, source: Sequence[int], start: int) -> None:
+        self.on_layers("move", np.array(source, dtype=np.int64), start)
 
     @torch.inference_mode()
     def _copy(self, other: TransformersSession, length: int) -> None:

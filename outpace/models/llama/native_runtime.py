@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
-from outpace.core.scores import Held, Scored
+from outpace.core.scores import Held, Offer, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
@@ -55,8 +55,8 @@ class NativeSession(Session):
     def _resize(self, slots: int) -> None:
         self.store.resize(slots)
 
-    def _move(self, source: np.ndarray, start: int) -> None:
-        self.store.move(source.tolist(), start)
+    def _move(self, source: Sequence[int], start: int) -> None:
+        self.store.move(source, start)
 
     def _copy(self, other: NativeSession, length: int) -> None:
         self.store.copy(other.store, length)
@@ -90,6 +90,9 @@ class NativeLlama(Model):
         self._teams = {self._threads: self._model}
         self._share = threading.local()  # .threads: of the passes of a thread that leaves cores to others
         self._skipped: np.ndarray | None = None  # bool [layers, attention then MLP]
+        self._last_held = -1 if ends.held is None else int(ends.held[-1])
+        self._middle = middle_size(self.kernels, config)
+        self._takes_lists = hasattr(self.kernels.Model, "score")  # kernels that were built before do not
         if not hasattr(self.kernels.Model, "project"):
             self.extras, self.lacks = frozenset(), f"these kernels were built before they could: {INSTALL}"
 
@@ -225,25 +228,31 @@ class NativeLlama(Model):
 
     def _forest(self, parts: Sequence[Part]) -> Forest:
         check_forest(self, parts)
-        forest = Forest(parts, self.max_positions - 1, middle_size(self.kernels, self.config))
+        forest = Forest(parts, self.max_positions - 1, self._middle)
         if self._skipped is not None:
             forest.more["skipped"] = self._skipped
         return forest
 
     def _forward(self, forest: Forest) -> Held:
-        model = self._team()
+        model, turns = self._team(), self._turns.table
         out = np.empty((len(forest.wanted), model.outputs), np.float32)
-        turns = self._turns.table.take(forest.positions, 0)  # [rows, pairs, 2]
-        tokens, wanted = np.array(forest.tokens, np.int32), np.array(forest.wanted, np.int32)
-        model.forward(forest.spans, tokens, turns, wanted, out, **forest.more)
-        return self._held(out)
+        if forest.more or not self._takes_lists:
+            model.forward(*forest.arrays(turns), out, **forest.more)
+            return self._held(out)
+        count, ids = self._known()
+        rows = (forest.spans, forest.tokens, forest.positions, turns, forest.wanted)
+        return self._held(out, model.score(*rows, out, forest.best, count, ids))
 
-    def _held(self, out: np.ndarray) -> Held:
-        """The output layer's scores, of those tokens that are known."""
-        ids = self._ends.held
+    def _known(self) -> tuple[int, np.ndarray | None]:
+        """How many outputs of the output layer are known tokens, and which; another model may know fewer."""
+        ids, vocab = self._ends.held, self.vocab_size
         if ids is None:
-            return Held(out if self.vocab_size == out.shape[1] else out[:, : self.vocab_size], None, self.vocab_size)
-        if ids[-1] >= self.vocab_size:  # another model knows fewer tokens
-            ids = ids[: np.searchsorted(ids, self.vocab_size)]
-            out = out[:, : len(ids)]
-        return Held(out, ids, self.vocab_size)
+            return vocab, None
+        if self._last_held >= vocab:
+            ids = ids[: np.searchsorted(ids, vocab)]
+        return len(ids), ids
+
+    def _held(self, out: np.ndarray, best: Sequence[Offer] = ()) -> Held:
+        """The output layer's scores, of those tokens that are known."""
+        count, ids = self._known()
+        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)

@@ -179,9 +179,9 @@ class GraphSession(Session):
     def _resize(self, slots: int) -> None:
         self.pool.fit(self, slots)
 
-    def _move(self, source: np.ndarray, start: int) -> None:
+    def _move(self, source: Sequence[int], start: int) -> None:
         self.settle()
-        self.moves = source, start
+        self.moves = np.array(source, dtype=np.int64), start
         if len(source) > MOST_MOVES:
             self.settle()
 

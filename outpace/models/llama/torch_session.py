@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -80,7 +82,7 @@ class LlamaSession(Session):
             self.kv[number] = grown
 
     @torch.inference_mode()
-    def _move(self, source: np.ndarray, start: int) -> None:
+    def _move(self, source: Sequence[int], start: int) -> None:
         index = uploaded(source, np.int64, self.kv[0].device)
         for layer in self.kv:
             layer[:, start : start + len(source)] = layer[:, index]

@@ -1,0 +1,55 @@
+// The Python side of ranking: the best tokens of rows of scores.
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "binding.h"
+
+namespace outpace {
+namespace {
+
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // of any stride
+
+/// The best of every row, on the scale of its temperature and noise; an empty row where there is no order.
+std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
+                        const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole) {
+    const std::size_t rows = scores.shape(0), held = scores.shape(1);
+    if (count < 1) throw std::invalid_argument("count must be at least 1");
+    if (held > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
+    if (temperatures.size() != rows || (!keys.empty() && keys.size() != rows))
+        throw std::invalid_argument("every row must have a temperature, and a key if any has");
+    if (tokens.is_valid() && tokens.size() != held) throw std::invalid_argument("tokens has the wrong shape");
+    for (double temperature : temperatures)
+        if (!(temperature > 0)) throw std::invalid_argument("temperatures must be above 0");
+    const nb::gil_scoped_release release;
+    static const Kernels* kernels = find_kernels("");
+    std::vector<Offer> best;
+    for (std::size_t row = 0; row < rows; ++row)
+        best.push_back(best_of(*kernels,
+                               {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
+                                tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
+                                keys.empty() ? nullptr : &keys[row], whole},
+                               count));
+    return best;
+}
+
+}  // namespace
+
+Offer best_of(const Kernels& kernels, const Ranking& task, int count) {
+    std::vector<Ranked> best(std::min(count, task.held));
+    best.resize(kernels.rank(task, static_cast<int>(best.size()), best.data()));
+    Offer offer;
+    for (const Ranked& one : best) {
+        std::get<0>(offer).push_back(one.token);
+        std::get<1>(offer).push_back(one.value);
+    }
+    return offer;
+}
+
+void bind_rank(nb::module_& m) {
+    m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a);
+}
+
+}  // namespace outpace
