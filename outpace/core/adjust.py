@@ -43,7 +43,10 @@ def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.nd
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
     draft's may be smaller) are left out.
     """
-    if not any(map(_is_adjusted, rows)):
+    for row in rows:
+        if row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open):
+            break
+    else:
         return logits
     scores = tensor_of(logits)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
@@ -57,10 +60,6 @@ def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.nd
             mask_refused(scores[number], row)
         place += len(shared)
     return scores
-
-
-def _is_adjusted(row: Row) -> bool:
-    return row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open)
 
 
 def mask_refused(logits: Tensor, row: Row) -> None:

@@ -119,19 +119,17 @@ class TokenTree:
         """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
         bound; the first `primary` are C, the others B. No two of them are the same token below the same parent."""
         kids, siblings, scores = self._children, self.siblings, self.scores
-        for parent in {parent for _, parent, _ in children}:
+        fresh = []
+        for place, (score, parent, token) in enumerate(children):
             if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
                 raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
-        fresh = [
-            (min(score, scores[parent]), parent, token, Role.PRIMARY if place < primary else Role.SECONDARY)
-            for place, (score, parent, token) in enumerate(children)
-            if not kids[parent] or self.child(parent, token) is None
-        ]
-        bound = self.bound([child[0] for child in fresh])
-        for score, _, token, _ in fresh:
             if score != score:
                 raise ValueError(f"the path score of token {token} is not a number")
-        if bound > -math.inf:
+            if not kids[parent] or self.child(parent, token) is None:
+                role = Role.PRIMARY if place < primary else Role.SECONDARY
+                fresh.append((min(score, scores[parent]), parent, token, role))
+        if self.most is not None and len(self.tokens) + len(fresh) > self.most:
+            bound = self.bound([child[0] for child in fresh])
             fresh = [child for child in fresh if child[0] >= bound]
         if fresh:
             path_scores, parents, tokens, roles = zip(*fresh, strict=True)
@@ -161,7 +159,9 @@ class TokenTree:
 
     def mark(self, first: int, source: str) -> None:
         """The nodes from `first` on were planted by this drafter, but for those that are another's already."""
-        self.sources[first:] = [known or source for known in self.sources[first:]]
+        sources = self.sources
+        for node in range(first, len(sources)):
+            sources[node] = sources[node] or source
 
     def children(self, node: int) -> Sequence[int]:
         """The children of a node, in the order in which they were added."""
@@ -193,20 +193,23 @@ class TokenTree:
 
     def copy(self, nodes: Sequence[int]) -> TokenTree:
         """A tree of these nodes alone; `nodes` is closed under ancestors below its first, which becomes the root."""
-        root, *rest = nodes
+        root = nodes[0]
         tree = TokenTree(self.tokens[root], self.ids[root], self.next_id)
-        index = {node: place for place, node in enumerate(nodes)}
-        if rest:
-            above = [self.parents[node] for node in rest]
-            tree._append(
-                [index[parent] for parent in above],
-                [self.tokens[node] for node in rest],
-                [self.scores[node] - self.scores[root] for node in rest],
-                [self.roles[node] for node in rest],
-                [self.ids[node] for node in rest],
-            )
-            tree.siblings = {index[parent]: self.siblings[parent] for parent in above}
-            tree.sources[1:] = [self.sources[node] for node in rest]
+        index = {root: 0}
+        for place in range(1, len(nodes)):
+            node = nodes[place]
+            index[node] = place
+            parent = self.parents[node]
+            above = index[parent]
+            tree.tokens.append(self.tokens[node])
+            tree.parents.append(above)
+            tree.scores.append(self.scores[node] - self.scores[root])
+            tree.roles.append(self.roles[node])
+            tree.ids.append(self.ids[node])
+            tree.sources.append(self.sources[node])
+            tree.siblings[above] = self.siblings[parent]
+            tree._children.append([])
+            tree._children[above].append(place)
         for node, drawn in self.drawn.items():
             if node in index:
                 is_leaf = not tree._children[index[node]]

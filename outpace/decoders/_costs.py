@@ -87,7 +87,9 @@ class Costs:
         self._rounds.learn(rows, seconds - drafting)
         self._elapsed += seconds - drafting
         self._prices.clear()
-        self._rates.setdefault(requests, Mean(0.0, 0.0)).learn(tokens, seconds)
+        if requests not in self._rates:
+            self._rates[requests] = Mean(0.0, 0.0)
+        self._rates[requests].learn(tokens, seconds)
 
     def is_worth_trying(self, rows: int) -> bool:
         """Whether the time of so many rows is not known, or not any more; one round in `_EVERY` at most."""
@@ -107,12 +109,16 @@ class Costs:
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
-        return self._trust.setdefault(source, Mean(1.0, 2.0, _TRUST_FADE))
+        if source not in self._trust:
+            self._trust[source] = Mean(1.0, 2.0, _TRUST_FADE)
+        return self._trust[source]
 
     def copies(self, source: str, requests: int) -> Mean:
         """What this source, which runs no model, gives a round in which it is asked, while so many requests write:
         tokens, less what their rows cost."""
-        return self._copies.setdefault((source, requests), Mean(_COPIES, _HELD, _TRUST_FADE))
+        if (source, requests) not in self._copies:
+            self._copies[source, requests] = Mean(_COPIES, _HELD, _TRUST_FADE)
+        return self._copies[source, requests]
 
     def copies_of_one(self, source: str, requests: int) -> Mean:
         """The same for a request that begins."""
@@ -176,7 +182,9 @@ class Costs:
         nothing, for any of them, but what it had proposed."""
         if not self._is_step:
             return
-        self._draft.setdefault(source.name, Recent()).learn(requests, self.latest_draft)
+        if source.name not in self._draft:
+            self._draft[source.name] = Recent()
+        self._draft[source.name].learn(requests, self.latest_draft)
 
     def expect(self, source: Source, share: float, most_read: int | None = None) -> None:
         """A step of this source is held to cost such a share of a pass, until it was timed; of a text it reads

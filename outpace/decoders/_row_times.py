@@ -25,6 +25,7 @@ class RowTimes:
         self._last: dict[int, int] = {}  # by bucket: the round in which it was met last
         self._wide: deque[Point] = deque(maxlen=KEPT)  # the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
+        self._beyond: float | None = None  # the curve's `_slope`
         self._more: dict[int, list[float]] = {}  # see `more`
         self.seen = 0  # rounds
 
@@ -37,18 +38,18 @@ class RowTimes:
         if self.seen % _RENEWED == 0:
             self._forget_old()
         if self._times.count(bucket) <= TRIED or self.seen % _RENEWED == 0:
-            self._curve, self._more = None, {}
+            self._curve, self._beyond, self._more = None, None, {}
 
     def read(self, tokens: int, seconds: float) -> None:
         """A pass over so many tokens of prompts, and nothing else, is over."""
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
-            self._more = {}
+            self._beyond, self._more = None, {}
 
     def _forget_old(self) -> None:
         """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
         where fewer rows say that they might pay."""
-        widest = max(bucket for bucket, last in self._last.items() if self.seen - last <= _FORGOTTEN)
+        widest = max([bucket for bucket, last in self._last.items() if self.seen - last <= _FORGOTTEN])
         for bucket in [bucket for bucket in self._times if bucket > widest]:
             self._times.forget(bucket)
             del self._last[bucket]
@@ -75,7 +76,9 @@ class RowTimes:
             return 0.0
         place = bisect.bisect_left(counts, rows)
         if place == len(counts):
-            return seconds[-1] + (rows - counts[-1]) * self._slope(counts, seconds)
+            if self._beyond is None:
+                self._beyond = self._slope(counts, seconds)
+            return seconds[-1] + (rows - counts[-1]) * self._beyond
         if place == 0:
             return seconds[0]
         share = (rows - counts[place - 1]) / (counts[place] - counts[place - 1])
@@ -103,7 +106,7 @@ class RowTimes:
             bucket = _bucket(int(rows))
             self._times.expect(bucket, float(seconds))
             self._last[bucket] = self.seen
-        self._curve, self._more = None, {}
+        self._curve, self._beyond, self._more = None, None, {}
 
     def _convex(self) -> tuple[list[int], list[float]]:
         """Row counts and their times: the lower convex hull of what was measured, made not to fall.

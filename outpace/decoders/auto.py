@@ -112,7 +112,8 @@ class _Planner:
         at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
         but for who copies."""
         self._chances, self._sources, self._worth, self._has_copies = [1.0], {}, 0.0, False
-        self._factors = {name: trust.value for name, trust in self._trust.items()}
+        for name, trust in self._trust.items():
+            self._factors[name] = trust.value
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
@@ -122,7 +123,7 @@ class _Planner:
         self._price = _DOUBT * prices.second
         is_crowded = requests > 1 and self._price * prices.row > _CROWDED
         self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
-        gains = self._is_look or not is_crowded or any(self._gains(copier) for copier in self.copiers)
+        gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
         is_new = self._rounds < _PLAIN and not prices.is_known
         self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
         self._rounds += 1
@@ -139,7 +140,7 @@ class _Planner:
     def copied(self, tree: TokenTree, copier: Copier) -> None:
         """The source has added what it has."""
         self._note(tree, copier.source)
-        self._has_copies = sum(self._weigh(tree)[node] for node in tree.children(0)) > _LITTLE
+        self._has_copies = self._at(tree, tree.children(0)) > _LITTLE
 
     def _note(self, tree: TokenTree, source: Source) -> None:
         """The nodes that are new in the tree are the source's."""
@@ -198,12 +199,13 @@ class _Planner:
         Now and then fewer than pay, to know what so few cost."""
         chances = self._weigh(tree)
         order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._place.budget - 1]
-        return sorted([0, *order[: self._count([chances[node] for node in order]) - 1]])
+        return sorted([0, *order[: self._count([*map(chances.__getitem__, order)]) - 1]])
 
     def _count(self, chances: Sequence[float]) -> int:
         """How many rows are verified, the root's included, of nodes with these falling chances."""
-        if any(grower.tries for grower in self.growers):
-            return 2
+        for grower in self.growers:
+            if grower.tries:
+                return 2
         others = self._place.rows_of_others
         best, _ = self._best(chances)
         fewer = (best + 1) // 2
@@ -223,15 +225,18 @@ class _Planner:
                 grower.failures = grower.failures + 1 if grower.tries else 0
                 self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
                 grower.judged(self._price)
-        if len(tree) == 1 and not any(copier.is_asked for copier in self.copiers):
-            return
-        sources = [self._sources[node] for node in tree.ids[1:]]
-        walked = _count([sources[node - 1] for node in path[1:]])
-        self._learn_copies(_count(sources), walked)
+        rows: dict[str, int] = {}
+        walked: dict[str, int] = {}
         promised: dict[str, float] = {}
-        for source, score, role in zip(sources, tree.scores[1:], tree.roles[1:], strict=True):
-            if source in self._trust and role is not Role.PROBE:  # a probe promises nothing in this round
-                promised[source] = promised.get(source, 0.0) + exp(score)
+        for node in range(1, len(tree)):
+            source = self._sources[tree.ids[node]]
+            rows[source] = rows.get(source, 0) + 1
+            if source in self._trust and tree.roles[node] is not Role.PROBE:  # a probe promises nothing in this round
+                promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
+        for node in path[1:]:
+            source = self._sources[tree.ids[node]]
+            walked[source] = walked.get(source, 0) + 1
+        self._learn_copies(rows, walked)
         for source, chances in promised.items():
             came = walked.get(source, 0)
             self._trust[source].learn(came, chances)
@@ -239,10 +244,13 @@ class _Planner:
 
     def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
         """What sources without a model gave, by their names, and what their rows cost."""
-        count = sum(rows.values())
-        price = self._price * self._costs.more(self._place.rows_of_others + 1, count)[-1] / count if count else 0.0
+        price = -1.0  # of a row; not known yet
         for copier in self.copiers:
             if copier.is_asked:
+                if price < 0.0:
+                    count = sum(rows.values())
+                    more = self._costs.more(self._place.rows_of_others + 1, count)
+                    price = self._price * more[-1] / count if count else 0.0
                 name = copier.source.name
                 gain = walked.get(name, 0) - price * rows.get(name, 0)
                 copier.gain.learn(gain)
@@ -268,17 +276,14 @@ class _Planner:
     def _reach(self, tree: TokenTree, grower: Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root."""
-        chances = self._weigh(tree)
-        reach = sum(sorted([chances[node] for node in tree.leaves()], reverse=True)[:_BEAM])
+        reach = self._at(tree, tree.leaves(), _BEAM)
         if not grower.layers:
             factor = self._factors.get(grower.source.name, 1.0)
-            reach += factor * max(0.0, 1.0 - sum([chances[node] for node in tree.children(0)]))
+            reach += factor * max(0.0, 1.0 - self._at(tree, tree.children(0)))
         return min(1.0, reach)
 
-
-def _count(names: Sequence[str]) -> dict[str, int]:
-    """How often each stands among them. A Counter takes longer for so few."""
-    found: dict[str, int] = {}
-    for name in names:
-        found[name] = found.get(name, 0) + 1
-    return found
+    def _at(self, tree: TokenTree, nodes: Sequence[int], most: int | None = None) -> float:
+        """The chance that the target walks to one of these nodes, of which no two stand on one path: to the likeliest
+        `most` of them."""
+        chances = map(self._weigh(tree).__getitem__, nodes)
+        return sum(chances if most is None else sorted(chances, reverse=True)[:most])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import truediv
 from typing import Any
 
 from outpace.core.steps import LEAST_COVERAGE, Trust
@@ -77,7 +79,9 @@ class ChoiceModel:
         """Natural logs of the estimated chances of the first `count` proposals; `values` (log q, or log q + g), best
         first, are those of all."""
         top, temperature = values[0], self._temperature
-        scaled = [(value - top) / temperature for value in values]
+        scaled = []
+        for value in values:
+            scaled.append((value - top) / temperature)
         shift = math.log(self._covered(values)) - math.log(sum(map(math.exp, scaled)))
         return [value + shift for value in scaled[:count]]
 
@@ -102,7 +106,7 @@ class ChoiceModel:
         top = max(values)
         below = [value - top for value in values]
         for number, temperature in enumerate(_TEMPERATURES):  # so few numbers are sooner done one by one than as arrays
-            shares = sum([math.exp(value / temperature) for value in below])
+            shares = sum(map(math.exp, map(truediv, below, repeat(temperature))))
             gain = below[picked] / temperature - math.log(shares)
             self._likelihoods[number] = self._likelihoods[number] * _MEMORY + gain
         self._temperature = _TEMPERATURES[self._likelihoods.index(max(self._likelihoods))]

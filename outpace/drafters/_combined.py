@@ -18,6 +18,7 @@ class Combined(Several):
     def __init__(self, parts: Sequence[Drafter]) -> None:
         super().__init__(parts)
         self.needs = reduce(Needs.joined, (part.needs for part in parts))
+        self._sources = [tuple(part.sources) for part in parts]
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -46,14 +47,17 @@ class Combined(Several):
         """Nodes added to each tree by the parts that have this source."""
         added = [0] * len(trees)
         for number, part in enumerate(self.parts):
-            if source is None or source in part.sources:
-                for state in states:
-                    state.parts[number].base, state.parts[number].has_company = state.base, state.has_company
-                before = [len(tree) for tree in trees]
-                more = part.grow_by(source, [state.parts[number] for state in states], trees)
-                for tree, first in zip(trees, before, strict=True):
-                    tree.mark(first, part.name)
-                added = [a + b for a, b in zip(added, more, strict=True)]
+            if source is None or source in self._sources[number]:
+                before, inner = [], []
+                for state, tree in zip(states, trees, strict=True):
+                    own = state.parts[number]
+                    own.base, own.has_company = state.base, state.has_company
+                    inner.append(own)
+                    before.append(len(tree))
+                more = part.grow_by(source, inner, trees)
+                for place, tree in enumerate(trees):
+                    tree.mark(before[place], part.name)
+                    added[place] += more[place]
         return added
 
     def remember(self) -> list[Any]:
@@ -68,8 +72,8 @@ class Combined(Several):
 
     def observe(self, state: SeveralState, seen: Observation) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            own = None if seen.seen is None else seen.seen.only(part.needs, self.needs.layers)
-            part.observe(inner, seen._replace(seen=own))
+            own = seen if seen.seen is None else seen._replace(seen=seen.seen.only(part.needs, self.needs.layers))
+            part.observe(inner, own)
 
     def read(self, state: SeveralState, seen: Seen) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

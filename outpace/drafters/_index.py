@@ -51,16 +51,19 @@ class Index:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on."""
+        known = self._tokens
         for token in tokens:
-            place = self._start + len(self._tokens)
+            place = self._start + len(known)
             for chains in self._chains:
-                chains.before.append(-1)
-                if len(self._tokens) >= chains.length:
-                    key = self._key(place, chains.length)
-                    chains.before[-1] = chains.heads.get(key, -1)
+                if len(known) >= chains.length:
+                    key = hash(tuple(known[-chains.length :]))
+                    chains.before.append(chains.heads.get(key, -1))
                     chains.heads[key] = place
-            self._tokens.append(token)
-            self._forget(place - self._memory)
+                else:
+                    chains.before.append(-1)
+            known.append(token)
+            if place >= self._memory:
+                self._forget(place - self._memory)
 
     def matches(self, text: Sequence[int], count: int, longest: int = 0) -> list[Match]:
         """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
@@ -104,8 +107,6 @@ class Index:
 
     def _forget(self, place: int) -> None:
         """Lets the n-grams go that stood here last, and now and then the tokens before them."""
-        if place < 0:
-            return
         for chains in self._chains:
             if place - self._start >= chains.length:
                 key = self._key(place, chains.length)

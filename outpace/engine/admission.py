@@ -26,7 +26,7 @@ class Admission:
     def join(self) -> list[Running]:
         """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
         tried: list[Running] = []
-        for run in list(self.waiting):
+        for run in list(self.waiting) if self.waiting else ():
             if len(self.running) >= self._batch or not self._memory.has_room(run):
                 break
             if self._memory.should_wait(run):
@@ -43,9 +43,9 @@ class Admission:
         return tried
 
     def fit(self, rows: Iterable[tuple[Running, int]]) -> bool:
-        """Makes slots for so many rows of each request, the oldest first. False: memory ended, the youngest request was
-        paused, and what is left is to be asked again."""
-        for run, count in sorted(rows, key=lambda each: each[0].key):
+        """Makes slots for so many rows of each request, which come oldest first. False: memory ended, the youngest
+        request was paused, and what is left is to be asked again."""
+        for run, count in rows:
             try:
                 if not self._memory.fit(run, count):
                     self._pause(self.running[-1])
@@ -58,6 +58,8 @@ class Admission:
     def sweep(self) -> list[Running]:
         """Lets the requests go that are over; gives those that had begun."""
         over = [run for run in [*self.running, *self.waiting] if run.finish_reason is not None]
+        if not over:
+            return over
         begun = [run for run in over if run in self.running or run.coroutine]
         self.waiting = deque(run for run in self.waiting if run.finish_reason is None)
         self.running = [run for run in self.running if run.finish_reason is None]

@@ -111,17 +111,19 @@ class Drafting:
     def serve(self, running: Sequence[Running]) -> None:
         """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""
         while True:
-            drafting = [(run, run.ask.source) for run in running if isinstance(run.ask, Draft)]
-            waiting = [run for run in running if isinstance(run.ask, Await)]
-            if not drafting and not waiting:
+            asked: dict[tuple[str | None, Source | None], list[Running]] = {}
+            waiting = []
+            for run in running:
+                if isinstance(run.ask, Draft):
+                    if run.draft.state is not None:
+                        run.draft.state.has_company = len(running) > 1
+                    asked.setdefault((run.draft.name, run.ask.source), []).append(run)
+                elif isinstance(run.ask, Await):
+                    waiting.append(run)
+            if not asked and not waiting:
                 return
-            for run, _ in drafting:
-                if run.draft.state is not None:
-                    run.draft.state.has_company = len(running) > 1
-            asked = dict.fromkeys((run.draft.name, source) for run, source in drafting)
-            for name, source in sorted(asked, key=_order):
-                asking = [run for run, its in drafting if its == source and run.draft.name == name]
-                self._grow(asking, name, source)
+            for name, source in sorted(asked, key=_order) if len(asked) > 1 else asked:
+                self._grow(asked[name, source], name, source)
             for run in waiting:
                 began = self._clock()
                 if self.worker and self.worker.failure is None and isinstance(run.ask, Await):
@@ -157,9 +159,10 @@ class Drafting:
 
     def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
         """Tells the drafter in turn of a verdict; of what it followed, too."""
+        if run.draft.state is None:
+            return
         if self._of(run) is None:
             run.draft.state = None  # of a drafter that was given up
-        if run.draft.state is None:
             return
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
         run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))
@@ -169,11 +172,12 @@ class Drafting:
     def _tell(self, run: Running) -> None:
         """Tells a drafter what was written since it was told last. Rounds without drafts are told together, when it is
         asked next: a request that writes plainly for long costs it nothing."""
-        untold, drafter = run.draft.untold, self._of(run)
-        if untold and drafter is not None:
-            path = [node for seen in untold for node in seen.path]
-            tokens = [token for seen in untold for token in seen.tokens]
-            seen = untold[-1]._replace(path=path, tokens=tokens)
+        untold = run.draft.untold
+        if untold and (drafter := self._of(run)) is not None:
+            seen = untold[-1]
+            if len(untold) > 1:
+                path = [node for one in untold for node in one.path]
+                seen = seen._replace(path=path, tokens=[token for one in untold for token in one.tokens])
             untold.clear()
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
@@ -189,12 +193,15 @@ class Drafting:
         drafter = self._of(runs[0])
         if drafter is not None:
             began = self._clock()
-            if drafter.needs.session:
-                for run in runs:
+            states, trees, before = [], [], []
+            for run in runs:
+                assert isinstance(run.ask, Draft)
+                if drafter.needs.session:
                     run.lend()
-            trees = [run.ask.tree for run in runs if isinstance(run.ask, Draft)]
-            before = [len(tree) for tree in trees]
-            added = self._guarded(name, drafter.grow_by, source, [run.draft.state for run in runs], trees)
+                states.append(run.draft.state)
+                trees.append(run.ask.tree)
+                before.append(len(run.ask.tree))
+            added = self._guarded(name, drafter.grow_by, source, states, trees)
             for tree, first in zip(trees, before, strict=True):
                 tree.mark(first, drafter.name)
             seconds = self._clock() - began

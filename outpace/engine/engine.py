@@ -130,7 +130,7 @@ class Engine(AbstractContextManager["Engine"]):
     def step(self) -> list[Running]:
         """One round of all running requests; gives those that wrote tokens or ended."""
         start = self._clock()
-        self.sweep()
+        self._admission.sweep()
         joined = self._admission.join()
         self.drafting.spent = 0.0
         self._draft()
@@ -141,18 +141,18 @@ class Engine(AbstractContextManager["Engine"]):
             note_round(self.costs, chunks, trees, drafting, self._clock() - start)
         except BaseException as error:
             self._admission.fail([run for run, _ in [*chunks, *trees]], error)
-        failed = [run for run in joined if run.finish_reason is not None]
-        return list(dict.fromkeys([*(run for run, _ in trees), *failed, *self.sweep()]))
+        failed = [run for run in joined if run.finish_reason is not None] if joined else joined
+        return list(dict.fromkeys([*[run for run, _ in trees], *failed, *self._admission.sweep()]))
 
     def _draft(self) -> None:
         """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
         try:
-            load = Load(sum(run.rows for run in self.running))
-            for run in self.running:
-                self._allot(run, load)
-            for run in self.running:
+            running, load = self._admission.running, Load()
+            for run in running:
+                self._allot(run, load, len(running))
+            for run in running:
                 run.begin_round()
-            self.drafting.serve(self.running)
+            self.drafting.serve(running)
         except BaseException as error:  # a coroutine that was interrupted is over
             self._admission.fail(self.running, error)
 
@@ -163,7 +163,8 @@ class Engine(AbstractContextManager["Engine"]):
         if not chunks and not trees:
             return
         # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
-        self.target.share_cores(leave=0 if chunks else self.drafting.cores)
+        if self.drafting.worker is not None:
+            self.target.share_cores(leave=0 if chunks else self.drafting.cores)
         began = self._clock()
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         seconds = self._clock() - began
@@ -174,12 +175,13 @@ class Engine(AbstractContextManager["Engine"]):
             self.drafting.read(run, read.seen)
             run.read(read.logits, part.tokens)
             run.is_due = run.ask is None and not run.is_prefilling
-        settled = [(run, its) for (run, _), its in zip(trees, judged, strict=True)]
-        for run, its in settled:
+        asking = []
+        for (run, _), its in zip(trees, judged, strict=True):
             run.storage.keep = ()
             self._apart(run, self._hand, run, its)
-        self.drafting.serve([run for run, _ in settled])
-        for run, its in settled:
+            asking.append(run)
+        self.drafting.serve(asking)
+        for run, its in zip(asking, judged, strict=True):
             if isinstance(run.ask, Commit):
                 self._apart(run, self._commit, run, its, seconds, start)
             elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
@@ -209,36 +211,43 @@ class Engine(AbstractContextManager["Engine"]):
         if judged.logits is not None:
             run.note_logprobs(tree, verdict, judged.rows, judged.logits)
         tokens = run.commit(tree, verdict)
-        run.storage.keep = [node for node in verdict.path if node < rows]
+        path = verdict.path  # a late node has no keys yet
+        run.storage.keep = path if path[-1] < rows else [node for node in path if node < rows]
         run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
             run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
             run.is_due, run.ask = True, None
             self.drafting.observe(run, tree, verdict, Observation((), tokens, run.root, judged.seen))
 
-    def _allot(self, run: Running, load: Load) -> None:
-        """Tells a request how much room there is for it beside the others."""
-        place = run.place
-        place.requests = len(self.running)
-        most = min(self.options.nodes, run.request.nodes or self.options.nodes)
-        place.budget = max(1, min(most, self.options.rows // place.requests))
-        place.load, place.rows = load, run.rows
-        place.left = run.left
+    def _allot(self, run: Running, load: Load, requests: int) -> None:
+        """Tells a request how much room there is for it beside the others, and counts it with the load."""
+        place, options = run.place, self.options
+        most = min(options.nodes, run.request.nodes or options.nodes)
+        place.budget = max(1, min(most, options.rows // requests))
+        place.requests, place.load, place.rows, place.left = requests, load, run.rows, run.left
+        load.rows += place.rows
 
     def _parts(self) -> tuple[list[tuple[Running, Part]], list[tuple[Running, TokenTree]]]:
         """Pieces of texts, and trees, that go through the pass, with slots for all of them."""
         while True:
             chunks = self._chunks()
-            writing = [run for run in self.running if not run.is_prefilling and run.finish_reason is None]
-            trees = [(run, run.ask.tree) for run in writing if isinstance(run.ask, Verify)]
-            rows = [(run, len(part.tokens)) for run, part in chunks] + [(run, len(tree)) for run, tree in trees]
+            counts = {run: len(part.tokens) for run, part in chunks} if chunks else {}
+            trees, rows = [], []
+            for run in self._admission.running:
+                if run.finish_reason is None and isinstance(run.ask, Verify) and not run.is_prefilling:
+                    trees.append((run, run.ask.tree))
+                    rows.append((run, len(run.ask.tree)))
+                elif run in counts:
+                    rows.append((run, counts[run]))
             if self._admission.fit(rows):
                 return chunks, trees
 
     def _chunks(self) -> list[tuple[Running, Part]]:
         """The next piece of each text that is not in yet, within the pass's room for prompts."""
-        running = [run for run in self.running if run.finish_reason is None]
+        running = [run for run in self._admission.running if run.finish_reason is None]
         reading = [run for run in running if run.is_prefilling]
+        if not reading:
+            return []
         is_awaited = any(not run.is_prefilling and not run.history.first_token for run in running)
         unread = [Unread(run.unread, run.prefilled) for run in reading]
         slope = self._reading.slope if len(running) > 1 else 0.0  # alone it keeps nobody waiting

@@ -125,8 +125,10 @@ class Memory:
 
     def fit(self, run: Running, rows: int) -> bool:
         """Makes slots for a request's rows of the next pass; False: another one has to go first."""
-        session, slots = run.storage.session, self._slots_for(run, run.prefilled + rows)
-        if slots <= session.slots:
+        session, tokens = run.storage.session, run.prefilled + rows
+        if tokens + run.draft.needs.session <= session.slots:
+            return True
+        if (slots := self._slots_for(run, tokens)) <= session.slots:
             return True
         promised = self._promised(run)
         return self._reserve(run, session, max(slots, min(2 * session.slots, promised)), promised)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from outpace.core.alignment import Alignment
+from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import NOTHING, Needs
@@ -54,11 +55,6 @@ class Storage:
     session: Session = field(init=False)
     keep: Sequence[int] = ()  # pending nodes of the session that were accepted
     is_broken: bool = False  # a round broke off: what the session holds is unknown
-
-    @property
-    def held(self) -> int:
-        """Tokens whose keys and values are there, those of accepted nodes included."""
-        return self.session.length + len(self.keep)
 
     def settle(self) -> None:
         """Commits the accepted nodes to the session now, where the next pass would do it."""
@@ -120,13 +116,13 @@ class Running:
     @property
     def prefilled(self) -> int:
         """Tokens whose keys and values are there, those of accepted nodes included."""
-        return self.storage.held
+        return self.storage.session.length + len(self.storage.keep)
 
     @property
     def unread(self) -> int:
         """Tokens that are not read yet: of the prompt, or, after a pause, of all that is written. The last one is the
         next tree's root."""
-        return len(self.committed) - 1 - self.prefilled
+        return len(self.committed) - 1 - self.storage.session.length - len(self.storage.keep)
 
     @property
     def must_read(self) -> bool:
@@ -146,7 +142,8 @@ class Running:
 
     @property
     def is_prefilling(self) -> bool:
-        return self.unread > 0
+        storage = self.storage
+        return len(self.committed) - 1 > storage.session.length + len(storage.keep)
 
     @property
     def reports_prompt(self) -> bool:
@@ -194,13 +191,15 @@ class Running:
 
     def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
         """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""
-        tokens = [tree.tokens[node] for node in verdict.path[1:]]
-        if verdict.next_token is not None:
-            tokens.append(verdict.next_token)
         left, drafted = self.left, len(verdict.path) - 1
-        stop = next((place for place, token in enumerate(tokens) if token in self.request.stop_ids), left)
+        tokens, stop, is_over = _tokens_of(tree, verdict), left, False
+        for place, token in enumerate(tokens):
+            if token in self.request.stop_ids:
+                stop = place
+                break
         tokens = tokens[: min(stop + 1, left)]
-        tokens, is_over = self._constrained(tokens)
+        if self.request.constraint is not None:
+            tokens, is_over = self._constrained(tokens, self.request.constraint)
         end = self.watch(tokens, min(drafted, len(tokens))) if self.watch else None
         if end is not None:
             tokens = tokens[:end]
@@ -212,12 +211,9 @@ class Running:
             self.finish_reason = "length"
         return tokens
 
-    def _constrained(self, tokens: list[int]) -> tuple[list[int], bool]:
+    def _constrained(self, tokens: list[int], constraint: Constraint) -> tuple[list[int], bool]:
         """The tokens up to where the request's constraint says that the text is complete, and whether it is; UserError
         for a token that it refuses: nothing else that was asked for left one to write."""
-        constraint = self.request.constraint
-        if constraint is None:
-            return tokens, False
         count = constraint.allowed(self.committed, tokens)
         is_over = constraint.is_over(self.committed, tokens[:count])
         if count < len(tokens) and not is_over:
@@ -231,9 +227,7 @@ class Running:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
         assert self.request.logprobs is not None
         path = [node for node in verdict.path if node < len(rows)]
-        tokens = [tree.tokens[node] for node in verdict.path[1:]]
-        if verdict.next_token is not None:
-            tokens.append(verdict.next_token)
+        tokens = _tokens_of(tree, verdict)
         judged = [rows[node] for node in path[: len(tokens)]]
         self.history.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.logprobs)
 
@@ -243,33 +237,46 @@ class Running:
         """Adds the Step of the round from `start` to `now`; `rows` nodes of the tree were judged, a late one may have
         been accepted beside."""
         tree, verdict, hit = commit
-        length = len(verdict.path) - 1
-        late = verdict.path[-1] >= rows  # a late node ends the path
-        nodes = [node for node, role in enumerate(tree.roles[:rows]) if node and role is not Role.PROBE]
-        deep = depths(tree.parents[:rows])
-        longest = max([length, *[deep[node] for node in nodes]])
+        path, sources, history = verdict.path, tree.sources, self.history
+        length = longest = len(path) - 1
         accepted = min(length, emitted)  # not what a stop or the limit cut off
+        drafted = 0
+        if len(tree) > 1:
+            nodes = [node for node in range(1, rows) if tree.roles[node] is not Role.PROBE]
+            deep = depths(tree.parents[:rows])
+            longest = max([length, *[deep[node] for node in nodes]])
+            if path[-1] >= rows:  # a late node ends the path
+                nodes.append(path[-1])
+            drafted = len(nodes)
+            for node in nodes:  # a Counter's own way takes longer for so few
+                history.drafted[sources[node] or UNKNOWN] += 1
+            history.sources += [sources[node] or UNKNOWN for node in path[1 : accepted + 1]]
+        history.sources += [TARGET] * (emitted - accepted)
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0
+        predicted = self._predicted(tree, rows, path, accepted, emitted) if self.request.prediction else (0, 0)
         relaxed = min(verdict.relaxed, accepted)
-        predicted = self._predicted(tree, rows, verdict.path[1 : accepted + 1])
-        self.alignment.follow(self.committed[len(self.committed) - emitted :])
-        history = self.history
-        history.steps.append(
-            Step(len(nodes) + late, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed)
-        )
+        history.steps.append(Step(drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
         history.ended, history.first_token = now, history.first_token or now
-        history.sources += [tree.sources[node] or UNKNOWN for node in verdict.path[1 : accepted + 1]]
-        history.sources += [TARGET] * (emitted - accepted)
-        for node in [*nodes, *verdict.path[-1:] * late]:  # a Counter's own way takes longer for so few
-            history.drafted[tree.sources[node] or UNKNOWN] += 1
         if self.request.rounds:
-            path = tuple(node for node in verdict.path[: accepted + 1] if node < rows)
-            tokens, parents, sources = tree.tokens[:rows], tree.parents[:rows], tree.sources[:rows]
-            history.rounds.append(Round(tuple(tokens), tuple(parents), tuple(sources), path))
+            walked = tuple(node for node in path[: accepted + 1] if node < rows)
+            planted = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
+            history.rounds.append(Round(*planted, walked))
 
-    def _predicted(self, tree: TokenTree, rows: int, accepted: Sequence[int]) -> tuple[int, int]:
-        """Of the tokens that the caller predicted to stand here: how many were judged, how many accepted."""
-        nodes = self.alignment.nodes(tree) if self.request.prediction else set()
-        written = nodes.intersection(accepted)
+    def _predicted(
+        self, tree: TokenTree, rows: int, path: Sequence[int], accepted: int, emitted: int
+    ) -> tuple[int, int]:
+        """Of the tokens that the caller predicted to stand here: how many were judged, how many accepted. Follows what
+        was written."""
+        nodes = self.alignment.nodes(tree)
+        written = nodes.intersection(path[1 : accepted + 1])
+        self.alignment.follow(self.committed[len(self.committed) - emitted :])
         return len({node for node in nodes if node < rows} | written), len(written)
+
+
+def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
+    """What a verdict writes."""
+    tokens = [tree.tokens[node] for node in verdict.path[1:]] if len(verdict.path) > 1 else []
+    if verdict.next_token is not None:
+        tokens.append(verdict.next_token)
+    return tokens

@@ -37,11 +37,13 @@ def note_round(
         if not trees:
             costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
         return
-    histories = [run.history.steps for run, _ in trees]
-    is_whole = all(run.ask is None or run.finish_reason is not None for run, _ in trees)  # none asks for another pass
-    if not trees or not all(histories) or not is_whole:
-        return
-    rows, tokens = sum(steps[-1].verified_rows for steps in histories), sum(steps[-1].emitted for steps in histories)
-    is_first = any(len(steps) == 1 for steps in histories)
-    if not (is_first and costs.knows(rows, 1)):
+    rows = tokens = 0
+    is_first = False
+    for run, _ in trees:
+        steps = run.history.steps
+        if not steps or (run.ask is not None and run.finish_reason is None):  # it asks for another pass
+            return
+        rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
+        is_first = is_first or len(steps) == 1
+    if trees and not (is_first and costs.knows(rows, 1)):
         costs.round(len(trees), rows, tokens, seconds, drafting)
