@@ -205,11 +205,11 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _commit(self, run: Running, judged: Judged, seconds: float, start: float) -> None:
         """Carries out a request's verdict."""
-        ask, rows = run.ask, len(judged.rows)
+        ask, rows = run.ask, len(judged.picks)
         assert isinstance(ask, Commit)
         tree, verdict, _ = ask
         if judged.logits is not None:
-            run.note_logprobs(tree, verdict, judged.rows, judged.logits)
+            run.note_logprobs(tree, verdict, judged.logits)
         tokens = run.commit(tree, verdict)
         path = verdict.path  # a late node has no keys yet
         run.storage.keep = path if path[-1] < rows else [node for node in path if node < rows]

@@ -18,7 +18,7 @@ from outpace.models.base import Model, Part
 from outpace.rules.base import picks_by_score, reduce_apart
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
 
@@ -31,10 +31,9 @@ class Read(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One tree after the pass: the rule's reduced rows, whose they are, and, where they are reported, their scores."""
+    """One tree after the pass: the rule's reduced rows and, where they are reported, their scores."""
 
     picks: list[Any]
-    rows: list[Row]
     logits: Scores | None  # [rows, vocab]
     seen: Seen | None
 
@@ -78,7 +77,6 @@ class Passes:
     ) -> tuple[list[Read], list[Judged]]:
         """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
         forest = _Forest()
-        rows: list[Row] = []
         for run, part in chunks:
             forest.add(_of_prompt(run, part))
         before = forest.wanted
@@ -87,19 +85,14 @@ class Passes:
             by_score = by_score and picks_by_score(run.request)
         for run, tree in trees:
             forest.add(_of_tree(run, tree, int(by_score)))
-            rows += tree_rows(run.request, run.committed, tree)
         shares = forest.shares
 
         def target_pass() -> tuple[Scored, list[Any]]:
             scored = self._score(forest)
-            if scored.hidden is not None:
-                self._show_rules(rows, trees, shares[len(chunks) :], scored.hidden)
-            if not rows:
-                return scored, []
             picks = [tokens[0] for tokens, _ in scored.best if tokens] if by_score else []
-            if len(picks) == len(rows):
-                return scored, picks
-            return scored, reduce_apart(scored.logits[before:] if before else scored.logits, rows)
+            if len(picks) < forest.wanted - before:
+                picks = self._reduced(trees, shares[len(chunks) :], scored, before)
+            return scored, picks
 
         scored, picks = beside(target_pass, forest.rows)
         reads, judged = [], []
@@ -111,7 +104,7 @@ class Passes:
             needs, seen = run.draft.needs, None
             if needs.top or needs.layers:
                 seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
-            judged.append(Judged(picks[mine], rows[mine], logits, seen))
+            judged.append(Judged(picks[mine], logits, seen))
         return reads, judged
 
     def _score(self, forest: _Forest) -> Scored:
@@ -120,17 +113,19 @@ class Passes:
         held = self._target.score_held(forest.parts)
         return Scored(held.values if held.ids is None else held.wide(), None, held.best)
 
-    def _show_rules(
-        self, rows: list[Row], trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], hidden: Tensor
-    ) -> None:
-        """Gives the rows of a rule that needs hidden states theirs."""
-        first = 0
+    def _reduced(
+        self, trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], scored: Scored, before: int
+    ) -> list[Any]:
+        """The rules' first half; the rows of a rule that needs hidden states have theirs."""
+        rows: list[Row] = []
         for (run, tree), share in zip(trees, shares, strict=True):
-            own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.needs.layers)
-            if own is not None:
-                mine = slice(first, first + len(tree))
-                rows[mine] = [row._replace(hidden=own[:, node]) for node, row in enumerate(rows[mine])]
-            first += len(tree)
+            mine, hidden = tree_rows(run.request, run.committed, tree), scored.hidden
+            if hidden is not None:
+                own = pick_layers(hidden[:, share.shown], self._layers, run.request.rule.needs.layers)
+                if own is not None:
+                    mine = [row._replace(hidden=own[:, node]) for node, row in enumerate(mine)]
+            rows += mine
+        return reduce_apart(scored.logits[before:] if before else scored.logits, rows)
 
     def _read(self, run: Running, part: Part, scored: Scored, share: _Share) -> Read:
         needs, logits = run.draft.needs, scored.logits[share.wanted]

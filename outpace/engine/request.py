@@ -22,9 +22,9 @@ from outpace.core.types import (
     LogprobsOptions,
     Observation,
     Request,
-    Row,
     Verdict,
     Verify,
+    tree_rows,
 )
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
@@ -223,9 +223,10 @@ class Running:
             )
         return tokens[:count], is_over
 
-    def note_logprobs(self, tree: TokenTree, verdict: Verdict, rows: Sequence[Row], logits: Scores) -> None:
+    def note_logprobs(self, tree: TokenTree, verdict: Verdict, logits: Scores) -> None:
         """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
         assert self.request.logprobs is not None
+        rows = tree_rows(self.request, self.committed, tree)[: len(logits)]
         path = [node for node in verdict.path if node < len(rows)]
         tokens = _tokens_of(tree, verdict)
         judged = [rows[node] for node in path[: len(tokens)]]
