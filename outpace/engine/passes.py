@@ -15,7 +15,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Row, tree_rows
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
-from outpace.rules.base import picks_by_score, reduce_apart
+from outpace.rules.base import reduce_apart
 
 if TYPE_CHECKING:
     pass
@@ -82,7 +82,7 @@ class Passes:
         before = forest.wanted
         by_score = not before
         for run, _ in trees:
-            by_score = by_score and picks_by_score(run.request)
+            by_score = by_score and run.picks_by_score
         for run, tree in trees:
             forest.add(_of_tree(run, tree, int(by_score)))
         shares = forest.shares

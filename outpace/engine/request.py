@@ -31,6 +31,7 @@ from outpace.decoders.base import Coroutine, Place
 from outpace.engine.history import TARGET, UNKNOWN, History, Round
 from outpace.engine.prefixes import Text
 from outpace.models.base import Session
+from outpace.rules.base import picks_by_score
 
 Watch = Callable[[Sequence[int], int], int | None]
 """Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""
@@ -94,9 +95,11 @@ class Running:
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
     is_due: bool = False  # the coroutine waits for its next round, or for its first
     alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
+    picks_by_score: bool = field(init=False, repr=False)  # see there
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
+        self.picks_by_score = picks_by_score(self.request)
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
         self.text = Text(self.committed, self.request.reuse_key)
