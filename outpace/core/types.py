@@ -145,11 +145,10 @@ class Row(NamedTuple):
 
 def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> list[Row]:
     """One row for every node of a tree whose root is the last committed token."""
-    rows = [Row(request, committed, (), tree.ids[0])]
-    tokens, parents, ids = tree.tokens, tree.parents, tree.ids
-    for node in range(1, len(tokens)):
-        rows.append(Row(request, committed, (*rows[parents[node]].path, tokens[node]), ids[node]))
-    return rows
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return [Row(request, committed, path, node_id) for path, node_id in zip(paths, tree.ids, strict=True)]
 
 
 class Verdict(NamedTuple):
@@ -263,8 +262,7 @@ class Drafter(TakesOrders):
 
     def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
         """As `grow`, by one of the sources alone; None: by all."""
-        is_mine = source is None or source.name == self.name or source in self.sources
-        return self.grow(states, trees) if is_mine else [0] * len(trees)
+        return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
         """The target has judged: follow it."""

@@ -74,11 +74,12 @@ class Grower:
         floor: float = 0.0,
         window: int = 0,
         on_base: bool = False,
+        proposed: int = 0,
     ) -> None:
         """`floor`: the chance below which the target is not expected to reach a node; `window` 0: the whole text.
         `on_base`: in pending slots of the target's own session, for a drafter that needs it, by a model of the same
-        sessions."""
-        self.model, self.window, self._on_base = model, window, on_base
+        sessions. `proposed`: so many tokens are proposed below a node."""
+        self.model, self.window, self._on_base, self._proposed = model, window, on_base, proposed
         self._width, self._tree_nodes = width, tree_nodes
         self._floor = _log(floor)
 
@@ -116,14 +117,12 @@ class Grower:
                 jobs.append(Job(state, tree, some))
         return jobs
 
-    def score(self, jobs: Sequence[Job], best: int = 0) -> tuple[Held, list[Row]]:
-        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are. `best`: so
-        many best tokens of each node are proposed, if they are to be the best by the scores alone."""
+    def score(self, jobs: Sequence[Job]) -> tuple[Held, list[Row]]:
+        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are."""
         self._catch_up([job.state for job in jobs])
         parts, rows = [], []
         for state, tree, frontier in jobs:
-            some = best if best and offers_by_score(state.request) else 0
-            parts.append(self._part(state, tree, frontier, some))
+            parts.append(self._part(state, tree, frontier))
             for node in frontier:
                 rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
         held = self.model.score_held(parts)
@@ -250,7 +249,7 @@ class Grower:
         """Slots that a text of so many tokens needs at most: a tree's nodes come behind what is read of it."""
         return min(length, _FULL * self.window or math.inf) + self._tree_nodes
 
-    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int], best: int) -> Part:
+    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
         session, slots = state.session, state.slots
         tokens = state.tokens[state.start + session.length : -1]
@@ -261,6 +260,7 @@ class Grower:
             parents.append(above + missing)
             slots[tree.ids[node]] = slot
             tokens.append(tree.tokens[node])
+        best = self._proposed if offers_by_score(state.request) else 0
         return Part(session, self._known(tokens), parents, range(missing, len(tokens)), best=best)
 
     def _known(self, tokens: list[int]) -> list[int]:

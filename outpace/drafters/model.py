@@ -76,7 +76,8 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Model, options: Options) -> None:
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
-        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
+        count = options.width + SPARE
+        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = Draws.read(options.draws)
         self._choices = Choices()
         self._ahead = Ahead(model, self._choices, options)
@@ -111,7 +112,7 @@ class ModelDrafter(Drafter):
         takes_several = self._ahead.takes_several
         if takes_several and (known := self._ahead.known(jobs)) is not None:
             return self._add_all(jobs, known)
-        held, rows = self._grower.score(jobs, self._options.width + SPARE)
+        held, rows = self._grower.score(jobs)
         if takes_several and (known := self._ahead.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
         offers = self._offers(held, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,8 +74,7 @@ class Session:
         if after > self.capacity + self.room:
             most, free = self.capacity + self.room, self.free
             raise UserError(f"{len(parents)} more tokens do not fit: {free} of {most} slots are free")
-        if after > self.slots:
-            self.reserve(after)
+        self.reserve(after)
         self._hang(parents)
         if len(parents) == 1:
             return self._sees[before]
@@ -169,8 +167,7 @@ class Part(NamedTuple):
     the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
     committed and all others dropped; None leaves what is pending as it is.
 
-    `best`: so many best tokens of each wanted row are of use too, where a model can tell them with the scores; see
-    `Held`.
+    `best`: so many best tokens of each wanted row are told with the scores, by a model that can; see `Held`.
 
     The others need a model's `extras`. `shown` are the new nodes whose hidden states are asked for. `length`: only so
     many committed tokens are there, and the nodes come behind them. `steer` [layers, MLP width] is added to what each
@@ -301,15 +298,3 @@ def check_forest(model: Model, forest: Sequence[Part]) -> None:
         for value, extra in ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS)):
             if value is not None and extra not in model.extras:
                 raise lacking(model, extra)
-
-
-def row_numbers(forest: Sequence[Part]) -> list[int]:
-    """The forest's wanted rows, counted over all its nodes."""
-    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
-    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.wanted]
-
-
-def shown_numbers(forest: Sequence[Part]) -> list[int]:
-    """The forest's shown rows, counted over all its nodes."""
-    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
-    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.shown]

@@ -19,13 +19,14 @@ import numpy as np
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.scores import Held, Offer, Scored
-from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
+from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
 from outpace.models.llama.native_forest import Forest, array_of
 from outpace.models.llama.native_kernels import INSTALL, Options, check_supported, load_kernels, usable_cores
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.packing import Packing
+from outpace.models.llama.rows import shown_numbers
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
 from outpace.models.options import INT8

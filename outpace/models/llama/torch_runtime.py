@@ -21,13 +21,14 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.scores import Held, Scored, tensor_of
 from outpace.core.upload import uploaded
-from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
+from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
 from outpace.models.llama.quantized import packer
 from outpace.models.llama.rope import Rotary
+from outpace.models.llama.rows import row_numbers, shown_numbers
 from outpace.models.llama.span import Span
 from outpace.models.llama.torch_session import Holding, LlamaSession
 from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, load_layer
