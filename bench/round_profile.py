@@ -1,4 +1,5 @@
-"""Where a round's time goes: each part's own microseconds, by method and temperature, beside what memory allows.
+"""Where a round's time goes: each part's own microseconds, by method and temperature, beside what memory allows, and
+how many different Python functions a round runs: behind a pass the code itself is cold, and each costs a microsecond.
 
 Run: python bench/round_profile.py --draft FOLDER [--tokens 96] [--threads 2] [--bandwidth 35] [--quantile 0.5].
 Target and draft by the native runtime. Every part is wrapped from here; nested parts are taken out of those around
@@ -10,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import wraps
+from statistics import median
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -30,7 +35,7 @@ from outpace.candidates.thread import ThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
-from outpace.engine import engine
+from outpace.engine import engine, passes
 from outpace.engine.request import Running
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules import greedy, gumbel
@@ -49,6 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "chain": {**SPECULATIVE, "drafter": "model", "width": 1},
     "tree": {**SPECULATIVE, "drafter": "model", "width": 4},
     "tree+ngram": {**SPECULATIVE, "drafter": "model+ngram", "width": 4},
+    "auto": {"method": "auto", "profile": False},
     "card": {**CARD, "drafter": "model"},
     "card+ngram": {**CARD, "drafter": "model+ngram"},
 }
@@ -72,6 +78,7 @@ class Clock:
     def timed(self, name: str, call: Callable[..., Any], is_lap: bool = False) -> Callable[..., Any]:
         """The same function, with its own time noted. A lap ends what its thread counted so far."""
 
+        @wraps(call)  # with what it is marked by
         def wrapped(*args: Any, **options: Any) -> Any:
             inside = self._open()
             inside.append(0.0)
@@ -91,11 +98,11 @@ class Clock:
 
 
 class Watched:
-    """An object whose `forward` is timed; all else is its own."""
+    """A native model whose passes are timed; all else is its own."""
 
     def __init__(self, clock: Clock, name: str, inner: Any) -> None:
-        self._inner = inner
-        self.forward = clock.timed(name, inner.forward)
+        self._inner, self.outputs = inner, inner.outputs
+        self.forward, self.score = clock.timed(name, inner.forward), clock.timed(name, inner.score)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -109,11 +116,11 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
     for rule in (greedy.Greedy, gumbel.Gumbel):
         yield rule, "walk", "walk"
         yield rule, "reduce", "reduce"
-    yield model_drafter, "best_rows", "rank"
-    yield engine, "tree_rows", "tree_rows"
+    yield model_drafter.ModelDrafter, "_offers", "rank"
+    yield passes.Passes, "run", "parts, rows"
     yield Running, "commit", "commit, record"
-    yield Running, "record", "commit, record"
-    yield TextAssembler, "watch", "text"
+    yield Running, "note_step", "commit, record"
+    yield TextAssembler, "_say", "text"
     for drafter in (model_drafter.ModelDrafter, Ngram):
         yield drafter, "grow", "grow"
         yield drafter, "observe", "observe"
@@ -152,12 +159,32 @@ def typical(laps: Sequence[Spent], quantile: float) -> Spent:
     return {name: 1e6 * np.quantile([lap.get(name, 0.0) for lap in laps], quantile, method="lower") for name in names}
 
 
+def different_functions(llm: LLM, chat: Any, tokens: int) -> int:
+    """How many different Python functions a round runs in the caller's thread, list comprehensions and the like among
+    them: the median."""
+    rounds: list[set[CodeType]] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is engine.Engine.step.__code__:
+            rounds.append(set())
+        if event == "call" and rounds:
+            rounds[-1].add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        llm.chat(chat, max_tokens=tokens)
+    finally:
+        sys.setprofile(None)
+    return int(median(map(len, rounds[2:])))  # the first ones read the prompt
+
+
 def measure(target: Loaded, draft: Loaded, method: str, temperature: str, args: argparse.Namespace) -> dict[str, Any]:
     """One method's answers to all prompts: parts of a round, tokens a round, parts of a turn of CARD's drafter."""
     options = METHODS[method]
     with closing(LLM(target, None if method in ("plain", "ngram") else draft, reuse=False, **options)) as llm:
         chats = [[{"role": "user", "content": text}] for text in PROMPTS]
         llm.chat(chats[0], max_tokens=8)
+        functions = different_functions(llm, chats[0], args.tokens)
         clock = Clock()
         emitted = rounds = 0
         with watching(clock, target.model, draft.model):
@@ -167,7 +194,7 @@ def measure(target: Loaded, draft: Loaded, method: str, temperature: str, args: 
                 emitted, rounds = emitted + figures.emitted, rounds + figures.passes
                 del clock.laps["the rest"][seen : len(clock.laps["the rest"]) - figures.passes + 1]  # the prompt's pass
     turns = [lap for lap in clock.laps.get("turn's rest", []) if "draft: native call" in lap]
-    row = {"method": method, "temperature": temperature, "tokens_a_round": emitted / rounds}
+    row = {"method": method, "temperature": temperature, "tokens_a_round": emitted / rounds, "functions": functions}
     return row | {
         name: typical(laps, args.quantile) for name, laps in (("round", clock.laps["the rest"]), ("turn", turns))
     }
@@ -197,6 +224,7 @@ def show(rows: Sequence[dict[str, Any]], floor: dict[str, float]) -> None:
         if kind == "round":
             calls = [sum(t for name, t in row[kind].items() if not name.endswith("native call")) for row in columns]
             table.add_row("all but native calls", *(f"{call:.0f}" for call in calls))
+            table.add_row("different functions", *(str(row["functions"]) for row in columns))
             table.add_row("tokens a round", *(f"{row['tokens_a_round']:.2f}" for row in columns))
             table.add_row("a token", *(f"{sum(row[kind].values()) / row['tokens_a_round']:.0f}" for row in columns))
         Console(width=200).print(table)
