@@ -85,6 +85,22 @@ def test_who_reads_along_is_called_for_each_piece() -> None:
     assert steps.count == 4
 
 
+def test_no_round_is_lost_that_comes_while_text_is_made() -> None:
+    text, letters = assembler()
+    count, found = 20_000, []
+
+    def write() -> None:
+        for number in range(count):
+            text.watch([number % 26], 0)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while thread.is_alive() or text.has_news:
+        while text.has_news:
+            found.append(text.pieces.popleft().tokens[0])
+    assert found == [number % 26 for number in range(count)] == letters.pushed
+
+
 @pytest.mark.parametrize("stops", [(), ("zz",)])
 def test_text_that_is_made_late_is_the_text_that_is_made_at_once(stops: tuple[str, ...]) -> None:
     rounds = [([0, 1, 2], 2), ([3], 0), ([4, 5], 2), ([6], 1)]

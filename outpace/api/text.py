@@ -71,7 +71,7 @@ class TextAssembler:
         the first `min_tokens` completes it."""
         self._text, self._stops, self._hidden, self._min_tokens = text, stops, hidden, min_tokens
         self._written = 0
-        self._unsaid: list[tuple[Sequence[int], int]] = []  # rounds whose text was not asked for yet
+        self._unsaid: deque[tuple[Sequence[int], int]] = deque()  # rounds whose text was not asked for yet
         self._pieces: deque[Piece] = deque()
 
     @property
@@ -81,11 +81,9 @@ class TextAssembler:
 
     @property
     def pieces(self) -> deque[Piece]:
-        """Those that were not handed out yet, for whoever does so."""
-        if self._unsaid:
-            rounds, self._unsaid = self._unsaid, []
-            for tokens, drafted in rounds:
-                self._say(tokens, drafted)
+        """Those that were not handed out yet, for whoever does so, while another thread may add rounds."""
+        while self._unsaid:
+            self._say(*self._unsaid.popleft())
         return self._pieces
 
     @property

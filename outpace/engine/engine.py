@@ -163,8 +163,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not chunks and not trees:
             return
         # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
-        if self.drafting.worker is not None:
-            self.target.share_cores(leave=0 if chunks else self.drafting.cores)
+        self.target.share_cores(leave=0 if chunks else self.drafting.cores)
         began = self._clock()
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         seconds = self._clock() - began

@@ -7,7 +7,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from outpace.core.needs import Needs, Seen, pick_layers
 from outpace.core.scores import Scored, Scores, best_tokens
@@ -16,9 +16,6 @@ from outpace.core.types import Row, tree_rows
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
 from outpace.rules.base import reduce_apart
-
-if TYPE_CHECKING:
-    pass
 
 Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
 
