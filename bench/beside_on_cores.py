@@ -1,7 +1,7 @@
 """CARD beside the target on the cores of one CPU: with cores divided between the two, and with both teams on all cores.
 
 Run: python bench/beside_on_cores.py --tasks A.jsonl,B.jsonl [--prompts 10] [--first 0] [--tokens 96] [--out FILE.jsonl]
-     [--ways plain,divided,"on all cores",auto] [--nodes 8] [--drafter model]
+     [--ways plain,divided,"on all cores",planned,auto] [--nodes 8] [--drafter model]
 Each prompt is answered by every way in turn, so that a shared machine's speed changes meet all of them. Decoding
 without prefill. --first and --prompts take a part of each task: --out gathers parts, and alone shows the whole. Exit 1
 where a text differs from plain decoding's. One JSON line last.
@@ -32,6 +32,8 @@ WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"method": "autoregressive"},
     "divided": {"method": "card"},
     "on all cores": {"method": "card"},
+    "planned": {"method": "planned"},
+    "planned on all cores": {"method": "planned"},
     "pearl": {"method": "pearl"},
     "ssd": {"method": "ssd"},
     "auto": {"method": "auto"},
@@ -43,11 +45,11 @@ def open_way(parts: ExitStack, llm: LLM, name: str, args: argparse.Namespace) ->
     options = dict(WAYS[name])
     if options["method"] != "autoregressive":
         options["drafter"] = args.drafter
-    if options["method"] in ("card", "pearl", "ssd"):
+    if options["method"] in ("card", "planned", "pearl", "ssd"):
         options["nodes"] = args.nodes
     draft = None if options["method"] == "autoregressive" else llm.draft
     way = parts.enter_context(closing(LLM(llm.target, draft, reuse=False, profile=False, **options)))
-    if name == "on all cores":
+    if name.endswith("on all cores"):
         assert way.engine.worker is not None
         way.engine.worker.cores = 0  # as if the drafter took none
     return way
@@ -69,13 +71,18 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     way.generate(prompt, max_tokens=16)
                 answer = way.generate(prompt, max_tokens=args.tokens)[0]
                 texts[name] = list(answer.tokens)
+                figures, worker = answer.figures, way.engine.worker
                 yield {
                     "task": one.task,
                     "prompt": args.first + number,
                     "way": name,
                     "rate": answer.tokens_per_second,
                     "tokens": len(answer.tokens),
-                    "length": answer.figures.mean_accepted_length,
+                    "length": figures.mean_accepted_length,
+                    "passes": figures.passes,
+                    "target_seconds": figures.target_seconds,
+                    "hit_rate": figures.hit_rate,
+                    "turn_seconds": worker.turn_seconds if worker is not None else None,
                     "equal": texts[name] == texts[PLAIN],
                 }
 
@@ -106,6 +113,31 @@ def show(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def made_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a way's speed is made of: milliseconds of a round, of the target's pass in it and of a turn of its drafter,
+    and how often the next root was drafted: the table, and its rows."""
+    found = []
+    table = Table(title="milliseconds, and the share of rounds that begin below a drafted root")
+    for column in ("way", "round", "pass", "drafter's turn", "hits", "tokens a pass"):
+        table.add_column(column)
+    for name in dict.fromkeys(record["way"] for record in records):
+        mine = [record for record in records if record["way"] == name]
+        passes = sum(record["passes"] for record in mine)
+        turns = [record["turn_seconds"] for record in mine if record["turn_seconds"] is not None]
+        hits = [(record["hit_rate"], record["passes"]) for record in mine if record["hit_rate"] is not None]
+        row = {
+            "round": 1e3 * sum(record["tokens"] / record["rate"] for record in mine) / passes,
+            "pass": 1e3 * sum(record["target_seconds"] for record in mine) / passes,
+            "drafter's turn": 1e3 * median(turns) if turns else None,
+            "hits": sum(rate * count for rate, count in hits) / sum(count for _, count in hits) if hits else None,
+            "tokens a pass": sum(record["tokens"] for record in mine) / passes,
+        }
+        table.add_row(name, *("" if value is None else f"{value:.2f}" for value in row.values()))
+        found.append({"way": name} | {key: value and round(value, 4) for key, value in row.items()})
+    Console(width=160).print(table)
+    return found
+
+
 def main() -> None:
     """Measures a part, and shows all parts that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,7 +158,9 @@ def main() -> None:
             file.writelines(json.dumps(record) + "\n" for record in records)
         records = [json.loads(line) for line in args.out.read_text().splitlines()]
     rows, different = show(records), sum(not record["equal"] for record in records)
-    print(json.dumps({"nodes": args.nodes, "drafter": args.drafter, "different": different, "rows": rows}))
+    parts = made_of(records)
+    about = {"nodes": args.nodes, "drafter": args.drafter, "different": different}
+    print(json.dumps(about | {"rows": rows, "made_of": parts}))
     sys.exit(1 if different else 0)
 
 
