@@ -29,9 +29,10 @@ from processes import REQUESTS, SECONDS, TEXTS, build_light, nothing_left, until
 from test_card_fuzz import OPTIONS, TARGETS, random_clock, random_drafter, random_requests
 from turns import case
 
-from outpace.candidates.cache import CandidateCache
+from outpace.candidates.cache import CandidateCache, Correction
 from outpace.candidates.inline import InlineWorker, SimulatedClock
 from outpace.candidates.process import ProcessWorker
+from outpace.candidates.thread import ThreadWorker
 from outpace.core.orders import Orders
 from outpace.engine.engine import EngineOptions
 from outpace.models.base import Part
@@ -175,3 +176,48 @@ def test_a_process_that_is_killed_in_the_midst_of_a_wait(method: str) -> None:
         assert worker.killed
         assert len(said) == 1
         assert "SIGKILL" in said[0]
+
+
+class Leaves(QuickToy):
+    """Notes how many cores each pass leaves to others."""
+
+    left = 0
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.passes: Counter[int] = Counter()
+
+    def share_cores(self, most: int | None = None, leave: int = 0) -> None:
+        self.left = leave
+
+    def score(self, forest: Sequence[Part]) -> Any:
+        self.passes[self.left] += 1
+        return super().score(forest)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_while_the_drafter_rests_the_target_has_all_cores(shared: bool) -> None:
+    """On one device `planned` drafts in turn, so that its drafter has a core of its own in few passes."""
+    target = Leaves(16, 3, 5)
+    worker = InlineWorker(make_drafter("model", target, width=2), SimulatedClock(lambda: 1.0, lambda rows: 5.0))
+    worker.cores, worker.clock.shared = 1, shared
+    request = make_request((1, 2, 3), max_tokens=120)
+    run = decode([request], "planned", worker=worker, target=target, seconds=lambda: worker.clock.now)
+    assert run.texts == [write(target, request)]
+    assert (target.passes[0] > 3 * target.passes[1]) == shared
+
+
+def test_a_drafter_that_was_told_to_rest_counts_as_resting_at_once() -> None:
+    worker = ThreadWorker(make_drafter("model", TARGETS[0]))
+    try:
+        worker.open(0, make_request((1, 2, 3)), CandidateCache(3))
+        worker.order(0, Orders(layers=0))
+        assert not worker.is_working
+        worker.correct(0, Correction([0], [5], -1, False))
+        assert not worker.is_working, "it reads where the text went, and does not draft"
+        worker.open(1, make_request((4, 5)), CandidateCache(5))
+        worker.order(1, Orders(layers=0))
+        worker.forget(0)
+        assert not worker.is_working
+    finally:
+        worker.close()

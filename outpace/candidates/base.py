@@ -28,6 +28,7 @@ class Worker(ABC):
     def __init__(self) -> None:
         self.failure: BaseException | None = None
         self._caches: dict[int, CandidateCache] = {}
+        self._resting_keys: set[int] = set()  # requests for which nothing is drafted, until another order comes
 
     def open(self, key: int, request: Request, cache: CandidateCache) -> None:
         """A request starts; its layers go to `cache`."""
@@ -40,6 +41,7 @@ class Worker(ABC):
 
     def order(self, key: int, orders: Orders) -> None:
         """How a request is drafted from now on; returns at once."""
+        (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
         self._post(Order(key, orders))
 
     def pause(self, key: int) -> None:
@@ -53,12 +55,14 @@ class Worker(ABC):
     def forget(self, key: int) -> None:
         """A request is over."""
         self._caches.pop(key, None)
+        self._resting_keys.discard(key)
         self._post(Close(key))
 
     @property
     def is_working(self) -> bool:
-        """Whether the drafter works at the moment, or will when it has read its messages."""
-        return bool(self._caches) and self.failure is None
+        """Whether the drafter works at the moment, or will when it has read its messages. What it was told to leave
+        alone is no work, though it reads that it was."""
+        return len(self._caches) > len(self._resting_keys) and self.failure is None
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most bytes of keys and values that the drafter holds in this process for requests whose texts have so
