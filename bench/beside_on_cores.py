@@ -1,7 +1,7 @@
 """CARD beside the target on the cores of one CPU: with cores divided between the two, and with both teams on all cores.
 
 Run: python bench/beside_on_cores.py --tasks A.jsonl,B.jsonl [--prompts 10] [--first 0] [--tokens 96] [--out FILE.jsonl]
-     [--ways plain,divided,"on all cores",planned,auto] [--nodes 8] [--drafter model]
+     [--ways plain,divided,"divided without waits","on all cores",planned,auto] [--nodes 8] [--drafter model]
 Each prompt is answered by every way in turn, so that a shared machine's speed changes meet all of them. Decoding
 without prefill. --first and --prompts take a part of each task: --out gathers parts, and alone shows the whole. Exit 1
 where a text differs from plain decoding's. One JSON line last.
@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     PLAIN: {"method": "autoregressive"},
     "divided": {"method": "card"},
     "on all cores": {"method": "card"},
+    "divided without waits": {"method": "card", "just_in_time": 0},
     "planned": {"method": "planned"},
     "planned on all cores": {"method": "planned"},
     "pearl": {"method": "pearl"},
