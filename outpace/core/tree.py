@@ -193,23 +193,19 @@ class TokenTree:
 
     def copy(self, nodes: Sequence[int]) -> TokenTree:
         """A tree of these nodes alone; `nodes` is closed under ancestors below its first, which becomes the root."""
-        root = nodes[0]
+        root, rest = nodes[0], nodes[1:]
         tree = TokenTree(self.tokens[root], self.ids[root], self.next_id)
-        index = {root: 0}
-        for place in range(1, len(nodes)):
-            node = nodes[place]
-            index[node] = place
-            parent = self.parents[node]
-            above = index[parent]
-            tree.tokens.append(self.tokens[node])
-            tree.parents.append(above)
-            tree.scores.append(self.scores[node] - self.scores[root])
-            tree.roles.append(self.roles[node])
-            tree.ids.append(self.ids[node])
-            tree.sources.append(self.sources[node])
-            tree.siblings[above] = self.siblings[parent]
-            tree._children.append([])
-            tree._children[above].append(place)
+        index = dict(zip(nodes, range(len(nodes)), strict=True))
+        if rest:
+            parents, scores = [], []
+            for node in rest:
+                parent = self.parents[node]
+                parents.append(index[parent])
+                scores.append(self.scores[node] - self.scores[root])
+                tree.siblings[index[parent]] = self.siblings[parent]
+            tokens, ids = [*map(self.tokens.__getitem__, rest)], [*map(self.ids.__getitem__, rest)]
+            tree._append(parents, tokens, scores, [*map(self.roles.__getitem__, rest)], ids)
+            tree.sources[1:] = map(self.sources.__getitem__, rest)
         for node, drawn in self.drawn.items():
             if node in index:
                 is_leaf = not tree._children[index[node]]

@@ -6,7 +6,9 @@ was never measured is taken to go on as what is known does: so it is tried, and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from outpace.core.types import Source
@@ -59,7 +61,7 @@ class Costs:
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
         self._tried = 0  # the last round that was for the sake of knowing its time
-        self._draft: dict[str, Recent] = {}  # by source and requests: a request's share of a step
+        self._draft = defaultdict[str, Recent](Recent)  # by source and requests: a request's share of a step
         self._readers: set[str] = set()  # see `reads`
         self._is_step = True  # see `stepped`
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
@@ -68,11 +70,12 @@ class Costs:
         self._elapsed = 0.0  # seconds of rounds, drafting not counted
         self._failures: dict[tuple[str, int], tuple[int, int]] = {}  # by source and requests: how many, the last round
         self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
-        self._rates: dict[int, Mean] = {}  # requests -> tokens a second of all of them
-        self._trust: dict[str, Mean] = {}  # by source
+        self._rates = defaultdict[int, Mean](partial(Mean, 0.0, 0.0))  # requests -> tokens a second of all of them
+        self._trust = defaultdict[str, Mean](partial(Mean, 1.0, 2.0, _TRUST_FADE))  # by source
         self._growth: dict[str, dict[int, list[Mean]]] = {}  # by source, requests and layer
         self._prices: dict[int, Prices] = {}  # by requests, until a round is over
-        self._copies: dict[tuple[str, int], Mean] = {}  # by source and requests
+        copies = partial(Mean, _COPIES, _HELD, _TRUST_FADE)
+        self._copies = defaultdict[tuple[str, int], Mean](copies)  # by source and requests
         self._modes: dict[str, Mean] = {}  # see `mode`
         self._found: dict[str, Mean] = {}  # by source
 
@@ -87,8 +90,6 @@ class Costs:
         self._rounds.learn(rows, seconds - drafting)
         self._elapsed += seconds - drafting
         self._prices.clear()
-        if requests not in self._rates:
-            self._rates[requests] = Mean(0.0, 0.0)
         self._rates[requests].learn(tokens, seconds)
 
     def is_worth_trying(self, rows: int) -> bool:
@@ -109,15 +110,11 @@ class Costs:
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
-        if source not in self._trust:
-            self._trust[source] = Mean(1.0, 2.0, _TRUST_FADE)
         return self._trust[source]
 
     def copies(self, source: str, requests: int) -> Mean:
         """What this source, which runs no model, gives a round in which it is asked, while so many requests write:
         tokens, less what their rows cost."""
-        if (source, requests) not in self._copies:
-            self._copies[source, requests] = Mean(_COPIES, _HELD, _TRUST_FADE)
         return self._copies[source, requests]
 
     def copies_of_one(self, source: str, requests: int) -> Mean:
@@ -182,8 +179,6 @@ class Costs:
         nothing, for any of them, but what it had proposed."""
         if not self._is_step:
             return
-        if source.name not in self._draft:
-            self._draft[source.name] = Recent()
         self._draft[source.name].learn(requests, self.latest_draft)
 
     def expect(self, source: Source, share: float, most_read: int | None = None) -> None:

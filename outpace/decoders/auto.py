@@ -244,18 +244,17 @@ class _Planner:
 
     def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
         """What sources without a model gave, by their names, and what their rows cost."""
-        price = -1.0  # of a row; not known yet
-        for copier in self.copiers:
-            if copier.is_asked:
-                if price < 0.0:
-                    count = sum(rows.values())
-                    more = self._costs.more(self._place.rows_of_others + 1, count)
-                    price = self._price * more[-1] / count if count else 0.0
-                name = copier.source.name
-                gain = walked.get(name, 0) - price * rows.get(name, 0)
-                copier.gain.learn(gain)
-                copier.asked(self._gains(copier), self._repeats)
-                self._costs.copies(name, self._place.requests).learn(gain)
+        asked = [copier for copier in self.copiers if copier.is_asked]
+        if not asked:
+            return
+        count = sum(rows.values())
+        price = self._price * self._costs.more(self._place.rows_of_others + 1, count)[-1] / count if count else 0.0
+        for copier in asked:
+            name = copier.source.name
+            gain = walked.get(name, 0) - price * rows.get(name, 0)
+            copier.gain.learn(gain)
+            copier.asked(self._gains(copier), self._repeats)
+            self._costs.copies(name, self._place.requests).learn(gain)
 
     def _weigh(self, tree: TokenTree) -> list[float]:
         """The chance that the target walks to each node, trusted as far as those of its source came true. It never

@@ -27,12 +27,16 @@ def by_score(function: F) -> F:
 
 def picks_by_score(request: Request) -> bool:
     """Whether all that is asked of this request's rows is the best token of each, as a model may tell it."""
-    return request.adjustments is None and request.constraint is None and hasattr(request.rule.reduce, _BY_SCORE)
+    return _is_by_score(request, request.rule.reduce)
 
 
 def offers_by_score(request: Request) -> bool:
     """Whether what is proposed for this request are the draft's best tokens, as a model may tell them."""
-    return request.adjustments is None and request.constraint is None and hasattr(request.rule.best, _BY_SCORE)
+    return _is_by_score(request, request.rule.best)
+
+
+def _is_by_score(request: Request, function: Callable[..., Any]) -> bool:
+    return request.adjustments is None and request.constraint is None and hasattr(function, _BY_SCORE)
 
 
 def reduced(scores: Scores, rows: Sequence[Row]) -> list[Any]:
