@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill_files import prompts_file, target_folder
+from safetensors.torch import load_file, save_file
 
 from outpace.cli.durations import seconds
 from outpace.cli.main import main
@@ -93,7 +94,8 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "0"], "tokens is 0"),
         (["--tokens", "9", "--stage", "tests"], "unknown stage 'tests'"),
         (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
-        (["--tokens", "9", "--init", "random"], "unknown init 'random'"),
+        (["--tokens", "9", "--init", "random"], "init is 'random', it must be layers, fresh, shipped or the folder"),
+        (["--tokens", "9", "--init", "shipped"], "no draft comes with outpace for"),
         (["--tokens", "9", "--temperatures", "0,hot"], "temperatures is '0,hot'"),
         (["--tokens", "9", "--temperatures", "-1"], "a temperature is -1"),
         (["--tokens", "9", "--runtime", "fast"], "unknown runtime 'fast'"),
@@ -127,6 +129,32 @@ def test_bad_input_is_said_before_anything_is_computed(
     common = ["--target", target, "--layers", "1", "--answer-tokens", 12, "--out", tmp_path / "out"]
     assert run(*common, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its shape and the tokens that it writes stay, and a shape beside it is refused."""
+    asked = prompts_file(tmp_path / "asked.jsonl", 200)
+    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--tokens", 2000, "--length", 64]
+    first = ["--out", tmp_path / "first", "--layers", "0,1", "--vocab", 90]
+    for stage in ("text", "train"):
+        assert run(*common, *first, "--stage", stage) == 0
+    draft = tmp_path / "first" / "draft"
+    second = ["--out", tmp_path / "second", "--init", draft]
+    for stage in ("text", "train"):
+        assert run(*common, *second, "--stage", stage, "--seed", 1) == 0
+    made = tmp_path / "second" / "draft"
+    for name in ("config.json", "draft_vocab.safetensors"):
+        assert (made / name).read_bytes() == (draft / name).read_bytes()
+    assert (made / "model.safetensors").read_bytes() != (draft / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "second" / "run.json").read_text())["draft"] == "draft"
+    capsys.readouterr()
+    assert run(*common, *second, "--layers", "1") == 2
+    assert "has a shape of its own: leave out --layers, --hidden and --vocab" in capsys.readouterr().err
+    tensors = load_file(draft / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-8].clone()
+    save_file(tensors, draft / "model.safetensors")
+    assert run(*common, *second) == 2
+    assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
 
 
 def test_what_a_later_stage_would_run_into_is_said_first(

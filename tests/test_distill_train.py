@@ -30,7 +30,7 @@ from outpace.distill.judge import (
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, keep, train_stage, write_plot
-from outpace.distill.start import Shape, new_student, pick_layers
+from outpace.distill.start import Shape, new_student
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import from_dict
@@ -221,41 +221,6 @@ def test_the_learning_rate_rises_holds_and_falls() -> None:
     assert rates[75] == pytest.approx(1.0)
     assert rates[88] == pytest.approx(0.5, abs=0.05)
     assert rates[100] == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"), [("1", [0]), ("2", [0, 29]), ("3", [0, 14, 29]), ("0,1,28", [0, 1, 28]), ("7,", None)]
-)
-def test_which_layers(layers: str, expected: list[int] | None) -> None:
-    if expected is None:
-        with pytest.raises(UserError, match="it must be a count, or numbers"):
-            pick_layers(Shape(layers), 30)
-    else:
-        assert pick_layers(Shape(layers), 30) == expected
-
-
-@pytest.mark.parametrize("layers", ["0", "31", "5,4", "0,30", "two", "-1"])
-def test_layers_that_are_not_there(layers: str) -> None:
-    with pytest.raises(UserError, match="layers is"):
-        pick_layers(Shape(layers), 30)
-
-
-def test_a_narrow_start_keeps_what_the_main_directions_hold(target: Path) -> None:
-    narrow = new_student(target, Shape("2", hidden=48), None, 0)
-    assert narrow.config.hidden_size == 48
-    assert "model.embed_tokens.weight" in narrow.trained
-    wide = new_student(target, Shape("2"), None, 0)
-    assert "model.embed_tokens.weight" not in wide.trained
-    products = [s.tensors["model.embed_tokens.weight"][:50] for s in (narrow, wide)]
-    kept = (products[0] @ products[0].T).norm() / (products[1] @ products[1].T).norm()
-    assert kept > 48 / 64
-
-
-def test_a_fresh_start_is_keyed_by_the_seed(target: Path) -> None:
-    first, again, other = (new_student(target, Shape("2", init="fresh"), None, seed) for seed in (0, 0, 1))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(first.tensors[name], again.tensors[name])
-    assert not torch.equal(first.tensors[name], other.tensors[name])
 
 
 def test_too_short_a_time(target: Path, made: Path, tmp_path: Path) -> None:

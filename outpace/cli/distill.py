@@ -72,7 +72,8 @@ class Draft:
     init: Annotated[
         str,
         typer.Option(
-            help="Start from the target's layers (layers) or from random weights (fresh).", rich_help_panel=SHAPE
+            help="Start from the target's layers (layers), random weights (fresh) or a draft (folder, or shipped).",
+            rich_help_panel=SHAPE,
         ),
     ] = "layers"
     vocab: Annotated[
@@ -249,7 +250,7 @@ def _options(
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.start import Shape
+    from outpace.distill.start import chosen_shape
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
@@ -274,7 +275,7 @@ def _options(
         device=device,
         evaluate=judging.evaluate,
         tasks=tuple(judging.tasks or ()),
-        shape=Shape(draft.layers, draft.hidden, draft.init, draft.vocab),
+        shape=chosen_shape(draft.layers, draft.hidden, draft.init, draft.vocab, target),
         writer=WriterOptions(rows=amount.rows, max_tokens=amount.answer_tokens, seed=seed),
         train=TrainOptions(
             learning_rate=training.learning_rate,

@@ -33,6 +33,8 @@ def facts(folder: Path, draft: Path, curve: Path) -> dict[str, str]:
     ours = config.get("outpace", {})
     found = {"layers": str(config["num_hidden_layers"]), "width": str(config["hidden_size"])}
     found |= {"from the target's layers": str(ours.get("target_layers") or "none, fresh weights")}
+    if state.get("draft"):
+        found["training went on from"] = state["draft"]
     if "draft_vocab_size" in ours:
         found["tokens that it writes"] = f"{ours['draft_vocab_size']:,} of {config['vocab_size']:,}"
     found |= _text(state, points)

@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.card import Making, model_card
 from outpace.distill.check import check
-from outpace.distill.export import VOCAB_FILE, save_ids, settled_ids, write_draft
+from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, settled_ids, write_draft
 from outpace.distill.facts import facts, licence, notes, read_state, record
 from outpace.distill.judge import Judgement, judge
 from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions
@@ -90,6 +90,7 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
         options.out,
         options.command,
         training={name: value for name, value in asdict(train).items() if name not in UNSAID},
+        draft=None if options.shape.draft is None else options.shape.draft.name,
     )
     ids = None if student.ids is None else student.ids.tolist()
     config = draft_config(read_json(target / "config.json"), options.shape, ids)
@@ -155,12 +156,13 @@ def pack_run(run: Path, target: Path, out: Path) -> None:
 
 def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
     """An untrained draft; the tokens that it writes are settled once, from the text that is there."""
-    ids = settled_ids(folder, options.shape.vocab)
-    if ids is None and options.shape.vocab:
-        ids = _frequent(options, target)
+    shape = options.shape
+    ids = settled_ids(folder, shape.vocab)
+    if ids is None and shape.vocab:
+        ids = read_ids(shape.draft / VOCAB_FILE) if shape.draft is not None else _frequent(options, target)
         folder.mkdir(parents=True, exist_ok=True)
         save_ids(folder / VOCAB_FILE, ids)
-    return new_student(target, options.shape, ids, options.train.seed, options.device)
+    return new_student(target, shape, ids, options.train.seed, options.device)
 
 
 def _frequent(options: DistillOptions, target: Path) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a draft starts from: the target's embeddings and some of its layers, a projection of them, or fresh weights."""
+"""What a draft starts from: layers of its target, a projection of them, fresh weights, or a draft trained before."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import shipped_model
+from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 
 INITS = ("layers", "fresh")
+SHIPPED = "shipped"
 WINDOW = 128  # tokens of a text that its draft reads: a few layers see little further, see docs/log.md
 PLAIN = {"output_bias": False, "head_norm": False, "rope_scaling": None, "windows": (), "rotary_layers": ()}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`layers`: a count, or which of the target's layers, as in "0,14,29". `hidden` None: the target's width."""
+    """`layers`: a count, or which of the target's layers, as in "0,14,29". `hidden` None: the target's width. With
+    `draft` training goes on from that draft's weights, and `init` says what those once began with."""
 
     layers: str = "3"
     hidden: int | None = None
     init: str = "layers"
     vocab: int = 0  # tokens that the draft can write; 0: all of them
+    draft: Path | None = None  # the folder of a draft for the same target, packed or whole
 
     def __post_init__(self) -> None:
         if self.init not in INITS:
@@ -35,6 +41,39 @@ class Shape:
         check_whole("vocab", self.vocab, 0)
         if self.hidden is not None:
             check_whole("hidden", self.hidden, 8)
+
+    @classmethod
+    def of_draft(cls, folder: Path) -> Shape:
+        """The shape of the draft in `folder`, whose training is to go on; UserError where there is none."""
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"init is {str(folder)!r}, it must be {', '.join(INITS)}, {SHIPPED} or the folder of a draft"
+            )
+        with Checkpoint.open(folder) as checkpoint:
+            sizes, ours = from_dict(checkpoint.config), checkpoint.config.get("outpace") or {}
+        layers = ours.get("target_layers")
+        named = ",".join(map(str, layers)) if layers and len(layers) > 1 else str(sizes.num_layers)
+        vocab = 0
+        if (file := folder / VOCAB_FILE).is_file():
+            ids = read_ids(file)
+            if ids[-1] >= sizes.vocab_size:
+                raise UserError(f"{file} names token {int(ids[-1])}, the draft has {sizes.vocab_size} tokens")
+            vocab = len(ids)
+        return cls(named, sizes.hidden_size, "layers" if layers else "fresh", vocab, folder)
+
+
+def chosen_shape(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> Shape:
+    """What these flags mean. `init` may also be a draft's folder, or `shipped`: the draft that comes with outpace for
+    the target of this name. UserError where a shape is named beside a draft, which has its own."""
+    if init in INITS:
+        return Shape(layers, hidden, init, vocab)
+    draft = shipped_draft(shipped_model().stem if target is None else target) if init == SHIPPED else init
+    if draft is None:
+        raise UserError(f"no draft comes with outpace for {target}, so init cannot be {SHIPPED}")
+    shape = Shape.of_draft(Path(draft))
+    if Shape(layers, hidden, vocab=vocab) != Shape():
+        raise UserError(f"the draft {init} has a shape of its own: leave out --layers, --hidden and --vocab")
+    return shape
 
 
 def plain_config(checkpoint: Checkpoint) -> LlamaConfig:
@@ -80,7 +119,8 @@ def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None
 
 
 def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
-    """An untrained draft. Where it has the target's width, embeddings and output layer are the target's and frozen."""
+    """What training begins with. Where it has the target's width, embeddings and output layer are the target's and
+    frozen."""
     with Checkpoint.open(target) as checkpoint:
         sizes = plain_config(checkpoint)
         config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
@@ -88,7 +128,9 @@ def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, devic
         tensors = {name: checkpoint.tensor(_source(name, layers)).float() for name in tensor_shapes(config)}
     if config.hidden_size != sizes.hidden_size:
         tensors = _narrowed(tensors, config.hidden_size)
-    if shape.init == "fresh":
+    if shape.draft is not None:
+        tensors |= trained_weights(shape.draft, config, frozen_names(config, sizes))
+    elif shape.init == "fresh":
         tensors |= _fresh(config, tensors, seed)
     tensors = {name: value.to(device) for name, value in tensors.items()}
     return Student(config, tensors, frozen_names(config, sizes), None if ids is None else ids.to(device))
@@ -98,6 +140,14 @@ def frozen_names(config: LlamaConfig, target: LlamaConfig) -> frozenset[str]:
     """The tensors that stay the target's own: those of a draft of its width."""
     same_width = config.hidden_size == target.hidden_size
     return frozenset({EMBEDDING, HEAD} & set(tensor_shapes(config))) if same_width else frozenset()
+
+
+def trained_weights(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
+    """What the draft in this folder was trained to; UserError where its shapes are not those of `config`."""
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
+    with Checkpoint.open(draft) as checkpoint:
+        checkpoint.check_shapes(shapes)
+        return {name: checkpoint.tensor(name).float() for name in shapes}
 
 
 def _source(name: str, layers: Sequence[int]) -> str:

@@ -85,8 +85,7 @@ class Student:
         query, key = (rotated(part.float(), *turn).to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
-        scale = 1.0 / math.sqrt(config.head_dim)
-        mixed = F.scaled_dot_product_attention(query, key, value, mask.to(query.dtype), scale=scale)
+        mixed = _attended(query, key, value, mask.to(query.dtype))
         x = x + self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
         h = normed(x, self.tensors[prefix + "post_attention_layernorm.weight"], eps)
         gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
@@ -99,6 +98,16 @@ class Student:
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of every row. [..., hidden]"""
     return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Softmax attention: [rows, heads, length, d], `mask` is added to the scores. On a CPU two products and a softmax
+    take half of the time of torch's fused function, forward and backward together."""
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    scores = (query * scale) @ key.transpose(2, 3)
+    return (scores.float() + mask).softmax(-1).to(value.dtype) @ value
 
 
 def turns(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

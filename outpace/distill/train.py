@@ -87,7 +87,7 @@ class Trainer:
         matrices = [value for value in self._trained.values() if value.dim() > 1]
         vectors = [value for value in self._trained.values() if value.dim() == 1]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas)
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=True)
         self._packer = Packer(options.rows, options.length, student.config.vocab_size, student.ids, student.device)
         self._train, self._held_out = read_samples(text, options.length)
         self._mixed = _has_fast_bfloat16(student.device)
