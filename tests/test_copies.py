@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outpace.core.errors import UserError
-from outpace.core.tree import TokenTree
+from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
@@ -207,3 +207,51 @@ def test_ngrams_hold_a_window_of_the_text() -> None:
     assert drafter.grow([state], [tree]) == [0], "what stood 16 tokens ago is forgotten"
     with pytest.raises(UserError, match="window is 0"):
         ngram.Options(window=0)
+
+
+def branch_slowly(
+    grafter: Grafter[Any], state: Any, tree: TokenTree, tokens: Sequence[int], length: int, grade: Grade, least: float
+) -> None:
+    """Token by token."""
+    node = 0
+    for place, token in enumerate(tokens):
+        kind = kind_of(length + place, grade)
+        if least and tree.scores[node] + math.log(grafter.rate(state, kind)) < math.log(least):
+            break
+        is_new = token not in state.planted.get(tree.ids[node], ())
+        node = grafter.plant(state, tree, node, token, kind)
+        grade = Grade.SURE if is_new else grade
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> None:
+    """Trees, what is noted as planted, and the rates that are learnt of it, over some rounds."""
+    chance = random.Random(seed)
+    sides = [(ngram.Ngram(ngram.Options()), GraftState(request(1))) for _ in range(2)]
+    for step in range(8):
+        trees = [TokenTree(1, root_id=step * 100, next_id=step * 100 + 1) for _ in sides]
+        for _ in range(chance.randint(1, 4)):
+            tokens = [chance.randint(0, 2) for _ in range(chance.randint(0, 9))]
+            length, grade = chance.choice([0, 1, 3, 60, 70]), Grade(chance.randint(0, 2))
+            least = chance.choice([0.0, 0.02, 0.3])
+            for way, (grafter, state), tree in zip((Grafter.branch, branch_slowly), sides, trees, strict=True):
+                way(grafter, state, tree, tokens, length, grade, least)
+            assert vars(trees[0]) == vars(trees[1])
+            assert sides[0][1].planted == sides[1][1].planted
+        path, written = [0], []
+        while below := trees[0].children(path[-1]):
+            path.append(chance.choice(below))
+            written.append(trees[0].tokens[path[-1]])
+        seen = Observation([trees[0].ids[node] for node in path], [*written, 1], TokenTree(1, root_id=-1))
+        for grafter, state in sides:
+            Grafter.learn(grafter, state, seen)
+        rates = [{kind: rate.value for kind, rate in state.rates.items()} for _, state in sides]
+        assert rates[0] == rates[1]
+    assert rates[0]
+
+
+def test_a_branch_is_no_group_that_was_drawn() -> None:
+    tree = TokenTree(1)
+    tree.add(0, 5, -1.0, siblings=Siblings.DRAWN)
+    with pytest.raises(ValueError, match="children of node 0 are drawn, not picked"):
+        tree.chain(0, [6, 7], [-1.0, -2.0])

@@ -135,6 +135,18 @@ class TokenTree:
             path_scores, parents, tokens, roles = zip(*fresh, strict=True)
             self._append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
+    def chain(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> int:
+        """Adds picked tokens with these path scores, one below the other, as `add` would one by one; the first of them
+        is not there yet below `parent`, and each scores at most what the one above it does. The first node."""
+        first, siblings = len(self.tokens), self.siblings
+        if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
+            raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
+        above = range(first, first + len(tokens) - 1)
+        siblings.update(dict.fromkeys(above, Siblings.PICKED))
+        ids = range(self.next_id, self.next_id + len(tokens))
+        self._append([parent, *above], tokens, scores, [Role.PRIMARY] * len(tokens), ids)
+        return first
+
     def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
         """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
         if self._children[parent] or parent in self.drawn:

@@ -44,6 +44,7 @@ class Prices(NamedTuple):
     """What plans of a round go by."""
 
     second: float  # tokens that are written in one
+    plain: float  # seconds of a plain round; 0: unknown
     row: float  # seconds of one more than each request's root; 0: unknown
     is_known: bool  # whether a plain round was timed
     is_stale: bool  # whether all requests should write plainly for once, because none did for long
@@ -105,7 +106,8 @@ class Costs:
         if requests not in self._prices:
             is_stale = self.seen % _EVERY == 0 and self._rounds.is_stale(requests)
             row = self.more(requests, 1)[0] if self._rounds.has_slope else 0.0
-            self._prices[requests] = Prices(self.price(requests), row, self.knows(requests, 1), is_stale)
+            plain, is_known = self.target(requests), self.knows(requests, 1)
+            self._prices[requests] = Prices(self.price(requests), plain, row, is_known, is_stale)
         return self._prices[requests]
 
     def trust(self, source: str) -> Mean:

@@ -60,19 +60,21 @@ def decode(place: Place, options: Options) -> Coroutine:
     tree = TokenTree(place.last_token)
     while True:
         planner.begin()
-        yield from _grow(tree, planner)
+        if not planner.is_plain:
+            yield from _grow(tree, planner)
         if len(tree) > 1:
             tree = tree.copy(planner.chosen(tree))
         picks = yield Verify(tree)
         verdict = place.request.rule.walk(tree, picks)
-        planner.learn(tree, verdict.path)
+        if planner.is_plain:
+            planner.wrote()
+        else:
+            planner.learn(tree, verdict.path)
         tree = yield Commit(tree, verdict)
 
 
 def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
     """Layers while they pay: first what costs no model, then the models'."""
-    if planner.is_plain:
-        return
     for copier in planner.copiers:
         if planner.copies_pay(copier):
             yield Draft(tree, copier.source)
@@ -102,6 +104,7 @@ class _Planner:
         self._worth = 0.0  # of this round's tree
         self._has_copies = False  # in this round's tree, that promise more than little
         self._seconds = 0.0  # of rounds so far
+        self._plain = 0.0  # seconds of a plain round
         self._at_leaves = 1.0
         self._rounds = 0
         self._is_look = False  # this round asks in a crowd, whatever pays or not
@@ -111,6 +114,17 @@ class _Planner:
         """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
         at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
         but for who copies."""
+        requests = self._place.requests
+        prices = self._costs.prices(requests)
+        self._price, self._plain = _DOUBT * prices.second, prices.plain
+        is_crowded = requests > 1 and self._price * prices.row > _CROWDED
+        self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
+        gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
+        is_new = self._rounds < _PLAIN and not prices.is_known
+        self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
+        self._rounds += 1
+        if self.is_plain:
+            return
         self._chances, self._sources, self._worth, self._has_copies = [1.0], {}, 0.0, False
         for name, trust in self._trust.items():
             self._factors[name] = trust.value
@@ -118,15 +132,6 @@ class _Planner:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
             copier.is_asked = False
-        requests = self._place.requests
-        prices = self._costs.prices(requests)
-        self._price = _DOUBT * prices.second
-        is_crowded = requests > 1 and self._price * prices.row > _CROWDED
-        self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
-        gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
-        is_new = self._rounds < _PLAIN and not prices.is_known
-        self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
-        self._rounds += 1
 
     def _gains(self, copier: Copier) -> bool:
         """Whether a source that runs no model gives more than it takes of the host's time."""
@@ -215,9 +220,15 @@ class _Planner:
         """How many rows pay, the root's included, and what they bring above their price."""
         return self._costs.best(chances, self._place.rows_of_others, self._price)
 
+    def wrote(self) -> None:
+        """A plain round is over."""
+        self._seconds += self._plain
+        for grower in self.growers:
+            grower.is_following = False
+
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
-        self._seconds += self._costs.target(self._place.requests)
+        self._seconds += self._plain
         for grower in self.growers:
             grower.is_following = grower.layers > 0
             grower.grown[: grower.layers] = [self._seconds] * grower.layers

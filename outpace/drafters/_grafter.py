@@ -22,6 +22,7 @@ from outpace.drafters._chance import Rate
 _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
 _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
 _OWN = 6.0  # trials that other requests' rates are worth at the beginning of a request
+_NEVER = 1e-300  # below the chance of any branch
 _LEAST, _MOST = 0.001, 0.999  # a rate has a logarithm, and no branch is free of doubt
 
 
@@ -33,12 +34,15 @@ class Grade(IntEnum):
     OTHER = 2
 
 
+_GRADES = len(Grade)
+_NUMBERS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # of `_LENGTHS`, by length
 _SHARES = {Grade.SURE: 1.0, Grade.LIKELY: 0.7, Grade.OTHER: 0.3}  # of the prior
 
 
 def kind_of(length: int, grade: Grade = Grade.SURE, origin: int = 0) -> int:
     """The kind of a token that is copied from behind `length` equal tokens, of one of a source's several origins."""
-    return (origin * len(_LENGTHS) + bisect_right(_LENGTHS, length) - 1) * len(Grade) + grade
+    number = _NUMBERS[length] if length < len(_NUMBERS) else len(_LENGTHS) - 1
+    return (origin * len(_LENGTHS) + number) * _GRADES + grade
 
 
 @dataclass
@@ -93,19 +97,39 @@ class Grafter(Drafter, Generic[State]):
         """Plants tokens that stand one behind the other, below the root, while the chance that they are reached is at
         least so much. `length` tokens before them are equal; the grade is that of the first token that another branch
         has no part in."""
-        node = 0
-        for place, token in enumerate(allowed(state, tokens)):
-            kind = kind_of(length + place, grade)
-            if least and tree.scores[node] + math.log(self.rate(state, kind)) < math.log(least):
+        tokens, planted, ids, floor = allowed(state, tokens), state.planted, tree.ids, math.log(least or _NEVER)
+        node = place = 0
+        while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # another branch's part
+            kind, below = kind_of(length + place, grade), planted.setdefault(ids[node], {})
+            if tree.scores[node] + self._log_rate(state, kind) < floor:
+                return
+            if tokens[place] not in below:
+                below[tokens[place]], grade = kind, Grade.SURE
+            node, place = child, place + 1
+        rest = tokens[place:]
+        kinds, scores, score = [], [], tree.scores[node]
+        for number in range(length + place, length + len(tokens)):
+            kind = kind_of(number, grade)
+            score += self._log_rate(state, kind)
+            if score < floor:
                 break
-            is_new = token not in state.planted.get(tree.ids[node], ())
-            node = self.plant(state, tree, node, token, kind)
-            grade = Grade.SURE if is_new else grade
+            kinds.append(kind)
+            scores.append(score)
+            if len(kinds) > 1 or rest[0] not in planted.get(ids[node], ()):
+                grade = Grade.SURE
+        if kinds:
+            first = tree.chain(node, rest[: len(kinds)], scores)
+            planted.setdefault(ids[node], {}).setdefault(rest[0], kinds[0])
+            for above, token, kind in zip(ids[first:], rest[1:], kinds[1:], strict=False):
+                planted[above] = {token: kind}
 
     def rate(self, state: State, kind: int) -> float:
         """How often a copy of this kind is what the target writes."""
-        value = state.rates[kind].value if kind in state.rates else self._rates[kind].value
+        value = (state.rates.get(kind) or self._rates[kind]).value
         return min(max(value, _LEAST), _MOST)
+
+    def _log_rate(self, state: State, kind: int) -> float:
+        return math.log(self.rate(state, kind))
 
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)

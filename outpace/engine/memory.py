@@ -225,8 +225,9 @@ class Memory:
     def _make_room(self, needed: Sequence[tuple[Running, int]], spared: Running | _Kept | None) -> None:
         """Lets kept texts go, the longest unused first, until the others have room for what these requests need."""
         for kept in [kept for kept in self._kept if kept is not spared]:
-            if self._bytes(needed, (other.session.slots for other in self._kept)) > self.budget:
-                self._drop(kept)
+            if self._bytes(needed, (other.session.slots for other in self._kept)) <= self.budget:
+                return
+            self._drop(kept)
 
     def _slots(self) -> list[tuple[Running, int]]:
         """Those of the running requests' sessions, and those that their prompts are still to get."""
