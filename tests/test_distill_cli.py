@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from outpace.cli.durations import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
+from outpace.models.files.lock import only_one
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
@@ -155,6 +156,22 @@ def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pyt
     save_file(tensors, draft / "model.safetensors")
     assert run(*common, *second) == 2
     assert "model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stage", "work"), [("text", "writing text"), ("training", "training a draft")])
+def test_two_processes_at_the_same_work_in_one_folder(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, work: str
+) -> None:
+    """The second is refused, and the other stage goes on beside the first."""
+    asked = prompts_file(tmp_path / "asked.jsonl", 60)
+    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--length", 64, "--out", tmp_path / "out"]
+    assert run(*common, "--tokens", 300, "--stage", "text") == 0
+    others = {"text": ["--stage", "text", "--tokens", 400], "training": ["--stage", "train", "--layers", "1"]}
+    with only_one(tmp_path / "out" / stage):
+        assert run(*common, *others.pop(stage)) == 2
+        assert f"another process is {work} in {tmp_path / 'out' / stage}" in capsys.readouterr().err
+        for arguments in others.values():
+            assert run(*common, *arguments) == 0
 
 
 def test_what_a_later_stage_would_run_into_is_said_first(
