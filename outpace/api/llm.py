@@ -37,7 +37,7 @@ from outpace.engine.build import (
     needs_same_tokens,
     with_grammar,
 )
-from outpace.engine.engine import EngineOptions
+from outpace.engine.options import BURST, EngineOptions
 from outpace.engine.profile import Profile, subject
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
@@ -122,10 +122,10 @@ class LLM(AbstractContextManager["LLM"]):
         self.tokenizer = self.target.tokenizer
         self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
-        sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory}
-        self._build(parts, {name: numbers.plain(value) for name, value in sizes.items()}, reuse, more)
+        sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse, "burst": BURST}
+        self._build(parts, {name: numbers.plain(value) for name, value in sizes.items()}, more)
 
-    def _build(self, parts: Parts, sizes: Mapping[str, Any], reuse: bool, more: Mapping[str, Any]) -> None:
+    def _build(self, parts: Parts, sizes: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         """The engine; a wrong option is told before a thread starts."""
         options = {name: numbers.plain(value) for name, value in more.items()}
         tuned = self._profile.method if self._profile else None
@@ -137,7 +137,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._options = registry.build_options(self._decoder, options)
         self.rule, self._rule_options = default_rule(self._decoder, parts.rule), options
         nodes = PLANNED_NODES if self.method == PLANNED else getattr(self._decoder, "NODES", EngineOptions.nodes)
-        settings = EngineOptions(**{**sizes, "nodes": nodes if sizes["nodes"] is None else sizes["nodes"]}, reuse=reuse)
+        settings = EngineOptions(**{**sizes, "nodes": nodes if sizes["nodes"] is None else sizes["nodes"]})
         drafter = parts.drafter
         if self._decoder.NEEDS:
             drafter = drafter or default_drafter(self.method, self.draft is not None)

@@ -183,6 +183,7 @@ class Verify(NamedTuple):
     """A coroutine asks for the target's judgement of the tree as it stands; it is sent the rule's reduced rows."""
 
     tree: TokenTree
+    more: int = 0  # passes that may follow one over a root alone: each adds what was picked at the last node, below it
 
 
 class Await(NamedTuple):

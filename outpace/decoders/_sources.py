@@ -56,6 +56,10 @@ class Copier:
         self._skipped += 1
         return self._skipped >= self._wait or repeats.follow() >= self._enough
 
+    def skipped(self, rounds: int) -> None:
+        """So many more rounds are over in which it was not asked."""
+        self._skipped += rounds
+
     def asked(self, gains: bool, repeats: Repeats) -> None:
         """It was asked, and it does gain, or does not."""
         if gains:

@@ -35,6 +35,7 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _ON = 0.97  # of the chance that a copy goes on
+_UNPLANNED = 2  # plain rounds that may follow one in which nobody was asked
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -64,12 +65,13 @@ def decode(place: Place, options: Options) -> Coroutine:
             yield from _grow(tree, planner)
         if len(tree) > 1:
             tree = tree.copy(planner.chosen(tree))
-        picks = yield Verify(tree)
+        more = 0 if planner.asks else place.left if planner.is_plain else _UNPLANNED
+        picks = yield Verify(tree, more)
         verdict = place.request.rule.walk(tree, picks)
-        if planner.is_plain:
-            planner.wrote()
-        else:
+        if planner.asks:
             planner.learn(tree, verdict.path)
+        else:
+            planner.wrote(len(verdict.path))
         tree = yield Commit(tree, verdict)
 
 
@@ -109,6 +111,7 @@ class _Planner:
         self._rounds = 0
         self._is_look = False  # this round asks in a crowd, whatever pays or not
         self.is_plain = False  # this round writes plainly in any case
+        self.asks = False  # somebody for drafts in this round
 
     def begin(self) -> None:
         """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
@@ -122,12 +125,11 @@ class _Planner:
         gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
         is_new = self._rounds < _PLAIN and not prices.is_known
         self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
-        self._rounds += 1
+        self._rounds, self.asks = self._rounds + 1, False
         if self.is_plain:
             return
         self._chances, self._sources, self._worth, self._has_copies = [1.0], {}, 0.0, False
-        for name, trust in self._trust.items():
-            self._factors[name] = trust.value
+        self._factors = {name: trust.value for name, trust in self._trust.items()}
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
@@ -139,8 +141,9 @@ class _Planner:
 
     def copies_pay(self, copier: Copier) -> bool:
         """Whether a source that runs no model is asked: where it gains nothing, in a round now and then."""
-        copier.is_asked = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
-        return copier.is_asked
+        copier.is_asked = asks = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
+        self.asks = self.asks or asks
+        return asks
 
     def copied(self, tree: TokenTree, copier: Copier) -> None:
         """The source has added what it has."""
@@ -169,6 +172,7 @@ class _Planner:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""
         if not grower.layers and not grower.is_following:
             self._costs.reads(grower.source)
+        self.asks = True
         return True
 
     def grown(self, tree: TokenTree, grower: Grower) -> None:
@@ -220,11 +224,13 @@ class _Planner:
         """How many rows pay, the root's included, and what they bring above their price."""
         return self._costs.best(chances, self._place.rows_of_others, self._price)
 
-    def wrote(self) -> None:
-        """A plain round is over."""
-        self._seconds += self._plain
+    def wrote(self, rounds: int) -> None:
+        """So many plain rounds are over, in which nobody was asked."""
+        self._seconds += self._plain * rounds
         for grower in self.growers:
             grower.is_following = False
+        for copier in self.copiers:
+            copier.skipped(rounds - 1)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """The target has judged the tree and walked this path."""
@@ -236,9 +242,7 @@ class _Planner:
                 grower.failures = grower.failures + 1 if grower.tries else 0
                 self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
                 grower.judged(self._price)
-        rows: dict[str, int] = {}
-        walked: dict[str, int] = {}
-        promised: dict[str, float] = {}
+        rows, walked, promised = dict[str, int](), dict[str, int](), dict[str, float]()
         for node in range(1, len(tree)):
             source = self._sources[tree.ids[node]]
             rows[source] = rows.get(source, 0) + 1
@@ -268,12 +272,9 @@ class _Planner:
             self._costs.copies(name, self._place.requests).learn(gain)
 
     def _weigh(self, tree: TokenTree) -> list[float]:
-        """The chance that the target walks to each node, trusted as far as those of its source came true. It never
-        exceeds the parent's, so the best n are closed under ancestors.
-
-        One factor for short and long branches would make long ones sure where short ones came true: who fits chances to
-        each length is taken at its word, but for a doubt at each token. A rate is a mean of texts that go on and of
-        places where they end, and all of a long branch stands or falls with which it is."""
+        """The chance that the target walks to each node, at most its parent's, trusted as far as those of its source
+        came true; who fits chances to each length is taken at its word, but for a doubt at each token: a rate is a mean
+        of texts that go on and of places where they end, and a long branch stands or falls with which it is."""
         chances, sources, factors = self._chances, self._sources, self._factors
         parents, scores, ids = tree.parents, tree.scores, tree.ids
         for node in range(len(chances), len(tree)):

@@ -25,5 +25,5 @@ def decode(place: Place, options: Options) -> Coroutine:
     """The same loop as the others', without Draft."""
     tree = TokenTree(place.last_token)
     while True:
-        picks = yield Verify(tree)
+        picks = yield Verify(tree, place.left)
         tree = yield Commit(tree, place.request.rule.walk(tree, picks))

@@ -157,8 +157,8 @@ class Drafting:
             run.draft.told = some[-1] + 1
             self._guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
-    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation) -> None:
-        """Tells the drafter in turn of a verdict; of what it followed, too."""
+    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation, is_plain: bool) -> None:
+        """Tells the drafter in turn of a verdict; of what it followed, too. `is_plain`: nothing was drafted."""
         if run.draft.state is None:
             return
         if self._of(run) is None:
@@ -166,7 +166,7 @@ class Drafting:
             return
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
         run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))
-        if len(tree) > 1 or seen.seen is not None:
+        if not is_plain or seen.seen is not None:
             self._tell(run)
 
     def _tell(self, run: Running) -> None:

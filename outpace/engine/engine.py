@@ -137,8 +137,8 @@ class Engine(AbstractContextManager["Engine"]):
         drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
         chunks, trees = self._parts()
         try:
-            self._round(chunks, trees, start)
-            note_round(self.costs, chunks, trees, drafting, self._clock() - start)
+            passes = self._round(chunks, trees, start)
+            note_round(self.costs, chunks, trees, drafting, self._clock() - start, passes)
         except BaseException as error:
             self._admission.fail([run for run, _ in [*chunks, *trees]], error)
         failed = [run for run in joined if run.finish_reason is not None] if joined else joined
@@ -158,14 +158,18 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _round(
         self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
-    ) -> None:
-        """One pass over prompts' chunks and requests' trees, and what follows from it for each."""
+    ) -> int:
+        """One pass over prompts' chunks and requests' trees, and what follows from it for each; or as many passes as it
+        says, where all write plainly."""
         if not chunks and not trees:
-            return
+            return 0
         # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
         self.target.share_cores(leave=0 if chunks else self.drafting.cores)
         began = self._clock()
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
+        passes = 1
+        if self.options.burst and (most := self._most_more(chunks, trees, self._clock() - began)):
+            passes += self._passes.go_on(trees, judged, most)
         seconds = self._clock() - began
         if chunks:
             spans = [Span(len(part.tokens), run.storage.session.length) for run, part in chunks]
@@ -182,9 +186,26 @@ class Engine(AbstractContextManager["Engine"]):
         self.drafting.serve(asking)
         for run, its in zip(asking, judged, strict=True):
             if isinstance(run.ask, Commit):
-                self._apart(run, self._commit, run, its, seconds, start)
+                self._apart(run, self._commit, run, its, passes, seconds, start)
             elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
                 run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
+        return passes
+
+    def _most_more(
+        self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], seconds: float
+    ) -> int:
+        """How many plain passes may follow this one, which took so long: within `burst`, where all write plainly and
+        nobody waits for a first token, or for every one."""
+        most = int(self.options.burst / seconds) - 1 if seconds else 0
+        may_join = self._admission.waiting and len(trees) < self.options.batch
+        if chunks or self.worker is not None or may_join:
+            return 0
+        for run, _ in trees:
+            if most < 1 or not isinstance(run.ask, Verify) or not run.history.first_token or not run.may_go_on:
+                return 0
+            session = run.storage.session
+            most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)
+        return most
 
     @staticmethod
     def _apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
@@ -202,21 +223,25 @@ class Engine(AbstractContextManager["Engine"]):
             raise judged.picks[0].error
         run.advance(judged.picks)
 
-    def _commit(self, run: Running, judged: Judged, seconds: float, start: float) -> None:
-        """Carries out a request's verdict."""
+    def _commit(self, run: Running, judged: Judged, passes: int, seconds: float, start: float) -> None:
+        """Carries out a request's verdict, of so many passes: of several where all of them were plain."""
         ask, rows = run.ask, len(judged.picks)
         assert isinstance(ask, Commit)
         tree, verdict, _ = ask
         if judged.logits is not None:
             run.note_logprobs(tree, verdict, judged.logits)
-        tokens = run.commit(tree, verdict)
+        tokens = run.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
         path = verdict.path  # a late node has no keys yet
         run.storage.keep = path if path[-1] < rows else [node for node in path if node < rows]
-        run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
+        if passes > 1:
+            run.note_plain(len(tokens), passes, target_seconds=seconds, start=start, now=self._clock())
+        else:
+            run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
             run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
             run.is_due, run.ask = True, None
-            self.drafting.observe(run, tree, verdict, Observation((), tokens, run.root, judged.seen))
+            seen = Observation((), tokens, run.root, judged.seen)
+            self.drafting.observe(run, tree, verdict, seen, is_plain=len(tree) == 1 or passes > 1)
 
     def _allot(self, run: Running, load: Load, requests: int) -> None:
         """Tells a request how much room there is for it beside the others, and counts it with the load."""

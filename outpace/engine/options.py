@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from outpace.core.errors import check_range, check_whole
 
+BURST = 0.01  # seconds of plain rounds in one, that nobody who reads along notices
+
 
 @dataclass(frozen=True)
 class EngineOptions:
     """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
     tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
-    what is free); `reuse`: a prompt that begins like a text that is there does not read that again."""
+    what is free); `reuse`: a prompt that begins like a text that is there does not read that again; `burst`: seconds of
+    plain rounds that one step may take, so that the host's work is done once for all of them."""
 
     nodes: int = 8
     rows: int = 64
@@ -19,11 +22,13 @@ class EngineOptions:
     batch: int = 16
     kv_memory: float | None = None
     reuse: bool = True
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole("nodes", self.nodes, 1, 4096)
         check_whole("rows", self.rows, 1, 65536)
         check_whole("chunk", self.chunk, 1, 65536)
         check_whole("batch", self.batch, 1, 4096)
+        check_range("burst", self.burst, 0.0)
         if self.kv_memory is not None:
             check_range("kv_memory", self.kv_memory, 0.0)

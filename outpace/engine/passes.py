@@ -15,7 +15,9 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Row, tree_rows
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
-from outpace.rules.base import reduce_apart
+from outpace.rules.base import Fault, reduce_apart
+
+_ONE = range(1)
 
 Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
 
@@ -65,6 +67,7 @@ class Passes:
 
     def __init__(self, target: Model, layers: Sequence[int]) -> None:
         self._target, self._layers = target, layers
+        self._tells_best = False  # the last pass told each row's best token, which is what its rule picks
 
     def run(
         self,
@@ -87,6 +90,7 @@ class Passes:
         def target_pass() -> tuple[Scored, list[Any]]:
             scored = self._score(forest)
             picks = [tokens[0] for tokens, _ in scored.best if tokens] if by_score else []
+            self._tells_best = bool(picks)
             if len(picks) < forest.wanted - before:
                 picks = self._reduced(trees, shares[len(chunks) :], scored, before)
             return scored, picks
@@ -103,6 +107,32 @@ class Passes:
                 seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
             judged.append(Judged(picks[mine], logits, seen))
         return reads, judged
+
+    def go_on(self, trees: Sequence[tuple[Running, TokenTree]], judged: Sequence[Judged], most: int) -> int:
+        """After a pass over roots alone, so many passes at most of plain decoding: each adds below every tree's last
+        node the token that was picked there, and the pick that follows. None comes behind a stop token, or a row that
+        its rule could not reduce, where a tree may end on a node without a pick. How many passes there were."""
+        for count in range(most if self._tells_best else 0):
+            for (run, _), its in zip(trees, judged, strict=True):
+                if its.picks[-1] in run.request.stop_ids:
+                    return count
+            parts = []
+            for (run, tree), its in zip(trees, judged, strict=True):
+                last = len(tree) - 1
+                tree.chain(last, its.picks[-1:], (0.0,))
+                parts.append(Part(run.storage.session, its.picks[-1:], (last,), _ONE, best=1))
+            held = self._target.score_held(parts)
+            for row, (run, tree) in enumerate(trees):
+                best = held.best[row][0]
+                pick = best[0] if best else self._pick(run, tree, held.wide()[row : row + 1])
+                if isinstance(pick, Fault):
+                    return count + 1
+                judged[row].picks.append(pick)
+        return most if self._tells_best else 0
+
+    def _pick(self, run: Running, tree: TokenTree, scores: Scores) -> Any:
+        """What the rule picks behind a tree's last node. scores [1, vocab]"""
+        return reduce_apart(scores, tree_rows(run.request, run.committed, tree)[-1:])[0]
 
     def _score(self, forest: _Forest) -> Scored:
         if forest.shown:

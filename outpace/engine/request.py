@@ -137,6 +137,13 @@ class Running:
         """Whether its drafter is still to be told of the prompt."""
         return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether nothing but the tokens is asked of a plain round, so that several may be one."""
+        asked, needs = self.request, self.draft.needs
+        is_told = asked.logprobs is not None or asked.rounds or asked.prediction or needs.top or needs.layers
+        return self.picks_by_score and not is_told
+
     def lend(self) -> None:
         """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""
         if self.draft.state is not None:
@@ -145,8 +152,7 @@ class Running:
 
     @property
     def is_prefilling(self) -> bool:
-        storage = self.storage
-        return len(self.committed) - 1 > storage.session.length + len(storage.keep)
+        return len(self.committed) - 1 > self.storage.session.length + len(self.storage.keep)
 
     @property
     def reports_prompt(self) -> bool:
@@ -192,10 +198,9 @@ class Running:
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)
             )
 
-    def commit(self, tree: TokenTree, verdict: Verdict) -> list[int]:
-        """Writes the verdict's tokens, up to the first stop token, the watcher's end, or the last that is allowed."""
-        left, drafted = self.left, len(verdict.path) - 1
-        tokens, stop, is_over = _tokens_of(tree, verdict), left, False
+    def commit(self, tree: TokenTree, verdict: Verdict, drafted: int) -> list[int]:
+        """Writes the verdict's tokens, `drafted` of them drafts, up to a stop token, the watcher's end, the limit."""
+        tokens, left, is_over = _tokens_of(tree, verdict), (stop := self.left), False
         for place, token in enumerate(tokens):
             if token in self.request.stop_ids:
                 stop = place
@@ -266,6 +271,15 @@ class Running:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)
             planted = tuple(tree.tokens[:rows]), tuple(tree.parents[:rows]), tuple(sources[:rows])
             history.rounds.append(Round(*planted, walked))
+
+    def note_plain(self, emitted: int, passes: int, target_seconds: float, start: float, now: float) -> None:
+        """Adds the Steps of so many plain rounds in one: each has its share of the time, and wrote one token."""
+        history = self.history
+        times = (self.draft.seconds / passes, target_seconds / passes, (now - start) / passes)
+        self.draft.seconds = 0.0
+        history.sources += [TARGET] * emitted
+        history.steps += [Step(0, 0, 1, 0, None, 1, *times)] * emitted
+        history.ended = now
 
     def _predicted(
         self, tree: TokenTree, rows: int, path: Sequence[int], accepted: int, emitted: int

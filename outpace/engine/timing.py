@@ -30,9 +30,10 @@ def note_round(
     trees: Sequence[tuple[Running, TokenTree]],
     drafting: float,
     seconds: float,
+    passes: int,
 ) -> None:
-    """Remembers what a round cost and gave: one of trees alone, or of prompts alone. An answer's first round finds
-    other things in the caches; it counts where no other was timed."""
+    """Remembers what a round cost and gave: one of trees alone, or of prompts alone; or that many plain ones together.
+    An answer's first round finds other things in the caches; it counts where no other was timed."""
     if chunks:
         if not trees:
             costs.read(sum(len(part.tokens) for _, part in chunks), seconds)
@@ -46,4 +47,5 @@ def note_round(
         rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
         is_first = is_first or len(steps) == 1
     if trees and not (is_first and costs.knows(rows, 1)):
-        costs.round(len(trees), rows, tokens, seconds, drafting)
+        for _ in range(passes):
+            costs.round(len(trees), rows, tokens, seconds / passes, drafting / passes)
