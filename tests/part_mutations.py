@@ -24,6 +24,9 @@ from outpace.drafters._choosing import Choosing
 from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
+from outpace.engine.engine import Engine
+from outpace.engine.passes import Passes
+from outpace.engine.request import Running
 from outpace.models.llama import batched
 from outpace.rules import base as rules_base
 
@@ -110,6 +113,27 @@ PART_MUTATIONS = [
         "exact_weights",
         lambda f: lambda scores: scores.softmax(-1),
         "test_graph_exact.py::test_exact_attention_has_no_order",
+    ),
+    mutation(
+        "bursts: go on while a prompt is read",
+        Engine,
+        "_most_more",
+        lambda f: lambda self, chunks, trees, seconds: f(self, (), trees, seconds),
+        "test_bursts.py::test_who_comes_in_the_middle_is_not_kept_waiting",
+    ),
+    mutation(
+        "bursts: of requests that ask for more than tokens",
+        Running,
+        "may_go_on",
+        lambda f: property(lambda self: True),
+        "test_bursts.py::test_single_rounds_where_more_than_tokens_are_asked_for",
+    ),
+    mutation(
+        "bursts: a row without a pick has one",
+        Passes,
+        "_pick",
+        lambda f: lambda self, run, tree, scores: 0,
+        "test_bursts.py::test_a_row_without_a_pick_ends_the_burst_before_it",
     ),
     mutation(
         "pearl: nobody waits for the chain",
