@@ -201,7 +201,7 @@ class Engine(AbstractContextManager["Engine"]):
         if chunks or self.worker is not None or may_join:
             return 0
         for run, _ in trees:
-            if most < 1 or not isinstance(run.ask, Verify) or not run.history.first_token or not run.may_go_on:
+            if most < 1 or not isinstance(run.ask, Verify) or not run.history.first_token or not run.may_go_on():
                 return 0
             session = run.storage.session
             most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)

@@ -137,7 +137,6 @@ class Running:
         """Whether its drafter is still to be told of the prompt."""
         return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
 
-    @property
     def may_go_on(self) -> bool:
         """Whether nothing but the tokens is asked of a plain round, so that several may be one."""
         asked, needs = self.request, self.draft.needs
