@@ -53,11 +53,11 @@ def ends(path: list[int], picks: Sequence[int]) -> Verdict:
 
 def drop_own_token(after_rejection: bool) -> Callable[[Original], Original]:
     def make(commit: Original) -> Original:
-        def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+        def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
             rejected = bool(tree.children(verdict.path[-1]))
             if len(verdict.path) > 1 and verdict.next_token is not None and rejected == after_rejection:
                 verdict = verdict._replace(next_token=None)
-            return commit(run, tree, verdict)
+            return commit(run, tree, verdict, drafted)
 
         return mutated
 
@@ -171,9 +171,9 @@ def ignore_end(reason: str) -> Callable[[Original], Original]:
     """All tokens of the round that ends for this reason, also those behind the end."""
 
     def make(commit: Original) -> Original:
-        def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+        def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
             before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
-            result = commit(run, tree, verdict)
+            result = commit(run, tree, verdict, drafted)
             if run.finish_reason == reason:
                 run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
             return result

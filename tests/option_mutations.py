@@ -59,9 +59,9 @@ def always_raw(token_logprobs: Original) -> Original:
 
 
 def not_cut(commit: Original) -> Original:
-    def mutated(run: Any, tree: TokenTree, verdict: Verdict) -> Any:
+    def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
         records = list(run.history.logprobs)
-        tokens = commit(run, tree, verdict)
+        tokens = commit(run, tree, verdict, drafted)
         run.history.logprobs[:] = records
         return tokens
 
