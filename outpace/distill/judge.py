@@ -94,8 +94,9 @@ def judge(
             rows.append(_row(target, draft, task, prompts[: options.prompts], temperature, options))
             progress({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
     speed = _speed(target.model, draft.model)
-    runtime = type(target.model).__module__.rpartition(".")[2]
-    where = f"runtime {runtime}, threads {torch.get_num_threads()}"
+    kernels = "native kernels" if target.model.instruction_set else "torch"
+    weights = "the file's own weights" if target.precision == "file" else f"weights in {target.precision}"
+    where = f"{kernels}, {weights}, threads {torch.get_num_threads()}"
     return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
 
 
