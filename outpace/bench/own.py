@@ -60,16 +60,14 @@ class Own:
         called = time.perf_counter()
         arrivals: list[float] = []
         counts: list[int] = []
-        rounds = 0
         with closing(self.llm.stream(list(prompt), params)) as stream:
             run: Running = self.llm.engine.waiting[-1]
-            for piece in stream:
+            for _ in stream:  # a round's drafted tokens are one piece, its last token another
                 now = time.perf_counter() - called
-                if len(run.history.steps) > rounds:
-                    rounds = len(run.history.steps)
-                    arrivals.append(now)
-                    counts.append(0)
-                counts[-1] += len(piece.tokens)  # a round's drafted tokens are one piece, its last token another
+                fresh = run.history.steps[len(counts) :]  # several where plain rounds came in one
+                before = arrivals[-1] if arrivals else now
+                arrivals += [before + (now - before) * place / len(fresh) for place in range(1, len(fresh) + 1)]
+                counts += [step.emitted for step in fresh]
             result = stream.finish()
         later = run.history.steps[1:]
         offered = [step.depth_offered for step in later]

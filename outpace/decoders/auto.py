@@ -35,7 +35,7 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _ON = 0.97  # of the chance that a copy goes on
-_UNPLANNED = 2  # plain rounds that may follow one in which nobody was asked
+_UNPLANNED = 3  # plain rounds that may follow one in which nobody was asked
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
