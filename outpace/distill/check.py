@@ -11,7 +11,7 @@ from outpace.distill import prompts, training_state
 from outpace.distill.export import settled_ids
 from outpace.distill.options import DRAFT, TRAINING, DistillOptions
 from outpace.distill.parts import shared_out
-from outpace.distill.start import draft_config, frozen_names, plain_config, trained_weights
+from outpace.distill.start import draft_config, frozen_names, plain_config
 from outpace.distill.text import longest_prompt
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
@@ -46,9 +46,10 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
     config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
     shapes = tensor_shapes(config)
     frozen = frozen_names(config, sizes)
-    if shape.draft is not None:
-        trained_weights(shape.draft, config, frozen)
     trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+    if shape.draft is not None:
+        with Checkpoint.open(shape.draft) as draft:
+            draft.check_shapes(trained)
     training_state.check(folder, trained)
     for held in (training_state.sizes(trained), {name: 2 * math.prod(shape) for name, shape in shapes.items()}):
         shared_out(held, options.train.part_bytes)  # a part that is too small for a tensor is an error

@@ -129,7 +129,7 @@ def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, devic
     if config.hidden_size != sizes.hidden_size:
         tensors = _narrowed(tensors, config.hidden_size)
     if shape.draft is not None:
-        tensors |= trained_weights(shape.draft, config, frozen_names(config, sizes))
+        tensors |= _trained(shape.draft, config, frozen_names(config, sizes))
     elif shape.init == "fresh":
         tensors |= _fresh(config, tensors, seed)
     tensors = {name: value.to(device) for name, value in tensors.items()}
@@ -142,7 +142,7 @@ def frozen_names(config: LlamaConfig, target: LlamaConfig) -> frozenset[str]:
     return frozenset({EMBEDDING, HEAD} & set(tensor_shapes(config))) if same_width else frozenset()
 
 
-def trained_weights(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
+def _trained(draft: Path, config: LlamaConfig, frozen: frozenset[str]) -> dict[str, Tensor]:
     """What the draft in this folder was trained to; UserError where its shapes are not those of `config`."""
     shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in frozen}
     with Checkpoint.open(draft) as checkpoint:
