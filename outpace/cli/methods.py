@@ -25,9 +25,11 @@ and rules keep the target's distribution (greedy, gumbel and match its text too)
 speed, and their answers say so. Each option is a flag of the command line and an argument of the library; it is shown
 with its default.
 
-A *pass* is a forward of the target, a *draft step* one of the draft model; costs are those of one round. p and q are
-the probabilities of target and draft. Drafts are *drawn* (sampled from q) or *picked* (chosen otherwise, as the
-likeliest or by copying). A drafter *beside the target* works while the target's pass runs.
+A *pass* is a forward of the target, a *draft step* one of the draft model; a *round* is one pass with the drafting
+for it, and costs are those of one round. Proposed tokens form a *tree* (a *chain* where there is one branch), whose
+*root* is the last token that is certain. p and q are the probabilities of target and draft. Drafts are *drawn*
+(sampled from q) or *picked* (chosen otherwise, as the likeliest or by copying). A drafter *beside the target* works
+while the target's pass runs; the other terms of these methods are in [card.md](card.md).
 
 `outpace methods --markdown` makes this page.
 """

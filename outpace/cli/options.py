@@ -109,7 +109,7 @@ class Loading:
     method: Annotated[
         str,
         typer.Option(
-            help="Decoding method: auto (plans every round), card, speculative, ...; outpace methods lists them.",
+            help="Decoding method: auto (drafts as much as pays), card, speculative, ...; outpace methods lists them.",
             rich_help_panel=METHOD,
         ),
     ] = "auto"
