@@ -28,14 +28,15 @@ def by_setup(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
 
 def table(outcomes: Sequence[Outcome], title: str) -> Table:
     """Speedups over plain decoding for each ratio of times; then what made them, ratio by ratio in one column."""
+    from rich import box
     from rich.table import Table
 
     costs = list(dict.fromkeys(outcome.costs for outcome in outcomes))
-    made = Table(title=title, title_justify="left", caption_justify="left")
-    made.add_column("T_target / T_draft", no_wrap=True)
+    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column("T_target /\nT_draft", min_width=12)
     for name in costs:
-        made.add_column(name, justify="right", style="bold")
-    for name in ("tokens a pass", "rows a token", "hit rate", "target idle", "drafter idle"):
+        made.add_column(name, justify="right", style="bold", no_wrap=True)
+    for name in ("tokens\na pass", "rows a\ntoken", "hit\nrate", "target\nidle", "drafter\nidle"):
         made.add_column(name, justify="right")
     for rows in by_setup(outcomes).values():
         details = (
