@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from doubles import QuickToy, decode, make_request, write
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters._copies import Copy, Limits, grow_copies
 from outpace.drafters._grafter import Grade, kind_of
 from outpace.drafters.suffix import Options, Suffix
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)
-LENGTHS = (16, 8, 4, 2, 1)
+LENGTHS = (4, 2, 1)
 
 
 def request(prompt: Sequence[int]) -> Request:
@@ -50,7 +52,9 @@ def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]
             length += 1
         if length:
             ranked.append((max(known for known in LENGTHS if known <= length), place, length))
-    return [(length, place) for _, place, length in sorted(ranked, reverse=True)[: options.places]]
+    most = max((known for known, _, _ in ranked), default=0)
+    found = sorted(((place, length) for known, place, length in ranked if known == most), reverse=True)
+    return [(length, place) for place, length in found[: options.places]]
 
 
 def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[tuple[int, ...], float]:
@@ -77,6 +81,69 @@ def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[
 
     below((), 0.0)
     return found
+
+
+def grow_slowly(grafter: Suffix, state: Any, tree: TokenTree, copies: Sequence[Copy], limits: Limits) -> None:
+    """What `grow_copies` does, node by node."""
+    least, waiting, left = math.log(limits.least_chance), [(0.0, 0, 0, copies)], limits.offered
+    while waiting and left > 0:
+        loss, depth, node, here = heappop(waiting)
+        weights: dict[int, float] = {}
+        for place, copy in enumerate(here):
+            for token in copy.tokens[depth : depth + 1]:
+                weights[token] = weights.get(token, 0.0) + copy.length**2 * 0.9**place
+        for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: limits.branches]):
+            those = [copy for copy in here if list(copy.tokens[depth : depth + 1]) == [token]]
+            sure = weights[token] >= 0.8 * sum(weights.values())
+            grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
+            kind = kind_of(max(copy.length for copy in those) + depth, grade, min(copy.origin for copy in those))
+            if math.log(grafter.rate(state, kind)) - loss >= least:
+                child = grafter.plant(state, tree, node, token, kind)
+                heappush(waiting, (-tree.scores[child], depth + 1, child, those))
+                left -= 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node(seed: int) -> None:
+    chance = random.Random(seed)
+    drafter = Suffix(Options())
+    drafter._rates = [type(rate)(chance.uniform(0.3, 0.99)) for rate in drafter._rates]
+    for _ in range(30):
+        copies = []
+        for _ in range(chance.randrange(5)):
+            like = list(chance.choice(copies).tokens) if copies else []
+            tokens = like[: chance.randrange(len(like) + 1)]
+            tokens += [chance.randrange(3) for _ in range(chance.randrange(12))]
+            copies.append(Copy(chance.randrange(1, 30), tokens, chance.randrange(2)))
+        limits = Limits(chance.randrange(1, 30), chance.randrange(1, 4), chance.choice([0.01, 0.05, 0.3]))
+        base = TokenTree(7)
+        for _ in range(chance.choice([0, 0, 3])):  # another drafter's nodes
+            node = chance.randrange(len(base))
+            base.add(node, chance.randrange(3), base.scores[node] - chance.random())
+        made = []
+        for grow in (grow_copies, grow_slowly):
+            state, tree = drafter.open(request([7])), base.copy(range(len(base)))
+            grow(drafter, state, tree, copies, limits)
+            made.append((tree.tokens, tree.parents, tree.scores, tree.ids, tree.siblings, state.planted))
+        assert made[0] == made[1]
+
+
+def test_past_answers_have_rates_of_their_own() -> None:
+    """What is copied of past answers came false, what is copied of the text came true."""
+    drafter = Suffix(Options())
+    first = drafter.open(request([9]))
+    drafter.observe(first, Observation([0], [1, 2, 3, 4, 1, 2, 3, 5], TokenTree(5)))
+    drafter.close(first)
+    state, tree = drafter.open(request([6, 1, 2, 3])), TokenTree(3)
+    drafter.grow([state], [tree])
+    past = tree.scores[1]
+    for turn in range(1, 20):
+        root = TokenTree(3, 100 * turn, 100 * turn + 1)
+        drafter.observe(state, Observation([tree.ids[0]], [8, turn + 20, 1, 2, 3], root))
+        tree = root
+        drafter.grow([state], [tree])
+    assert tree.tokens[1] == 8
+    assert tree.scores[1] > past
 
 
 @pytest.mark.parametrize("seed", range(10))

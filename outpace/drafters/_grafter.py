@@ -23,6 +23,7 @@ _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begin
 _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
 _OWN = 6.0  # trials that other requests' rates are worth at the beginning of a request
 _NEVER = 1e-300  # below the chance of any branch
+_NOTHING: Mapping[int, int] = {}
 _LEAST, _MOST = 0.001, 0.999  # a rate has a logarithm, and no branch is free of doubt
 
 
@@ -101,7 +102,7 @@ class Grafter(Drafter, Generic[State]):
         node = place = 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # another branch's part
             kind, below = kind_of(length + place, grade), planted.setdefault(ids[node], {})
-            if tree.scores[node] + self._log_rate(state, kind) < floor:
+            if tree.scores[node] + self.log_rate(state, kind) < floor:
                 return
             if tokens[place] not in below:
                 below[tokens[place]], grade = kind, Grade.SURE
@@ -110,7 +111,7 @@ class Grafter(Drafter, Generic[State]):
         kinds, scores, score = [], [], tree.scores[node]
         for number in range(length + place, length + len(tokens)):
             kind = kind_of(number, grade)
-            score += self._log_rate(state, kind)
+            score += self.log_rate(state, kind)
             if score < floor:
                 break
             kinds.append(kind)
@@ -118,17 +119,30 @@ class Grafter(Drafter, Generic[State]):
             if len(kinds) > 1 or rest[0] not in planted.get(ids[node], ()):
                 grade = Grade.SURE
         if kinds:
-            first = tree.chain(node, rest[: len(kinds)], scores)
-            planted.setdefault(ids[node], {}).setdefault(rest[0], kinds[0])
-            for above, token, kind in zip(ids[first:], rest[1:], kinds[1:], strict=False):
-                planted[above] = {token: kind}
+            self.plant_chain(state, tree, node, rest[: len(kinds)], kinds, scores)
+
+    def plant_chain(
+        self,
+        state: State,
+        tree: TokenTree,
+        node: int,
+        tokens: Sequence[int],
+        kinds: Sequence[int],
+        scores: Sequence[float],
+    ) -> None:
+        """Plants tokens one below the other, the first of which `node` has no child of, with their path scores."""
+        planted, first = state.planted, tree.chain(node, tokens, scores)
+        planted.setdefault(tree.ids[node], {}).setdefault(tokens[0], kinds[0])
+        for above, token, kind in zip(tree.ids[first:], tokens[1:], kinds[1:], strict=False):
+            planted[above] = {token: kind}
 
     def rate(self, state: State, kind: int) -> float:
         """How often a copy of this kind is what the target writes."""
         value = (state.rates.get(kind) or self._rates[kind]).value
         return min(max(value, _LEAST), _MOST)
 
-    def _log_rate(self, state: State, kind: int) -> float:
+    def log_rate(self, state: State, kind: int) -> float:
+        """Its natural logarithm."""
         return math.log(self.rate(state, kind))
 
     def observe(self, state: State, seen: Observation) -> None:
@@ -137,11 +151,13 @@ class Grafter(Drafter, Generic[State]):
 
     def learn(self, state: State, seen: Observation) -> None:
         """What came true of that which was planted below the walked nodes."""
+        rates, own = self._rates, state.rates
         for node, written in zip(seen.path, seen.tokens, strict=False):
-            for token, kind in state.planted.get(node, {}).items():
-                own = state.rates.setdefault(kind, Rate(self._rates[kind].value, _OWN))
-                own.learn(token == written)
-                self._rates[kind].learn(token == written)
+            for token, kind in state.planted.get(node, _NOTHING).items():
+                if kind not in own:
+                    own[kind] = Rate(rates[kind].value, _OWN)
+                own[kind].learn(token == written)
+                rates[kind].learn(token == written)
         planted = state.planted
         state.planted = {node: planted[node] for node in seen.tree.ids if node in planted}
 

@@ -7,7 +7,7 @@ the text.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ class Index:
         self._memory, self._longest = memory, max(lengths)
         self._tokens: list[int] = []
         self._start = 0  # the place of the first of them
+        self._has_ends = False  # of texts, among them
 
     def __len__(self) -> int:
         """Tokens that are held."""
@@ -51,67 +52,70 @@ class Index:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on."""
-        known = self._tokens
-        for token in tokens:
-            place = self._start + len(known)
-            for chains in self._chains:
-                if len(known) >= chains.length:
-                    key = hash(tuple(known[-chains.length :]))
-                    chains.before.append(chains.heads.get(key, -1))
-                    chains.heads[key] = place
-                else:
-                    chains.before.append(-1)
-            known.append(token)
-            if place >= self._memory:
-                self._forget(place - self._memory)
+        for start in range(0, len(tokens), _SLACK):
+            self._extend(tokens[start : start + _SLACK])
 
-    def matches(self, text: Sequence[int], count: int, longest: int = 0) -> list[Match]:
-        """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
-        the latest first. Lengths are told up to `longest`, or the longest n-gram."""
-        found: dict[int, int] = {}
+    def _extend(self, tokens: Sequence[int]) -> None:
+        """One length after the other, and only then what stands too far back goes."""
+        known = self._tokens
+        first = self._start + len(known)
+        text = (*known[-self._longest :], *tokens)
         for chains in self._chains:
-            last = list(text[-chains.length :])
-            if len(last) == chains.length:
-                for place in self._walk(chains, hash(tuple(last)), 2 * count):
-                    if len(found) == count:
-                        break
-                    if place not in found and self._before(place, chains.length) == last:
-                        found[place] = chains.length
-        return [Match(self._extended(place, text, length, longest), place) for place, length in found.items()]
+            length, heads, before = chains.length, chains.heads, chains.before
+            at = len(text) - len(tokens) - length  # where the n-gram before the next place begins
+            for place in range(first, first + len(tokens)):
+                if at >= 0:
+                    key = hash(text[at : at + length])
+                    before.append(heads.get(key, -1))
+                    heads[key] = place
+                else:
+                    before.append(-1)
+                at += 1
+        known += tokens
+        self._has_ends = self._has_ends or BREAK in tokens
+        for place in range(max(first - self._memory, 0), first + len(tokens) - self._memory):
+            self._forget(place)
+        self._trim()
+
+    def matches(self, text: Sequence[int], count: int, longest: int = 0, is_alone: bool = False) -> list[Match]:
+        """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
+        the latest first; `is_alone`: those of the longest n-gram alone. Lengths are told up to `longest`, or the
+        longest n-gram."""
+        found: dict[int, int] = {}
+        tokens, start, end = self._tokens, self._start, tuple(text[-self._longest :])
+        oldest = max(start + len(tokens) - self._memory, 0)
+        for chains in self._chains:
+            length, left = chains.length, 2 * count
+            most = min(max(length, longest), len(text))
+            place = chains.heads.get(hash(end[-length:]), -1) if len(end) >= length else -1
+            while place >= oldest and left and len(found) < count:
+                here, same = place - start, 0
+                reach = min(most, here)
+                while same < reach and tokens[here - same - 1] == text[-same - 1]:
+                    same += 1
+                if same >= length:  # no other n-gram of the same hash
+                    found.setdefault(place, same)
+                place, left = chains.before[here], left - 1
+            if is_alone and found:
+                break
+        return [Match(length, place) for place, length in found.items()]
 
     def after(self, place: int, count: int) -> list[int]:
         """The tokens that stand at a place and behind it, as far as their text goes."""
         tokens = self._tokens[place - self._start : place - self._start + count]
-        return tokens[: tokens.index(BREAK)] if BREAK in tokens else tokens
-
-    def _walk(self, chains: _Chains, key: int, most: int) -> Iterator[int]:
-        """The places of one n-gram, the latest first."""
-        place, oldest = chains.heads.get(key, -1), self._start + len(self._tokens) - self._memory
-        while place >= max(oldest, 0) and most:
-            yield place
-            place, most = chains.before[place - self._start], most - 1
-
-    def _extended(self, place: int, text: Sequence[int], length: int, longest: int) -> int:
-        """How many tokens before the place are the text's last ones; so many are known to be."""
-        here = place - self._start
-        most = min(longest, here, len(text))
-        while length < most and self._tokens[here - length - 1] == text[-length - 1]:
-            length += 1
-        return length
-
-    def _key(self, place: int, length: int) -> int:
-        return hash(tuple(self._before(place, length)))
-
-    def _before(self, place: int, length: int) -> list[int]:
-        return self._tokens[place - self._start - length : place - self._start]
+        return tokens[: tokens.index(BREAK)] if self._has_ends and BREAK in tokens else tokens
 
     def _forget(self, place: int) -> None:
-        """Lets the n-grams go that stood here last, and now and then the tokens before them."""
+        """Lets the n-grams go that stood here last."""
         for chains in self._chains:
             if place - self._start >= chains.length:
-                key = self._key(place, chains.length)
+                here = place - self._start
+                key = hash(tuple(self._tokens[here - chains.length : here]))
                 if chains.heads.get(key) == place:
                     del chains.heads[key]
+
+    def _trim(self) -> None:
+        """Now and then lets the tokens go that stand too far back."""
         spare = len(self._tokens) - self._memory - self._longest
         if spare >= _SLACK:
             del self._tokens[:spare]

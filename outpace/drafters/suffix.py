@@ -19,7 +19,7 @@ from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK, Index
 
-_LENGTHS = (1, 2, 4, 8, 16)  # n-grams that are looked up; what is longer is compared token by token
+_LENGTHS = (1, 2, 4)  # n-grams that are looked up; what is longer is compared token by token
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Suffix(Grafter[SuffixState]):
     name = "suffix"
 
     def __init__(self, options: Options) -> None:
-        super().__init__()
+        super().__init__(origins=2)
         self._options = options
         self._past = ByKey(lambda: Index(_LENGTHS, options.past)) if options.past else None
 
@@ -86,10 +86,10 @@ class Suffix(Grafter[SuffixState]):
 
     def _copies(self, state: SuffixState) -> Iterator[Copy]:
         options = self._options
-        for index in (state.index, state.past):
+        for origin, index in enumerate((state.index, state.past)):
             if index is not None:
-                for length, place in index.matches(state.tokens, options.places, options.depth):
-                    yield Copy(min(length, options.depth), index.after(place, options.copies))
+                for length, place in index.matches(state.tokens, options.places, options.depth, is_alone=True):
+                    yield Copy(min(length, options.depth), index.after(place, options.copies), origin)
 
 
 def build(options: Options, **_: object) -> Suffix:
