@@ -75,7 +75,7 @@ def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[
             grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
             longest = max(length for length, copy in here if copy[len(path)] == token)
             chance = score + math.log(drafter.rate(state, kind_of(longest + len(path), grade)))
-            if chance >= math.log(options.least_chance):
+            if chance >= math.log(options.least_chance) or not (path or rank):
                 found[(*path, token)] = chance
                 below((*path, token), chance)
 
@@ -97,7 +97,7 @@ def grow_slowly(grafter: Suffix, state: Any, tree: TokenTree, copies: Sequence[C
             sure = weights[token] >= 0.8 * sum(weights.values())
             grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
             kind = kind_of(max(copy.length for copy in those) + depth, grade, min(copy.origin for copy in those))
-            if math.log(grafter.rate(state, kind)) - loss >= least:
+            if math.log(grafter.rate(state, kind)) - loss >= least or not (depth or rank):
                 child = grafter.plant(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1

@@ -48,7 +48,8 @@ def check_limits(options: Any) -> None:
 
 
 def grow_copies(grafter: Grafter[Any], state: Any, tree: TokenTree, copies: Sequence[Copy], limits: Limits) -> None:
-    """Best first: a node's children are what stands behind it at the places that led to it."""
+    """Best first: a node's children are what stands behind it at the places that led to it. The likeliest first token
+    stands there however unlikely it is, so that it is known when its kind comes true again."""
     least = math.log(limits.least_chance) if limits.least_chance else -math.inf
     waiting: list[_Open] = [(0.0, 0, 0, copies)] if copies else []
     left = limits.offered
@@ -58,9 +59,9 @@ def grow_copies(grafter: Grafter[Any], state: Any, tree: TokenTree, copies: Sequ
         if end > depth and not tree.children(node):
             left -= _run_on(grafter, state, tree, waiting, (loss, depth, node, here), (left, end, least))
             continue
-        for token, grade, those in islice(_choices(here, depth), limits.branches):
+        for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if grafter.log_rate(state, kind) - loss >= least:
+            if grafter.log_rate(state, kind) - loss >= least or not (depth or rank):
                 child = grafter.plant(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
@@ -97,7 +98,7 @@ def _run_on(
     while depth < end and len(kinds) < left:
         kind = kind_of(length + depth, Grade.SURE, origin)
         chance = grafter.log_rate(state, kind)
-        if chance - loss < least:
+        if chance - loss < least and depth:
             is_likely = False
             break
         loss, depth, child = loss - chance, depth + 1, first + len(kinds)
