@@ -16,7 +16,7 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _costs, _recent, _row_times, _sources, auto
+from outpace.decoders import _chances, _costs, _recent, _row_times, _sources, auto
 from outpace.decoders.base import Place
 
 
@@ -60,10 +60,27 @@ def blindly_trusting(weigh: Original) -> Original:
 def corrected_in_any_case(init: Original) -> Original:
     """Chances that a drafter fits itself are corrected too."""
 
-    def mutated(self: Any, place: Any, options: Any) -> None:
-        init(self, place, options)
-        for source in place.sources:
+    def mutated(self: Any, costs: Any, sources: Any) -> None:
+        init(self, costs, sources)
+        for source in sources:
             self._trust.setdefault(source.name, _costs.Mean(1.0, 2.0))
+
+    return mutated
+
+
+def of_a_few_rounds(trust: Original) -> Original:
+    return lambda self, source: _costs.Mean(self.trust(source).value, 2.0, 0.8)
+
+
+def adding_up(reach: Original) -> Original:
+    """Leaves count with their whole chance, whatever the rows below them cost."""
+
+    def mutated(self: Any, tree: TokenTree, grower: Any) -> float:
+        price, self._price = self._price, 0.0
+        try:
+            return reach(self, tree, grower)
+        finally:
+            self._price = price
 
     return mutated
 
@@ -87,7 +104,7 @@ def of_one_source(note: Original) -> Original:
     """Whoever grew a node, it counts for the first source."""
 
     def mutated(self: Any, tree: TokenTree, source: Any) -> None:
-        note(self, tree, self._place.sources[0])
+        note(self, tree, test_planner.COPIES)
 
     return mutated
 
@@ -172,11 +189,13 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 PLANNER_MUTATIONS = [
-    mutation("planner: a drafter's chances are taken at their word", auto._Planner, "_weigh", blindly_trusting),
-    mutation("planner: fitted chances are corrected too", auto._Planner, "__init__", corrected_in_any_case),
+    mutation("planner: a drafter's chances are taken at their word", _chances.Chances, "of", blindly_trusting),
+    mutation("planner: fitted chances are corrected too", _chances.Chances, "__init__", corrected_in_any_case),
+    mutation("planner: a few bad rounds end a draft", _costs.Costs, "trust_of_one", of_a_few_rounds),
+    mutation("planner: unlikely leaves add up", auto._Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", auto._Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", auto._Planner, "pays", always_deeper),
-    mutation("planner: all nodes are the first source's", auto._Planner, "_note", of_one_source),
+    mutation("planner: all nodes are the first source's", _chances.Chances, "note", of_one_source),
     mutation("planner: nothing is tried again", auto._Planner, "_is_due", lambda f: lambda self, grower: False),
     mutation("planner: what failed is tried as often as before", auto._Planner, "learn", as_often_as_before),
     mutation(

@@ -107,7 +107,7 @@ def test_only_steps_of_the_draft_count_as_such() -> None:
             costs.stepped(DRAFT, 1)
     assert costs.draft(DRAFT) == 0.8
     assert costs.draft(COPIES) == 0.0
-    for seconds in (0.2, 0.4):
+    for seconds in (0.2, 0.3, 0.4):
         costs.drafted(seconds, 1, COPIES)
     assert costs.draft(COPIES) == pytest.approx(0.3), "what runs no model has no other growth than steps"
 

@@ -20,7 +20,8 @@ _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about t
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _COPIES, _HELD = 0.2, 8.0  # tokens that copies are held to give a round, and of how many rounds' weight that is
-_GROWS = 0.6  # of the chance at the leaves that a layer is held to put below them
+GROWS = 0.6  # of the chance at the leaves that a layer is held to put below them
+_ONE_FADE = 0.97  # the same for what one request's drafts were worth: a few bad rounds in a row are chance
 _FAILURES = 5  # that are counted
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
 
@@ -114,6 +115,10 @@ class Costs:
         """Accepted tokens over the chances that were given them, of the source with this name."""
         return self._trust[source]
 
+    def trust_of_one(self, source: str) -> Mean:
+        """The same for a request that begins."""
+        return Mean(self.trust(source).value, 4.0, _ONE_FADE)
+
     def copies(self, source: str, requests: int) -> Mean:
         """What this source, which runs no model, gives a round in which it is asked, while so many requests write:
         tokens, less what their rows cost."""
@@ -136,14 +141,14 @@ class Costs:
         many requests write; at first what it was with about as many."""
         known = self._growth.setdefault(source.name, {})
         if requests not in known:
-            before = known[_nearest(known, requests)] if known else [Mean(_GROWS, 2.0)] * _LAYERS
+            before = known[_nearest(known, requests)] if known else [Mean(GROWS, 2.0)] * _LAYERS
             known[requests] = [Mean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
         layers = known[requests]
         return layers[min(layer, len(layers) - 1)]
 
     def growth_of_one(self, source: Source, layer: int) -> Mean:
         """The same for a request that begins and writes alone."""
-        return Mean(self.growth(source, layer).value, 2.0, _GROWTH_FADE)
+        return Mean(self.growth(source, layer).value, 2.0, _ONE_FADE)
 
     def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
         """So many requests' trees were grown once by a source, or by all (None)."""

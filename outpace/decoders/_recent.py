@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from statistics import median
+from statistics import median_low
 
 KEPT = 9  # times of one number; their median counts
 TRIED = 2  # so many times make a median
@@ -50,7 +50,7 @@ class Recent:
         while self._changed:
             times = self._times[number := self._changed.pop()]
             if len(times) >= TRIED:
-                self._medians[number] = median(times)
+                self._medians[number] = median_low(times)
         return self._medians
 
     @property

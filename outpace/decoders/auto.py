@@ -15,26 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.tree import Role, TokenTree
-from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders._costs import Costs, Mean
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Draft, Verify
+from outpace.decoders._chances import Chances
+from outpace.decoders._costs import GROWS, Costs
 from outpace.decoders._sources import Copier, Grower, Repeats
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
 COST = "as speculative, while that pays; host time for planning"
 NEEDS = "drafter"
-_FADE = 0.9  # of the past's weight in what a request's own drafts were worth: some ten rounds count
 _LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
-_BEAM = 4  # leaves that one layer is expected to expand
+_BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
-_ON = 0.97  # of the chance that a copy goes on
 _UNPLANNED = 3  # plain rounds that may follow one in which nobody was asked
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
@@ -94,17 +92,14 @@ class _Planner:
     def __init__(self, place: Place, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
-        names = [source.name for source in place.sources if not source.is_fitted]
-        self._trust = {name: Mean(self._costs.trust(name).value, 2.0, _FADE) for name in names}
+        self._chances = Chances(self._costs, place.sources)  # of this round's nodes
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
         self._repeats = Repeats(place.committed)
         self.growers = [Grower(source, options.deepest, place) for source in place.sources if source.runs_model]
-        self._chances = [1.0]  # of this round's nodes, see `_weigh`
-        self._factors: dict[str, float] = {}  # by source: how far its chances are trusted in this round
-        self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._worth = 0.0  # of this round's tree
         self._has_copies = False  # in this round's tree, that promise more than little
+        self._price = 0.0  # tokens that a second is worth in this round
         self._seconds = 0.0  # of rounds so far
         self._plain = 0.0  # seconds of a plain round
         self._at_leaves = 1.0
@@ -128,8 +123,8 @@ class _Planner:
         self._rounds, self.asks = self._rounds + 1, False
         if self.is_plain:
             return
-        self._chances, self._sources, self._worth, self._has_copies = [1.0], {}, 0.0, False
-        self._factors = {name: trust.value for name, trust in self._trust.items()}
+        self._worth, self._has_copies = 0.0, False
+        self._chances.begin()
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
@@ -147,12 +142,8 @@ class _Planner:
 
     def copied(self, tree: TokenTree, copier: Copier) -> None:
         """The source has added what it has."""
-        self._note(tree, copier.source)
-        self._has_copies = self._at(tree, tree.children(0)) > _LITTLE
-
-    def _note(self, tree: TokenTree, source: Source) -> None:
-        """The nodes that are new in the tree are the source's."""
-        self._sources.update(dict.fromkeys(tree.ids[1 + len(self._sources) :], source.name))
+        self._chances.note(tree, copier.source)
+        self._has_copies = self._chances.at(tree, tree.children(0)) > _LITTLE
 
     def pays(self, tree: TokenTree, grower: Grower) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
@@ -179,9 +170,9 @@ class _Planner:
         """The model has added a layer."""
         grower.has_read = True
         self._costs.asked(grower.source)
-        self._note(tree, grower.source)
+        self._chances.note(tree, grower.source)
         if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
-            chances, before = sorted(self._weigh(tree)[1:], reverse=True), self._worth
+            chances, before = sorted(self._chances.of(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._place.budget - 1])
             most = self._costs.most_more(self._place.rows_of_others)
             is_cut = len(chances) >= rows > most  # by what is known, not by what pays
@@ -206,7 +197,7 @@ class _Planner:
     def chosen(self, tree: TokenTree) -> list[int]:
         """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
         Now and then fewer than pay, to know what so few cost."""
-        chances = self._weigh(tree)
+        chances = self._chances.of(tree)
         order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._place.budget - 1]
         return sorted([0, *order[: self._count([*map(chances.__getitem__, order)]) - 1]])
 
@@ -242,20 +233,7 @@ class _Planner:
                 grower.failures = grower.failures + 1 if grower.tries else 0
                 self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
                 grower.judged(self._price)
-        rows, walked, promised = dict[str, int](), dict[str, int](), dict[str, float]()
-        for node in range(1, len(tree)):
-            source = self._sources[tree.ids[node]]
-            rows[source] = rows.get(source, 0) + 1
-            if source in self._trust and tree.roles[node] is not Role.PROBE:  # a probe promises nothing in this round
-                promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
-        for node in path[1:]:
-            source = self._sources[tree.ids[node]]
-            walked[source] = walked.get(source, 0) + 1
-        self._learn_copies(rows, walked)
-        for source, chances in promised.items():
-            came = walked.get(source, 0)
-            self._trust[source].learn(came, chances)
-            self._costs.trust(source).learn(came, chances)
+        self._learn_copies(*self._chances.learn(tree, path))
 
     def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
         """What sources without a model gave, by their names, and what their rows cost."""
@@ -271,30 +249,13 @@ class _Planner:
             copier.asked(self._gains(copier), self._repeats)
             self._costs.copies(name, self._place.requests).learn(gain)
 
-    def _weigh(self, tree: TokenTree) -> list[float]:
-        """The chance that the target walks to each node, at most its parent's, trusted as far as those of its source
-        came true; who fits chances to each length is taken at its word, but for a doubt at each token: a rate is a mean
-        of texts that go on and of places where they end, and a long branch stands or falls with which it is."""
-        chances, sources, factors = self._chances, self._sources, self._factors
-        parents, scores, ids = tree.parents, tree.scores, tree.ids
-        for node in range(len(chances), len(tree)):
-            factor, parent = factors.get(sources[ids[node]]), parents[node]
-            above = chances[parent]
-            own = exp(scores[node]) * factor if factor is not None else above * exp(scores[node] - scores[parent]) * _ON
-            chances.append(own if own < above else above)
-        return chances
-
     def _reach(self, tree: TokenTree, grower: Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
-        first of all beside the copies below the root."""
-        reach = self._at(tree, tree.leaves(), _BEAM)
+        first of all beside the copies below the root; of each what is above the price of a row there, for four unlikely
+        leaves give less than one that is as likely as all of them."""
+        seconds = self._costs.more(self._place.rows_of_others + 1, _BEAM)[-1] / _BEAM
+        chances, least = self._chances.of(tree), self._price * seconds / GROWS
+        leaves = sorted(map(chances.__getitem__, tree.leaves()), reverse=True)[:_BEAM]
         if not grower.layers:
-            factor = self._factors.get(grower.source.name, 1.0)
-            reach += factor * max(0.0, 1.0 - self._at(tree, tree.children(0)))
-        return min(1.0, reach)
-
-    def _at(self, tree: TokenTree, nodes: Sequence[int], most: int | None = None) -> float:
-        """The chance that the target walks to one of these nodes, of which no two stand on one path: to the likeliest
-        `most` of them."""
-        chances = map(self._weigh(tree).__getitem__, nodes)
-        return sum(chances if most is None else sorted(chances, reverse=True)[:most])
+            leaves.append(self._chances.trust(grower.source) * (1.0 - self._chances.at(tree, tree.children(0))))
+        return sum([chance - least for chance in leaves if chance > least])

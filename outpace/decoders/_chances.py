@@ -1,0 +1,73 @@
+"""How likely the target is to walk to the nodes of a round's tree: a drafter's word, trusted as far as it came true."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import exp
+
+from outpace.core.tree import Role, TokenTree
+from outpace.core.types import Source
+from outpace.decoders._costs import Costs
+
+_ON = 0.97  # of the chance that a copy goes on
+
+
+class Chances:
+    """Those of one request's nodes, round by round.
+
+    A node's chance is at most its parent's, trusted as far as those of its source came true; who fits chances to each
+    length is taken at its word, but for a doubt at each token: a rate is a mean of texts that go on and of places where
+    they end, and a long branch stands or falls with which it is.
+    """
+
+    def __init__(self, costs: Costs, sources: Iterable[Source]) -> None:
+        self._costs = costs
+        self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
+        self._factors: dict[str, float] = {}  # by source: how far its chances are trusted in this round
+        self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
+        self._values = [1.0]
+
+    def begin(self) -> None:
+        """A round begins, with a tree that is a root."""
+        self._values, self._sources = [1.0], {}
+        self._factors = {name: trust.value for name, trust in self._trust.items()}
+
+    def note(self, tree: TokenTree, source: Source) -> None:
+        """The nodes that are new in the tree are the source's."""
+        self._sources.update(dict.fromkeys(tree.ids[1 + len(self._sources) :], source.name))
+
+    def trust(self, source: Source) -> float:
+        """How far this source's chances are trusted in this round."""
+        return self._factors.get(source.name, 1.0)
+
+    def of(self, tree: TokenTree) -> list[float]:
+        """By node."""
+        values, sources, factors = self._values, self._sources, self._factors
+        parents, scores, ids = tree.parents, tree.scores, tree.ids
+        for node in range(len(values), len(tree)):
+            factor, parent = factors.get(sources[ids[node]]), parents[node]
+            above = values[parent]
+            own = exp(scores[node]) * factor if factor is not None else above * exp(scores[node] - scores[parent]) * _ON
+            values.append(own if own < above else above)
+        return values
+
+    def at(self, tree: TokenTree, nodes: Sequence[int]) -> float:
+        """The chance that the target walks to one of these nodes, of which no two stand on one path."""
+        return sum(map(self.of(tree).__getitem__, nodes))
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
+        """The target has judged the tree and walked this path: by source, the nodes of both but for the root."""
+        rows, walked, promised = dict[str, int](), dict[str, int](), dict[str, float]()
+        for node in range(1, len(tree)):
+            source = self._sources[tree.ids[node]]
+            rows[source] = rows.get(source, 0) + 1
+            if source in self._trust and tree.roles[node] is not Role.PROBE:  # a probe promises nothing in this round
+                promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
+        for node in path[1:]:
+            source = self._sources[tree.ids[node]]
+            walked[source] = walked.get(source, 0) + 1
+        for source, chances in promised.items():
+            came = walked.get(source, 0)
+            self._trust[source].learn(came, chances)
+            self._costs.trust(source).learn(came, chances)
+        return rows, walked
