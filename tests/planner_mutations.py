@@ -211,7 +211,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: copies are asked as often as before", _sources.Copier, "asked", as_often),
     mutation("planner: no text repeats itself", _sources.Repeats, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
-    mutation("costs: means instead of medians", _recent, "median", lambda f: fmean),
+    mutation("costs: means instead of medians", _recent, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),
     mutation("costs: rows are free where few samples say so", _row_times.RowTimes, "_convex", medians_joined),
