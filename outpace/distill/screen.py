@@ -19,6 +19,7 @@ NAMES = {
     "top1": "held-out agreement",
     "chain": "chain of 4",
     "tree": "tree of 16",
+    "prompts": "prompts",
     "shards": "shards",
     "step": "step",
     "judged": "done",

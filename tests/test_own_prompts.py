@@ -1,0 +1,137 @@
+"""Prompts that a target writes itself: where they begin, which are kept, and that a run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distill_files import target_folder
+
+from outpace.cli.main import main
+from outpace.core.errors import UserError
+from outpace.distill import own_prompts
+from outpace.distill.prompts import read_prompts
+from outpace.distill.writer import Job, WriterOptions, Written
+from outpace.models.files.find import resolve
+from outpace.models.text.tokenizer import Tokenizer
+
+SMALL = WriterOptions(rows=8, max_tokens=12, top=4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("target"))
+
+
+def write(target: Path, number: int, folder: Path) -> list[str]:
+    said: list[float] = []
+    file = own_prompts.write_prompts(
+        target, number, folder, SMALL, "cpu", lambda stage, figures: said.append(figures["prompts"])
+    )
+    assert said == sorted(said)
+    return read_prompts(file)
+
+
+def written(job: Job, ids: list[int]) -> Written:
+    shape = (len(ids), 1)
+    return Written(job, np.array(ids, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float16))
+
+
+class Says:
+    """A writer whose answers are told; it keeps the jobs that it was given."""
+
+    def __init__(self, texts: list[str], target: Path) -> None:
+        self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[Job]()
+
+    def __call__(self, *arguments: Any) -> Says:
+        return self
+
+    def answers(self, jobs: Iterator[Job]) -> Iterator[Written]:
+        end = min(self._tokenizer.stop_ids)
+        for text, job in zip(self._texts, jobs, strict=False):
+            self.jobs.append(job)
+            is_cut = text.startswith("CUT")
+            yield written(job, [*self._tokenizer.continuation(text), *([] if is_cut else [end])])
+
+
+def test_a_message_begins_where_a_users_does(target: Path) -> None:
+    tokenizer = Tokenizer.from_folder(target)
+    head = own_prompts.beginning(tokenizer)
+    whole = tokenizer.chat([{"role": "user", "content": "hello world"}])
+    assert head == whole[: len(head)]
+    assert tokenizer.decode(whole[len(head) :], skip_special=False).lstrip().startswith("hello world")
+
+
+def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [
+        "hello world hello",
+        "hello",
+        "CUT hello world or well",
+        "hello world hello",
+        "well well or all he",
+        "d" * 20,
+    ]
+    says = Says(told, target)
+    monkeypatch.setattr(own_prompts, "Writer", says)
+    kept = [told[0], told[4]]
+    assert write(target, 2, tmp_path) == kept
+    assert {job.temperature for job in says.jobs} == {own_prompts.TEMPERATURE}
+
+    assert write(target, 2, tmp_path) == kept, "it has enough"
+    more = Says([told[0], "12 worlds or 12 hells"], target)
+    monkeypatch.setattr(own_prompts, "Writer", more)
+    assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "what stood there is not written again"
+    assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
+
+
+def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
+    """The shipped model's: whole messages of its own."""
+    try:
+        model = resolve(None)
+    except UserError:
+        pytest.skip("the shipped model is not installed")
+    found = [write(model, 3, tmp_path / name) for name in ("one", "two")]
+    assert found[0] == found[1]
+    assert all(len(text) >= own_prompts.SHORTEST for text in found[0])
+    assert len(set(found[0])) == 3
+
+
+def test_a_target_that_ends_no_message_is_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_prompts, "_IN_VAIN", 5)
+    monkeypatch.setattr(own_prompts, "Writer", Says(["CUT hello world or well"] * 20, target))
+    with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
+        write(target, 2, tmp_path)
+
+
+def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) -> None:
+    bare = target_folder(tmp_path / "bare")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        file = bare / name
+        if file.is_file() and name.endswith(".json"):
+            kept = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
+            file.write_text(json.dumps(kept))
+        else:
+            file.unlink(missing_ok=True)
+    with pytest.raises(UserError, match="no chat template"):
+        write(bare, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--write-prompts", "0"], "write_prompts is 0"),
+        (["--write-prompts", "3", "--pack", "x"], "exclude one another"),
+        (["--write-prompts", "3", "--evaluate", "x"], "exclude one another"),
+    ],
+)
+def test_bad_input_is_told(
+    arguments: list[str], says: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["distill", "--target", str(target), "--out", str(tmp_path / "out"), *arguments])
+    assert left.value.code == 2
+    assert says in " ".join(capsys.readouterr().err.split())
