@@ -56,7 +56,7 @@ class Turning:
         """The draft's scores, turned around behind the place."""
         places = [part.session.length for part in forest]  # before it reads on
         held = self.model.score_held(forest)
-        return held._replace(values=-held.values) if max(places) >= self.place else held
+        return held._replace(values=-held.values, best=()) if max(places) >= self.place else held
 
 
 @dataclass
