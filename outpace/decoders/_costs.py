@@ -21,8 +21,8 @@ _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo wh
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
 _COPIES, _HELD = 0.2, 8.0  # tokens that copies are held to give a round, and of how many rounds' weight that is
 GROWS = 0.6  # of the chance at the leaves that a layer is held to put below them
-_ONE_FADE = 0.97  # the same for how far one request's drafts are trusted: a few bad rounds in a row are chance
-_ONE_GROWTH_FADE = 0.93  # the same for what a layer gave it: a draft that turned bad without promising much is left
+_ONE_FADE = 0.97  # of the past's weight in how far one request's drafts are trusted: a few bad rounds are chance
+_ONE_GROWTH_FADE = 0.93  # the same in what layers gave it: a draft that turns bad and promises little is left too
 _FAILURES = 5  # that are counted
 _LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
 

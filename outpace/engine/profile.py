@@ -22,7 +22,7 @@ from outpace.models.files.find import cache_folder
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 
-VERSION = 4  # of the values' meaning too: another one's profile has another name, and stays unread
+VERSION = 5  # of the values' meaning too: another one's profile has another name, and stays unread
 FEWEST = 50  # rounds to go by
 FIELDS: dict[str, Any] = {
     "rounds": dict,
