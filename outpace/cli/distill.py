@@ -35,9 +35,10 @@ def distill(
     as_json: Json = False,
 ) -> None:
     """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack or unpack a draft."""
-    if sum(verb is not None for verb in (storing.pack, storing.unpack, amount.write_prompts, judging.evaluate)) > 1:
+    verbs = (amount.write_prompts, judging.evaluate, storing.pack, storing.unpack)
+    if (named := len(verbs) - verbs.count(None)) > 1:
         raise UserError("--write-prompts, --evaluate, --pack and --unpack exclude one another, choose one")
-    if any(verb is not None for verb in (storing.pack, storing.unpack, amount.write_prompts)):
+    if named:
         amount = replace(amount, stage="judge")  # no text is written, and nothing trained
     options = _options(amount, draft, training, judging, target, out, device, seed)
     if amount.write_prompts is not None:
@@ -136,7 +137,7 @@ def _options(
         target=target,
         out=out,
         prompts=tuple(amount.prompts or (BUILT_IN,)),
-        stage="judge" if judging.evaluate is not None else amount.stage,
+        stage=amount.stage,
         temperatures=_temperatures(amount.temperatures),
         runtime=judging.runtime,
         tokens=amount.tokens,

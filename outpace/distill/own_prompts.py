@@ -35,8 +35,8 @@ def write_prompts(
     """Sees to it that `folder`/prompts.jsonl has `number` prompts, one a line as `--prompts` takes them; goes on behind
     those that are there. Each ends where the target would hand over, and none stands there twice.
 
-    The file follows from the target and `options.seed`. UserError for a target that has no chat template, or that
-    writes no messages.
+    The file follows from the target, `options.seed` and `options.rows`: messages are kept in the order in which they
+    end. UserError for a target that has no chat template, or that writes no messages.
     """
     check_whole("write_prompts", number, 1, 10**7)
     file = folder / FILE
