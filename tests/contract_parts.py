@@ -14,7 +14,7 @@ from torch import Tensor
 from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
-from outpace.drafters._grower import Grower, GrowState
+from outpace.drafters._grower import Grower, GrowState, rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.request import Running
 from outpace.models.base import Model
@@ -151,8 +151,7 @@ class Skipping(Drafter):
     def grow(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[int]:
         jobs = self._grower.jobs(states, trees)
         before = [len(tree) for tree in trees]
-        held, rows = self._grower.score(jobs)
-        offers = iter(best_rows(held, rows, self._width))
+        offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._width))
         for _, tree, frontier in jobs:
             for node in frontier:
                 for token in next(offers)[0]:

@@ -28,6 +28,8 @@ FREE = Orders()
 class TakesOrders:
     """What a worker asks of a drafter beside its verb."""
 
+    shares_time = False  # a growth may do the work of others, or have its own done: see `amortised`
+
     def heed(self, state: Any, orders: Orders) -> None:
         """How wide and where to draft for a request from now on; whoever cannot, drafts as ever."""
 

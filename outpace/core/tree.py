@@ -61,6 +61,7 @@ class TokenTree:
         self.roles = [Role.PRIMARY]
         self.ids = [root_id]
         self.sources = [""]  # by node: the drafter that planted it, where it is known
+        self.planter = ""  # the drafter that grows it at the moment, where that is told
         self.siblings: dict[int, Siblings] = {}
         self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
@@ -112,7 +113,7 @@ class TokenTree:
         self.scores += scores
         self.roles += roles
         self.ids += ids
-        self.sources += [""] * len(tokens)
+        self.sources += [self.planter] * len(tokens)
         self.next_id = max(self.next_id, max(ids) + 1)
 
     def hang(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
@@ -168,12 +169,6 @@ class TokenTree:
     def has_room(self) -> bool:
         """Whether any node that is added can be verified, however unlikely it is."""
         return self.most is None or bool(self.drawn) or len(self.tokens) < self.most
-
-    def mark(self, first: int, source: str) -> None:
-        """The nodes from `first` on were planted by this drafter, but for those that are another's already."""
-        sources = self.sources
-        for node in range(first, len(sources)):
-            sources[node] = sources[node] or source
 
     def children(self, node: int) -> Sequence[int]:
         """The children of a node, in the order in which they were added."""

@@ -114,16 +114,12 @@ class Ahead:
             )
         self._model, self._choices, self._options = model, choices, options
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
+        self.takes_several = self._chosen != 1  # any step may be taken ahead: else nobody needs to ask
         self._usual = _FIRST
         self._owed = self._share = 0.0  # see `amortised`
         self._is_new = False
         self._is_used = False
         self.is_beside = False  # so that steps under way may be told where the target went
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether any step may be taken ahead: else nobody needs to ask."""
-        return self._chosen != 1
 
     def known(self, jobs: Sequence[Job]) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""

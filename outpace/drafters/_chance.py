@@ -19,6 +19,7 @@ from outpace.core.types import Observation, Offer, Request
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
+_TOGETHER = 6  # picks
 _LEAST = 0.05  # of what is left open as a share of what the draft leaves, in a profile
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
@@ -28,10 +29,7 @@ class Rate:
 
     def __init__(self, prior: float, weight: float = 4.0) -> None:
         self._successes, self._trials = prior * weight, weight
-
-    @property
-    def value(self) -> float:
-        return self._successes / self._trials
+        self.value = self._successes / weight
 
     def remember(self) -> float:
         """What a profile keeps."""
@@ -39,12 +37,14 @@ class Rate:
 
     def recall(self, kept: float) -> None:
         """Begins from a profile, as sure of it as of a few trials."""
-        self._successes, self._trials = min(max(kept, 0.01), 1.0) * _SURE, _SURE  # never quite 0: it has a logarithm
+        self.value = min(max(kept, 0.01), 1.0)  # never quite 0: it has a logarithm
+        self._successes, self._trials = self.value * _SURE, _SURE
 
     def learn(self, success: bool, trials: float = 1.0) -> None:
         """Counts one trial, or what was expected of it."""
         self._successes = self._successes * _MEMORY + success
         self._trials = self._trials * _MEMORY + trials
+        self.value = self._successes / self._trials
 
 
 class ChoiceModel:
@@ -78,18 +78,17 @@ class ChoiceModel:
     def log_chances(self, values: Sequence[float], count: int | None = None) -> list[float]:
         """Natural logs of the estimated chances of the first `count` proposals; `values` (log q, or log q + g), best
         first, are those of all."""
-        top, temperature = values[0], self._temperature
-        scaled = []
+        top, temperature, coverage = values[0], self._temperature, self._coverage.value
+        if self._has_shares:
+            coverage = max(LEAST_COVERAGE, 1.0 - self._open.value * _left_open(values))
+        logs = []
         for value in values:
-            scaled.append((value - top) / temperature)
-        shift = math.log(self._covered(values)) - math.log(sum(map(math.exp, scaled)))
-        return [value + shift for value in scaled[:count]]
-
-    def _covered(self, values: Sequence[float]) -> float:
-        """The chance that the target picks one of these proposals."""
-        if not self._has_shares:
-            return self._coverage.value
-        return max(LEAST_COVERAGE, 1.0 - self._open.value * _left_open(values))
+            logs.append((value - top) / temperature)
+        shift = math.log(coverage / sum(map(math.exp, logs)))
+        logs = logs[:count]
+        for number, value in enumerate(logs):
+            logs[number] = value + shift
+        return logs
 
     @property
     def trust(self) -> Trust:
@@ -122,21 +121,33 @@ class Choices:
 
     def __init__(self) -> None:
         self._models = {"greedy": ChoiceModel(has_shares=True), "sampled": ChoiceModel()}
+        self._noted: list[tuple[ChoiceModel, Sequence[float], int | None]] = []  # what was seen and is not learnt yet
+        self._learnt = 0
 
     def of(self, request: Request) -> ChoiceModel:
         """That of a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
     def learn(self, request: Request, offers: Mapping[int, Offer], seen: Observation) -> None:
-        """What was offered below every walked node (by its id), and what the target wrote there."""
+        """What was offered below every walked node (by its id), and what the target wrote there. It is worked in some
+        picks together, the first ones at once: behind a pass the code that does it is cold."""
         choice = self.of(request)
         for node, written in zip(seen.path, seen.tokens, strict=False):
             if node in offers:
                 tokens, values = offers[node]
-                choice.learn(values, tokens.index(written) if written in tokens else None)
+                self._noted.append((choice, values, tokens.index(written) if written in tokens else None))
+        if len(self._noted) > min(_TOGETHER, self._learnt // _TOGETHER):
+            self._work_in()
+
+    def _work_in(self) -> None:
+        for choice, values, picked in self._noted:
+            choice.learn(values, picked)
+        self._learnt += len(self._noted)
+        self._noted.clear()
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
+        self._work_in()
         return {name: model.remember() for name, model in self._models.items()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:

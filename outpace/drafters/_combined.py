@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from operator import sub
 from typing import Any
 
 from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
+from outpace.core.untold import Untold
 from outpace.drafters._several import Several, SeveralState
 
 
@@ -37,7 +39,8 @@ class Combined(Several):
         return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
 
     def open(self, request: Request) -> SeveralState:
-        return SeveralState(request, parts=[part.open(request) for part in self.parts])
+        untold = [Untold() for _ in self.parts]
+        return SeveralState(request, parts=[part.open(request) for part in self.parts], untold=untold)
 
     def grow(self, states: Sequence[SeveralState], trees: Sequence[TokenTree]) -> list[int]:
         """Nodes added to each tree by all parts together."""
@@ -45,20 +48,19 @@ class Combined(Several):
 
     def grow_by(self, source: Source | None, states: Sequence[SeveralState], trees: Sequence[TokenTree]) -> list[int]:
         """Nodes added to each tree by the parts that have this source."""
-        added = [0] * len(trees)
+        before = [*map(len, trees)]
         for number, part in enumerate(self.parts):
             if source is None or source in self._sources[number]:
-                before, inner = [], []
+                inner = []
                 for state, tree in zip(states, trees, strict=True):
                     own = state.parts[number]
+                    if (seen := state.untold[number].take()) is not None:
+                        part.observe(own, seen)
                     own.base, own.has_company = state.base, state.has_company
+                    tree.planter = part.name if source is None else source.name
                     inner.append(own)
-                    before.append(len(tree))
-                more = part.grow_by(source, inner, trees)
-                for place, tree in enumerate(trees):
-                    tree.mark(before[place], part.name)
-                    added[place] += more[place]
-        return added
+                part.grow_by(source, inner, trees)
+        return [*map(sub, map(len, trees), before)]
 
     def remember(self) -> list[Any]:
         """What a profile keeps, of each part."""
@@ -71,9 +73,28 @@ class Combined(Several):
                 part.recall(known)
 
     def observe(self, state: SeveralState, seen: Observation) -> None:
-        for part, inner in zip(self.parts, state.parts, strict=True):
-            own = seen if seen.seen is None else seen._replace(seen=seen.seen.only(part.needs, self.needs.layers))
-            part.observe(inner, own)
+        """Each part is told when it is asked next; at once where it is shown something of the pass."""
+        if seen.seen is None:
+            for untold in state.untold:
+                untold.add(seen)
+            return
+        for part, untold in zip(self.parts, state.untold, strict=True):
+            untold.add(seen._replace(seen=seen.seen.only(part.needs, self.needs.layers)))
+        self._tell(state)
+
+    def _tell(self, state: SeveralState) -> None:
+        """Tells all parts what they were not told yet."""
+        for part, inner, untold in zip(self.parts, state.parts, state.untold, strict=True):
+            if (seen := untold.take()) is not None:
+                part.observe(inner, seen)
+
+    def pause(self, state: SeveralState) -> None:
+        self._tell(state)
+        super().pause(state)
+
+    def close(self, state: SeveralState) -> None:
+        self._tell(state)
+        super().close(state)
 
     def read(self, state: SeveralState, seen: Seen) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from outpace.core.orders import FREE, Orders
@@ -22,6 +23,7 @@ from outpace.rules.base import offers_by_score
 
 _CHUNK = 256  # prompt tokens a forward
 _FULL = 3
+_STATE = itemgetter(0)  # of a job
 
 
 @dataclass
@@ -39,6 +41,10 @@ class GrowState(DraftState):
     seen: int = 0
     start: int = 0
     orders: Orders = FREE
+    offers_by_score: bool = field(init=False)  # what is proposed, as a model may tell it
+
+    def __post_init__(self) -> None:
+        self.offers_by_score = offers_by_score(self.request)
 
     @property
     def missing(self) -> int:
@@ -110,25 +116,24 @@ class Grower:
         much is to be read while others wait: one chunk of these is read now."""
         for state in states if self._on_base else ():
             state.session = state.base
-        reading = self._read_beside(states)
-        jobs = []
+        reading, jobs = self._read_beside(states), []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
             if number not in reading and (some := self._frontier(state, tree)):
                 jobs.append(Job(state, tree, some))
         return jobs
 
-    def score(self, jobs: Sequence[Job]) -> tuple[Held, list[Row]]:
-        """One forward over the jobs' frontiers: scores of their nodes, job after job, and whose they are."""
-        self._catch_up([job.state for job in jobs])
-        parts, rows = [], []
+    def score(self, jobs: Sequence[Job]) -> Held:
+        """One forward over the jobs' frontiers: scores of their nodes, job after job. Committed tokens that are missing
+        travel with them; the frontier's nodes stay pending."""
+        self._catch_up([*map(_STATE, jobs)])
+        parts = []
         for state, tree, frontier in jobs:
             parts.append(self._part(state, tree, frontier))
-            for node in frontier:
-                rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
         held = self.model.score_held(parts)
-        for state, _, _ in jobs:
-            _settle(state)
-        return held, rows
+        for (state, _, frontier), part in zip(jobs, parts, strict=True):
+            if missing := len(part.tokens) - len(frontier):
+                state.session.keep(range(missing), range(missing, len(part.tokens)))
+        return held
 
     def likelihood(self, state: GrowState, tokens: Sequence[int]) -> list[float] | None:
         """log q of tokens that follow the text, at temperature 1, by one forward; None where they have no room. Nothing
@@ -209,7 +214,7 @@ class Grower:
 
     def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
         """Reads one chunk of texts that lack more than that and have company; their places."""
-        behind = set()
+        behind = set[int]()
         for place, state in enumerate(states):
             if state.has_company and not self._on_base:
                 self._begin(state)
@@ -221,10 +226,15 @@ class Grower:
 
     def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
+        behind = []
         for state in states:
-            self._begin(state)
-        while behind := [state for state in states if state.missing > _CHUNK]:
+            if not state.session.pending:  # else it lacks nothing
+                self._begin(state)
+                if state.missing > _CHUNK:
+                    behind.append(state)
+        while behind:
             self._read_chunk(behind)
+            behind = [state for state in behind if state.missing > _CHUNK]
 
     def _read_chunk(self, states: Sequence[GrowState]) -> None:
         """Feeds the next chunk of committed tokens that these sessions lack."""
@@ -260,7 +270,7 @@ class Grower:
             parents.append(above + missing)
             slots[tree.ids[node]] = slot
             tokens.append(tree.tokens[node])
-        best = self._proposed if offers_by_score(state.request) else 0
+        best = self._proposed if state.offers_by_score else 0
         return Part(session, self._known(tokens), parents, range(missing, len(tokens)), best=best)
 
     def _known(self, tokens: list[int]) -> list[int]:
@@ -281,11 +291,13 @@ def _log(chance: float) -> float:
     return math.log(chance) if chance else -math.inf
 
 
-def _settle(state: GrowState) -> None:
-    """Commits the tokens that were missing; the frontier's nodes stay pending."""
-    missing = state.missing
-    if missing:
-        state.session.keep(range(missing), range(missing, state.session.pending))
+def rows_of(jobs: Sequence[Job]) -> list[Row]:
+    """Whose the scores of the jobs' nodes are."""
+    rows = []
+    for state, tree, frontier in jobs:
+        for node in frontier:
+            rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
+    return rows
 
 
 def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:

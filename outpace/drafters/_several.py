@@ -8,13 +8,15 @@ from typing import Any
 
 from outpace.core.orders import Orders
 from outpace.core.types import Drafter, DraftState
+from outpace.core.untold import Untold
 
 
 @dataclass
 class SeveralState(DraftState):
-    """The parts' own states, in the parts' order."""
+    """The parts' own states, in the parts' order; `untold`: what each is still to be told, where it is told late."""
 
     parts: list[Any] = field(default_factory=list)
+    untold: list[Untold] = field(default_factory=list)
 
 
 class Several(Drafter):
@@ -22,6 +24,7 @@ class Several(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = parts
+        self.shares_time = any(part.shares_time for part in parts)
 
     def heed(self, state: SeveralState, orders: Orders) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):

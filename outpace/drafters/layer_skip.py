@@ -18,7 +18,7 @@ from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Source
 from outpace.drafters._chance import Choices
-from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._grower import Grower, GrowState, Job, rows_of
 from outpace.drafters._sublayers import Sublayers, agreements, check_target, read
 from outpace.drafters._swift import Search
 from outpace.models.base import Model
@@ -138,8 +138,7 @@ class LayerSkip(Drafter):
         self._grower.model = self._target.without(*sublayers)
 
     def _expand(self, jobs: Sequence[Job]) -> None:
-        held, rows = self._grower.score(jobs)
-        offers = iter(best_rows(held, rows, self._options.width + _SPARE))
+        offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
             choice, surest = self._choices.of(state.request), -math.inf

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import itemgetter, sub
 from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
@@ -23,7 +23,7 @@ from outpace.drafters._ahead import SPARE, Ahead, Burst
 from outpace.drafters._chance import Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
-from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._grower import Grower, GrowState, Job, rows_of
 from outpace.drafters._under_way import Walk
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
@@ -66,6 +66,11 @@ class ModelState(GrowState):
 
     offers: dict[int, Offer] = field(default_factory=dict)
     ahead: Burst = field(default_factory=Burst)
+    is_drawn: bool = field(init=False)  # its children are
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_drawn = is_drawn(self.request)
 
 
 class ModelDrafter(Drafter):
@@ -81,6 +86,7 @@ class ModelDrafter(Drafter):
         self._draws = Draws.read(options.draws)
         self._choices = Choices()
         self._ahead = Ahead(model, self._choices, options)
+        self.shares_time = self._ahead.takes_several
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -99,28 +105,32 @@ class ModelDrafter(Drafter):
         Another forward for a tree to which nothing was added because another drafter's branch stood there already; not
         for one that has as many nodes as can be verified, and got none that is better.
         """
-        before = [len(tree) for tree in trees]
+        before = [*map(len, trees)]
         jobs = self._grower.jobs(states, trees)
         while jobs:
             added = self._expand(jobs)
+            if all(added):
+                break
             again = [job for job, count in zip(jobs, added, strict=True) if not count and job.tree.has_room]
-            jobs = self._grower.jobs([job.state for job in again], [job.tree for job in again]) if again else again
-        return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
+            jobs = self._grower.jobs([job.state for job in again], [job.tree for job in again])
+        return [*map(sub, map(len, trees), before)]
 
     def _expand(self, jobs: Sequence[Job]) -> list[int]:
         """One forward over the jobs' frontiers, or what such forwards gave before; nodes added to each tree."""
         takes_several = self._ahead.takes_several
         if takes_several and (known := self._ahead.known(jobs)) is not None:
             return self._add_all(jobs, known)
-        held, rows = self._grower.score(jobs)
+        held = self._grower.score(jobs)
         if takes_several and (known := self._ahead.steps(jobs, held)) is not None:
             return self._add_all(jobs, known)
-        offers = self._offers(held, rows)
+        is_told = len(held.best) > 0 and ([], []) not in held.best
+        rows = [] if is_told else rows_of(jobs)
+        offers = held.best if is_told else self._offers(held, rows)
         added, first = [], 0
         for state, tree, frontier in jobs:
             mine = slice(first, first + len(frontier))
             first = mine.stop
-            if is_drawn(state.request):
+            if state.is_drawn:
                 added.append(draw_layer(tree, frontier, held.part(mine), rows[mine], self._draws))
             else:
                 added.append(self._add(state, tree, frontier, offers[mine]))
@@ -133,8 +143,6 @@ class ModelDrafter(Drafter):
 
     def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
         """What is proposed below each row's node; nothing where children are drawn."""
-        if held.best and ([], []) not in held.best:
-            return [*held.best]
         count = self._options.width + SPARE
         for row in rows:
             if is_drawn(row.request):
@@ -148,7 +156,7 @@ class ModelDrafter(Drafter):
         return offers
 
     def observe(self, state: ModelState, seen: Observation) -> None:
-        if not is_drawn(state.request):
+        if not state.is_drawn:
             self._choices.learn(state.request, state.offers, seen)
         if self._ahead.takes_several:
             self._grower.follow(state, seen, self._ahead.follow(state, seen))

@@ -22,7 +22,7 @@ from outpace.core.types import Observation, Offer, Request, Source
 from outpace.drafters._by_key import ByKey
 from outpace.drafters._chance import Choices
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._grower import Grower, GrowState, Job, rows_of
 from outpace.drafters._phrases import Table, kept_in
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
@@ -167,8 +167,7 @@ class Ouroboros(Grafter[OuroborosState]):
 
     def _expand(self, jobs: Sequence[Job]) -> None:
         """One forward; each draft goes on as far as it agrees with what hangs at its end, and one token further."""
-        held, rows = self._grower.score(jobs)
-        offers, first = best_rows(held, rows, _SCORED), 0
+        offers, first = best_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer

@@ -157,28 +157,25 @@ class Drafting:
             run.draft.told = some[-1] + 1
             self._guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
-    def observe(self, run: Running, tree: TokenTree, verdict: Verdict, seen: Observation, is_plain: bool) -> None:
-        """Tells the drafter in turn of a verdict; of what it followed, too. `is_plain`: nothing was drafted."""
-        if run.draft.state is None:
+    def observe(
+        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree, seen: Seen | None
+    ) -> None:
+        """Notes a verdict on a tree for the drafter in turn, which is told when it is asked next; at once where it is
+        shown what was `seen` in the pass. `tokens` were written, `root` comes behind them."""
+        draft = run.draft
+        if draft.state is None:
             return
         if self._of(run) is None:
-            run.draft.state = None  # of a drafter that was given up
+            draft.state = None  # of a drafter that was given up
             return
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-        run.draft.untold.append(seen._replace(path=[tree.ids[node] for node in path]))
-        if not is_plain or seen.seen is not None:
+        draft.untold.add(Observation([*map(tree.ids.__getitem__, path)], tokens, root, seen))
+        if seen is not None:
             self._tell(run)
 
     def _tell(self, run: Running) -> None:
-        """Tells a drafter what was written since it was told last. Rounds without drafts are told together, when it is
-        asked next: a request that writes plainly for long costs it nothing."""
-        untold = run.draft.untold
-        if untold and (drafter := self._of(run)) is not None:
-            seen = untold[-1]
-            if len(untold) > 1:
-                path = [node for one in untold for node in one.path]
-                seen = seen._replace(path=path, tokens=[token for one in untold for token in one.tokens])
-            untold.clear()
+        """Tells a drafter what was written since it was told last."""
+        if (drafter := self._of(run)) is not None and (seen := run.draft.untold.take()) is not None:
             self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
     def _of(self, run: Running) -> Drafter | None:
@@ -193,20 +190,19 @@ class Drafting:
         drafter = self._of(runs[0])
         if drafter is not None:
             began = self._clock()
-            states, trees, before = [], [], []
+            states, trees = [], []
             for run in runs:
                 assert isinstance(run.ask, Draft)
                 if drafter.needs.session:
                     run.lend()
+                run.ask.tree.planter = drafter.name if source is None else source.name
                 states.append(run.draft.state)
                 trees.append(run.ask.tree)
-                before.append(len(run.ask.tree))
             added = self._guarded(name, drafter.grow_by, source, states, trees)
-            for tree, first in zip(trees, before, strict=True):
-                tree.mark(first, drafter.name)
             seconds = self._clock() - began
             self.spent += seconds
-            self._costs.drafted(drafter.amortised(seconds), len(runs), source)
+            share = drafter.amortised(seconds) if drafter.shares_time else seconds
+            self._costs.drafted(share, len(runs), source)
             for run in runs:
                 run.draft.seconds += seconds
         for run, count in zip(runs, added or [0] * len(runs), strict=True):

@@ -18,7 +18,7 @@ from outpace.candidates.base import Worker
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Drafter, Observation, Request, Verify
+from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Load
 from outpace.engine.admission import Admission
@@ -240,8 +240,7 @@ class Engine(AbstractContextManager["Engine"]):
         if run.finish_reason is None:
             run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
             run.is_due, run.ask = True, None
-            seen = Observation((), tokens, run.root, judged.seen)
-            self.drafting.observe(run, tree, verdict, seen, is_plain=len(tree) == 1 or passes > 1)
+            self.drafting.observe(run, tree, verdict, tokens, run.root, judged.seen)
 
     def _allot(self, run: Running, load: Load, requests: int) -> None:
         """Tells a request how much room there is for it beside the others, and counts it with the load."""

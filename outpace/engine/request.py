@@ -20,12 +20,12 @@ from outpace.core.types import (
     Commit,
     DraftState,
     LogprobsOptions,
-    Observation,
     Request,
     Verdict,
     Verify,
     tree_rows,
 )
+from outpace.core.untold import Untold
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.history import TARGET, UNKNOWN, History, Round
@@ -45,7 +45,7 @@ class Drafted:
     needs: Needs = NOTHING  # the drafter's
     told: int = 0  # tokens of the prompt that a drafter with such needs was told of
     state: DraftState | None = None
-    untold: list[Observation] = field(default_factory=list)  # rounds that it was not told of yet
+    untold: Untold = field(default_factory=Untold)
     seconds: float = 0.0  # of the round under way
 
 
