@@ -100,11 +100,12 @@ def always_deeper(pays: Original) -> Original:
     return lambda self, tree, grower: grower.layers < self._options.deepest
 
 
-def of_one_source(note: Original) -> Original:
+def of_one_source(learn: Original) -> Original:
     """Whoever grew a node, it counts for the first source."""
 
-    def mutated(self: Any, tree: TokenTree, source: Any) -> None:
-        note(self, tree, test_planner.COPIES)
+    def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
+        tree.sources = [test_planner.COPIES.name] * len(tree)
+        return learn(self, tree, path)
 
     return mutated
 
@@ -164,6 +165,7 @@ def what_is_written_now(price: Original) -> Original:
 def never_forgetting(learn: Original) -> Original:
     def mutated(self: Any, above: float, below: float = 1.0) -> None:
         self._above, self._below = self._above + above, self._below + below
+        self.value = self._above / self._below
 
     return mutated
 
@@ -195,7 +197,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: unlikely leaves add up", auto._Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", auto._Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", auto._Planner, "pays", always_deeper),
-    mutation("planner: all nodes are the first source's", _chances.Chances, "note", of_one_source),
+    mutation("planner: all nodes are the first source's", _chances.Chances, "learn", of_one_source),
     mutation("planner: nothing is tried again", auto._Planner, "_is_due", lambda f: lambda self, grower: False),
     mutation("planner: what failed is tried as often as before", auto._Planner, "learn", as_often_as_before),
     mutation(

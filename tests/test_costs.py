@@ -250,6 +250,6 @@ def test_two_counts_that_cost_the_same_by_chance_do_not_make_all_others_free() -
 def test_idle_seconds_go_on_from_answer_to_answer() -> None:
     costs = costs_of((1, 6.0), (1, 6.0))
     assert costs.idle(DRAFT) == 12.0
-    costs.asked(DRAFT)
+    costs.drafted(1.0, 1, DRAFT)
     costs.round(1, 1, 1, 5.0, 0.0)
     assert costs.idle(DRAFT) == 5.0

@@ -61,7 +61,7 @@ class World:
         ask, drafting = coroutine.send(None), 0.0
         while self.written < tokens:
             if isinstance(ask, Draft):
-                is_free = ask.source == COPIES
+                is_free, ask.tree.planter = ask.source == COPIES, ask.source.name
                 if is_free and self.free_promise:
                     ask.tree.add(0, COPY, math.log(self.free_promise))
                 seconds = 0.0 if is_free else self.step + self.lag * 0.05  # what was written is read first
@@ -100,6 +100,13 @@ class WideWorld(World):
                 token = RIGHT if is_right and not place else 10 + place
                 tree.add(leaf, token, tree.scores[leaf] + math.log(chance))
         return 16
+
+
+def tree_of(source: Source) -> TokenTree:
+    """A root, below which this source plants."""
+    tree = TokenTree(RIGHT)
+    tree.planter = source.name
+    return tree
 
 
 def tree_end(tree: TokenTree) -> int:
@@ -176,7 +183,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
             costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
         planner = auto._Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
         planner.begin()
-        tree = TokenTree(RIGHT)
+        tree = tree_of(DRAFT)
         for token, chance in enumerate(chances):
             tree.add(0, token, math.log(chance))
         grower = planner.growers[0]
@@ -240,6 +247,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
         for copier, token in zip(planner.copiers, (WRONG, RIGHT), strict=True):
             costs.drafted(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
             planner.copies_pay(copier)
+            tree.planter = copier.source.name
             tree.add(0, token, math.log(0.5))
             planner.copied(tree, copier)
         planner.learn(tree, [0, 2])
@@ -261,7 +269,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
             costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
     planner = auto._Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
     for _ in range(20):
-        tree = TokenTree(RIGHT)
+        tree = tree_of(copies)
         planner.begin()
         node = 0
         for chance in (0.9, 0.8, 0.7, 0.45):
@@ -295,7 +303,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     place = place_of(None, 8, costs)
     planner = auto._Planner(place, auto.Options())
     planner.begin()
-    tree = TokenTree(1)
+    tree = tree_of(DRAFT)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
         tree.add(0, token, math.log(chance))
     planner.grown(tree, planner.growers[0])
@@ -309,7 +317,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
 def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
     """How many rows a planner asks for, of a chain whose tokens come true with this chance."""
     planner.begin()
-    tree = TokenTree(RIGHT)
+    tree = tree_of(DRAFT)
     for node in range(nodes):
         tree.add(node, RIGHT, (node + 1) * math.log(chance))
     planner.grown(tree, planner.growers[0])
@@ -346,7 +354,7 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
     asked = 0
     for _ in range(200):
         planner.begin()
-        tree = TokenTree(RIGHT)
+        tree = tree_of(COPIES)
         if not planner.is_plain and planner.copies_pay(planner.copiers[0]):
             asked += 1
             costs.drafted(0.001, 1, COPIES)
@@ -370,7 +378,7 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
         planner = auto._Planner(place, auto.Options())
         for _ in range(60):
             planner.begin()
-            tree = TokenTree(RIGHT)
+            tree = tree_of(DRAFT)
             while not planner.is_plain and planner.pays(tree, planner.growers[0]):
                 asked += 1
                 costs.drafted(0.5 * requests, requests, DRAFT)

@@ -23,49 +23,36 @@ class Chances:
     def __init__(self, costs: Costs, sources: Iterable[Source]) -> None:
         self._costs = costs
         self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
-        self._factors: dict[str, float] = {}  # by source: how far its chances are trusted in this round
-        self._sources: dict[int, str] = {}  # whose this round's nodes are, by id
         self._values = [1.0]
 
     def begin(self) -> None:
         """A round begins, with a tree that is a root."""
-        self._values, self._sources = [1.0], {}
-        self._factors = {name: trust.value for name, trust in self._trust.items()}
-
-    def note(self, tree: TokenTree, source: Source) -> None:
-        """The nodes that are new in the tree are the source's."""
-        self._sources.update(dict.fromkeys(tree.ids[1 + len(self._sources) :], source.name))
+        self._values = [1.0]
 
     def trust(self, source: Source) -> float:
-        """How far this source's chances are trusted in this round."""
-        return self._factors.get(source.name, 1.0)
+        """How far this source's chances are trusted."""
+        return self._trust[source.name].value if source.name in self._trust else 1.0
 
     def of(self, tree: TokenTree) -> list[float]:
         """By node."""
-        values, sources, factors = self._values, self._sources, self._factors
-        parents, scores, ids = tree.parents, tree.scores, tree.ids
-        for node in range(len(values), len(tree)):
-            factor, parent = factors.get(sources[ids[node]]), parents[node]
-            above = values[parent]
-            own = exp(scores[node]) * factor if factor is not None else above * exp(scores[node] - scores[parent]) * _ON
+        values, trusts, sources, parents, scores = self._values, self._trust, tree.sources, tree.parents, tree.scores
+        for node in range(len(values), len(scores)):
+            trust, parent = trusts.get(sources[node]), parents[node]
+            above, score = values[parent], scores[node]
+            own = exp(score) * trust.value if trust is not None else above * exp(score - scores[parent]) * _ON
             values.append(own if own < above else above)
         return values
 
-    def at(self, tree: TokenTree, nodes: Sequence[int]) -> float:
-        """The chance that the target walks to one of these nodes, of which no two stand on one path."""
-        return sum(map(self.of(tree).__getitem__, nodes))
-
     def learn(self, tree: TokenTree, path: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
         """The target has judged the tree and walked this path: by source, the nodes of both but for the root."""
-        rows, walked, promised = dict[str, int](), dict[str, int](), dict[str, float]()
-        for node in range(1, len(tree)):
-            source = self._sources[tree.ids[node]]
+        rows, walked, promised, sources = dict[str, int](), dict[str, int](), dict[str, float](), tree.sources
+        for node in range(1, len(sources)):
+            source = sources[node]
             rows[source] = rows.get(source, 0) + 1
             if source in self._trust and tree.roles[node] is not Role.PROBE:  # a probe promises nothing in this round
                 promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
         for node in path[1:]:
-            source = self._sources[tree.ids[node]]
-            walked[source] = walked.get(source, 0) + 1
+            walked[sources[node]] = walked.get(sources[node], 0) + 1
         for source, chances in promised.items():
             came = walked.get(source, 0)
             self._trust[source].learn(came, chances)

@@ -32,14 +32,12 @@ class Mean:
 
     def __init__(self, prior: float, weight: float, fade: float = _FADE) -> None:
         self._above, self._below, self._fade = prior * weight, weight, fade
-
-    @property
-    def value(self) -> float:
-        return self._above / self._below if self._below else 0.0
+        self.value = prior if weight else 0.0
 
     def learn(self, above: float, below: float = 1.0) -> None:
         self._above = self._above * self._fade + above
         self._below = self._below * self._fade + below
+        self.value = self._above / self._below if self._below else 0.0
 
 
 class Prices(NamedTuple):
@@ -49,7 +47,6 @@ class Prices(NamedTuple):
     plain: float  # seconds of a plain round; 0: unknown
     row: float  # seconds of one more than each request's root; 0: unknown
     is_known: bool  # whether a plain round was timed
-    is_stale: bool  # whether all requests should write plainly for once, because none did for long
 
 
 class Costs:
@@ -90,9 +87,10 @@ class Costs:
     def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
         self.latest_round, self.latest_pass = seconds, seconds - drafting
-        self._rounds.learn(rows, seconds - drafting)
         self._elapsed += seconds - drafting
-        self._prices.clear()
+        known = self._prices.get(requests)
+        if self._rounds.learn(rows, seconds - drafting) or known is None or not known.is_known:
+            self._prices.clear()
         self._rates[requests].learn(tokens, seconds)
 
     def is_worth_trying(self, rows: int) -> bool:
@@ -104,13 +102,18 @@ class Costs:
         return due
 
     def prices(self, requests: int) -> Prices:
-        """What holds in the next round of so many requests: the same answer to all of them."""
-        if requests not in self._prices:
-            is_stale = self.seen % _EVERY == 0 and self._rounds.is_stale(requests)
+        """What holds in the next round of so many requests: the same answer to all of them, and taken anew in one of
+        some rounds."""
+        prices = self._prices.get(requests)
+        if prices is None:
             row = self.more(requests, 1)[0] if self._rounds.has_slope else 0.0
             plain, is_known = self.target(requests), self.knows(requests, 1)
-            self._prices[requests] = Prices(self.price(requests), plain, row, is_known, is_stale)
-        return self._prices[requests]
+            prices = self._prices[requests] = Prices(self.price(requests), plain, row, is_known)
+        return prices
+
+    def is_stale(self, requests: int) -> bool:
+        """Whether all of so many requests should write plainly for once, because none did for long."""
+        return self._rounds.seen % _EVERY == 0 and self._rounds.is_stale(requests)
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
@@ -153,19 +156,19 @@ class Costs:
 
     def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
         """So many requests' trees were grown once by a source, or by all (None)."""
-        self.latest_draft = seconds / requests
-        self._is_step = source is None or source.name not in self._readers
-        self._readers.discard(source.name if source else "")
-        if source is not None and not source.runs_model:
+        self.latest_draft, self._is_step = seconds / requests, True
+        if source is None:
+            return
+        self._asked[source.name] = self._elapsed
+        if not source.runs_model:
             self.stepped(source, 1)
+        elif source.name in self._readers:
+            self._readers.remove(source.name)
+            self._is_step = False
 
     def reads(self, source: Source) -> None:
         """In its next growth this source's model reads more, for one of the requests, than what it proposed last."""
         self._readers.add(source.name)
-
-    def asked(self, source: Source) -> None:
-        """A request's tree was grown by this source."""
-        self._asked[source.name] = self._elapsed
 
     def idle(self, source: Source) -> float:
         """Seconds of rounds since any request's tree was grown by this source."""

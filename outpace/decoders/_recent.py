@@ -8,15 +8,18 @@ from statistics import median_low
 
 KEPT = 9  # times of one number; their median counts
 TRIED = 2  # so many times make a median
+_RENEWED = 4  # times after which a median of many is taken anew
 
 
 class Recent:
-    """Seconds by number. A median is taken when it is asked for, and anew when its times have changed."""
+    """Seconds by number. A median is taken when it is asked for: anew when its times have changed, and where they are
+    as many as are kept, when some of them have."""
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._medians: dict[int, float] = {}
-        self._changed: set[int] = set()  # numbers whose medians are not those of their times any more
+        self._changed: set[int] = set()  # numbers whose medians are to be taken anew
+        self._since: dict[int, int] = {}  # by number that has as many times as are kept: how many its median lacks
 
     def __iter__(self) -> Iterator[int]:
         """The numbers that have a time."""
@@ -24,10 +27,15 @@ class Recent:
 
     def learn(self, number: int, seconds: float) -> None:
         """It took so long once more."""
-        if number not in self._times:
-            self._times[number] = deque(maxlen=KEPT)
-        self._times[number].append(seconds)
-        self._changed.add(number)
+        times = self._times.get(number)
+        if times is None:
+            times = self._times[number] = deque(maxlen=KEPT)
+        since = self._since.get(number, 0) + 1 if len(times) == KEPT else _RENEWED
+        times.append(seconds)
+        if since >= _RENEWED:
+            self._changed.add(number)
+            since = 0
+        self._since[number] = since
 
     def expect(self, number: int, seconds: float) -> None:
         """What it took is known from elsewhere: as much as two fresh times, so that it is soon overruled."""

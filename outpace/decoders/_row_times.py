@@ -26,19 +26,22 @@ class RowTimes:
         self._wide: deque[Point] = deque(maxlen=KEPT)  # the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
         self._beyond: float | None = None  # the curve's `_slope`
+        self._widest: int | None = None  # bucket that has a time
         self._more: dict[int, list[float]] = {}  # see `more`
         self.seen = 0  # rounds
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """A round is over."""
+    def learn(self, rows: int, seconds: float) -> bool:
+        """A round is over; whether times are told anew since then."""
         bucket = _bucket(rows)
         self._times.learn(bucket, seconds)
         self._last[bucket] = self.seen
         self.seen += 1
         if self.seen % _RENEWED == 0:
             self._forget_old()
-        if self._times.count(bucket) <= TRIED or self.seen % _RENEWED == 0:
-            self._curve, self._beyond, self._more = None, None, {}
+        is_renewed = self.seen % _RENEWED == 0 or self._times.count(bucket) <= TRIED
+        if is_renewed:
+            self._curve, self._beyond, self._more, self._widest = None, None, {}, None
+        return is_renewed
 
     def read(self, tokens: int, seconds: float) -> None:
         """A pass over so many tokens of prompts, and nothing else, is over."""
@@ -86,15 +89,17 @@ class RowTimes:
 
     def more(self, rows: int, count: int) -> Sequence[float]:
         """By how much rounds over 1, 2, ... up to `count` more rows than `rows` take longer than one over `rows`."""
-        known = self._more.setdefault(rows, [])
-        if len(known) < count:
+        known = self._more.get(rows)
+        if known is None or len(known) < count:
             base = self.target(rows)
-            known += [self.target(rows + more) - base for more in range(len(known) + 1, count + 1)]
+            known = self._more[rows] = [self.target(rows + more) - base for more in range(1, count + 1)]
         return known[:count]
 
     def most_more(self, others: int) -> int:
         """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
-        return max(_FIRST, 2 * max(self._times, default=0) - others - 1)
+        if self._widest is None:
+            self._widest = max(self._times, default=0)
+        return max(_FIRST, 2 * self._widest - others - 1)
 
     def remember(self) -> dict[str, float]:
         """What a profile keeps."""
@@ -106,7 +111,7 @@ class RowTimes:
             bucket = _bucket(int(rows))
             self._times.expect(bucket, float(seconds))
             self._last[bucket] = self.seen
-        self._curve, self._beyond, self._more = None, None, {}
+        self._curve, self._beyond, self._more, self._widest = None, None, {}, None
 
     def _convex(self) -> tuple[list[int], list[float]]:
         """Row counts and their times: the lower convex hull of what was measured, made not to fall.

@@ -61,8 +61,8 @@ def decode(place: Place, options: Options) -> Coroutine:
         planner.begin()
         if not planner.is_plain:
             yield from _grow(tree, planner)
-        if len(tree) > 1:
-            tree = tree.copy(planner.chosen(tree))
+        if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
+            tree = tree.copy(nodes)
         more = 0 if planner.asks else place.left if planner.is_plain else _UNPLANNED
         picks = yield Verify(tree, more)
         verdict = place.request.rule.walk(tree, picks)
@@ -98,7 +98,7 @@ class _Planner:
         self._repeats = Repeats(place.committed)
         self.growers = [Grower(source, options.deepest, place) for source in place.sources if source.runs_model]
         self._worth = 0.0  # of this round's tree
-        self._has_copies = False  # in this round's tree, that promise more than little
+        self._copied = 0.0  # the chance that the walk comes to a copy in it
         self._price = 0.0  # tokens that a second is worth in this round
         self._seconds = 0.0  # of rounds so far
         self._plain = 0.0  # seconds of a plain round
@@ -119,11 +119,11 @@ class _Planner:
         self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
         gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
         is_new = self._rounds < _PLAIN and not prices.is_known
-        self.is_plain = self._place.budget < 2 or is_new or prices.is_stale or not gains
+        self.is_plain = self._place.budget < 2 or is_new or self._costs.is_stale(requests) or not gains
         self._rounds, self.asks = self._rounds + 1, False
         if self.is_plain:
             return
-        self._worth, self._has_copies = 0.0, False
+        self._worth = self._copied = 0.0
         self._chances.begin()
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
@@ -142,8 +142,7 @@ class _Planner:
 
     def copied(self, tree: TokenTree, copier: Copier) -> None:
         """The source has added what it has."""
-        self._chances.note(tree, copier.source)
-        self._has_copies = self._chances.at(tree, tree.children(0)) > _LITTLE
+        self._copied = sum(map(self._chances.of(tree).__getitem__, tree.children(0)))
 
     def pays(self, tree: TokenTree, grower: Grower) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
@@ -151,7 +150,7 @@ class _Planner:
         cost = self._price * self._costs.draft(grower.source, requests)
         if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
             return False
-        if not grower.is_worth_reading():
+        if not grower.has_read and not grower.is_worth_reading():
             return False
         self._at_leaves = self._reach(tree, grower)
         if grower.growth.value * self._at_leaves > cost or (self._at_leaves > _LITTLE and grower.explores()):
@@ -169,9 +168,9 @@ class _Planner:
     def grown(self, tree: TokenTree, grower: Grower) -> None:
         """The model has added a layer."""
         grower.has_read = True
-        self._costs.asked(grower.source)
-        self._chances.note(tree, grower.source)
-        if not self._has_copies:  # beside them a layer adds what they leave to add, which says nothing of other rounds
+        if (
+            self._copied <= _LITTLE
+        ):  # beside them a layer adds what they leave to add, which says nothing of other rounds
             chances, before = sorted(self._chances.of(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._place.budget - 1])
             most = self._costs.most_more(self._place.rows_of_others)
@@ -188,7 +187,7 @@ class _Planner:
         cost = self._costs.draft(grower.source, self._place.requests)
         if not grower.layers:
             cost = max(grower.trial_cost, 3 * cost) + grower.reading
-        is_told = not grower.layers or not self._has_copies  # beside copies a deeper layer says nothing
+        is_told = not grower.layers or self._copied <= _LITTLE  # beside copies a deeper layer says nothing
         failures = max(grower.failures, self._costs.failures(grower.source, self._place.requests))
         share = self._options.trials / 2 ** (0 if grower.layers else failures)
         idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
@@ -257,5 +256,9 @@ class _Planner:
         chances, least = self._chances.of(tree), self._price * seconds / GROWS
         leaves = sorted(map(chances.__getitem__, tree.leaves()), reverse=True)[:_BEAM]
         if not grower.layers:
-            leaves.append(self._chances.trust(grower.source) * (1.0 - self._chances.at(tree, tree.children(0))))
-        return sum([chance - least for chance in leaves if chance > least])
+            beside = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
+            leaves.append(self._chances.trust(grower.source) * beside)
+        reach = 0.0
+        for chance in leaves:
+            reach += max(0.0, chance - least)
+        return reach
