@@ -14,7 +14,8 @@ from torch import Tensor
 from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
-from outpace.drafters._grower import Grower, GrowState, rows_of
+from outpace.drafters._grower import Grower, GrowState
+from outpace.drafters._rows import rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.request import Running
 from outpace.models.base import Model

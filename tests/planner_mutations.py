@@ -126,7 +126,12 @@ def of_one_request(draft: Original) -> Original:
 
 
 def rows_unpaid(learn_copies: Original) -> Original:
-    return lambda self, rows, walked: learn_copies(self, {}, walked)
+    def mutated(self: Any, copier: Any, tree: TokenTree, path: Sequence[int]) -> None:
+        price, self._price = self._price, 0.0
+        learn_copies(self, copier, tree, path)
+        self._price = price
+
+    return mutated
 
 
 def whole_trees(chosen: Original) -> Original:

@@ -120,20 +120,24 @@ class TokenTree:
         """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
         bound; the first `primary` are C, the others B. No two of them are the same token below the same parent."""
         kids, siblings, scores = self._children, self.siblings, self.scores
+        picked, role, left = Siblings.PICKED, Role.PRIMARY, primary
         fresh = []
-        for place, (score, parent, token) in enumerate(children):
-            if siblings.setdefault(parent, Siblings.PICKED) is not Siblings.PICKED:
+        for score, parent, token in children:
+            if siblings.setdefault(parent, picked) is not picked:
                 raise ValueError(f"children of node {parent} are {siblings[parent].value}, not picked")
             if score != score:
                 raise ValueError(f"the path score of token {token} is not a number")
+            if not left:
+                role = Role.SECONDARY
+            left -= 1
             if not kids[parent] or self.child(parent, token) is None:
-                role = Role.PRIMARY if place < primary else Role.SECONDARY
-                fresh.append((min(score, scores[parent]), parent, token, role))
+                above = scores[parent]
+                fresh.append((parent, token, score if score < above else above, role))
         if self.most is not None and len(self.tokens) + len(fresh) > self.most:
-            bound = self.bound([child[0] for child in fresh])
-            fresh = [child for child in fresh if child[0] >= bound]
+            bound = self.bound([child[2] for child in fresh])
+            fresh = [child for child in fresh if child[2] >= bound]
         if fresh:
-            path_scores, parents, tokens, roles = zip(*fresh, strict=True)
+            parents, tokens, path_scores, roles = zip(*fresh, strict=True)
             self._append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
     def chain(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> int:

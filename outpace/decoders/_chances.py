@@ -10,6 +10,7 @@ from outpace.core.types import Source
 from outpace.decoders._costs import Costs
 
 _ON = 0.97  # of the chance that a copy goes on
+_TOGETHER = 3  # rounds that wait until they are learnt: behind a pass the code that does it is cold
 
 
 class Chances:
@@ -24,6 +25,8 @@ class Chances:
         self._costs = costs
         self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
         self._values = [1.0]
+        self._judged: list[tuple[TokenTree, Sequence[int]]] = []  # and not learnt yet
+        self._learnt = 0
 
     def begin(self) -> None:
         """A round begins, with a tree that is a root."""
@@ -43,18 +46,29 @@ class Chances:
             values.append(own if own < above else above)
         return values
 
-    def learn(self, tree: TokenTree, path: Sequence[int]) -> tuple[dict[str, int], dict[str, int]]:
-        """The target has judged the tree and walked this path: by source, the nodes of both but for the root."""
-        rows, walked, promised, sources = dict[str, int](), dict[str, int](), dict[str, float](), tree.sources
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """The target has judged the tree and walked this path. It is worked in some rounds together, the first ones at
+        once."""
+        self._judged.append((tree, path))
+        if len(self._judged) > min(_TOGETHER, self._learnt // _TOGETHER):
+            self.work_in()
+
+    def work_in(self) -> None:
+        """What was judged counts from now on."""
+        for tree, path in self._judged:
+            self._trust_by(tree, path)
+        self._learnt += len(self._judged)
+        self._judged.clear()
+
+    def _trust_by(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """By each source's nodes that were walked, beside what they promised."""
+        promised, walked, sources, trusts = dict[str, float](), dict[str, int](), tree.sources, self._trust
         for node in range(1, len(sources)):
-            source = sources[node]
-            rows[source] = rows.get(source, 0) + 1
-            if source in self._trust and tree.roles[node] is not Role.PROBE:  # a probe promises nothing in this round
-                promised[source] = promised.get(source, 0.0) + exp(tree.scores[node])
+            if sources[node] in trusts and tree.roles[node] is not Role.PROBE:  # that promises nothing in this round
+                promised[sources[node]] = promised.get(sources[node], 0.0) + exp(tree.scores[node])
         for node in path[1:]:
             walked[sources[node]] = walked.get(sources[node], 0) + 1
         for source, chances in promised.items():
             came = walked.get(source, 0)
-            self._trust[source].learn(came, chances)
+            trusts[source].learn(came, chances)
             self._costs.trust(source).learn(came, chances)
-        return rows, walked

@@ -13,7 +13,7 @@ trials together cost a small share of the time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,20 +57,23 @@ def decode(place: Place, options: Options) -> Coroutine:
         )
     planner = _Planner(place, options)
     tree = TokenTree(place.last_token)
-    while True:
-        planner.begin()
-        if not planner.is_plain:
-            yield from _grow(tree, planner)
-        if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
-            tree = tree.copy(nodes)
-        more = 0 if planner.asks else place.left if planner.is_plain else _UNPLANNED
-        picks = yield Verify(tree, more)
-        verdict = place.request.rule.walk(tree, picks)
-        if planner.asks:
-            planner.learn(tree, verdict.path)
-        else:
-            planner.wrote(len(verdict.path))
-        tree = yield Commit(tree, verdict)
+    try:
+        while True:
+            planner.begin()
+            if not planner.is_plain:
+                yield from _grow(tree, planner)
+            if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
+                tree = tree.copy(nodes)
+            more = 0 if planner.asks else place.left if planner.is_plain else _UNPLANNED
+            picks = yield Verify(tree, more)
+            verdict = place.request.rule.walk(tree, picks)
+            if planner.asks:
+                planner.learn(tree, verdict.path)
+            else:
+                planner.wrote(len(verdict.path))
+            tree = yield Commit(tree, verdict)
+    finally:
+        planner.end()
 
 
 def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
@@ -230,23 +233,27 @@ class _Planner:
             grower.grown[: grower.layers] = [self._seconds] * grower.layers
             if grower.layers:
                 grower.failures = grower.failures + 1 if grower.tries else 0
-                self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
+                if self._place.requests > 1:
+                    self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
                 grower.judged(self._price)
-        self._learn_copies(*self._chances.learn(tree, path))
+        self._chances.learn(tree, path)
+        for copier in self.copiers:
+            if copier.is_asked:
+                self._learn_copies(copier, tree, path)
 
-    def _learn_copies(self, rows: Mapping[str, int], walked: Mapping[str, int]) -> None:
-        """What sources without a model gave, by their names, and what their rows cost."""
-        asked = [copier for copier in self.copiers if copier.is_asked]
-        if not asked:
-            return
-        count = sum(rows.values())
-        price = self._price * self._costs.more(self._place.rows_of_others + 1, count)[-1] / count if count else 0.0
-        for copier in asked:
-            name = copier.source.name
-            gain = walked.get(name, 0) - price * rows.get(name, 0)
-            copier.gain.learn(gain)
-            copier.asked(self._gains(copier), self._repeats)
-            self._costs.copies(name, self._place.requests).learn(gain)
+    def end(self) -> None:
+        """The request is over."""
+        self._chances.work_in()
+
+    def _learn_copies(self, copier: Copier, tree: TokenTree, path: Sequence[int]) -> None:
+        """What a source without a model gave, and what its rows cost."""
+        name, gain, count = copier.source.name, 0.0, len(tree) - 1
+        if rows := tree.sources.count(name):
+            seconds = self._costs.more(self._place.rows_of_others + 1, count)[-1] / count
+            gain = [*map(tree.sources.__getitem__, path)].count(name) - self._price * seconds * rows
+        copier.gain.learn(gain)
+        copier.asked(self._gains(copier), self._repeats)
+        self._costs.copies(name, self._place.requests).learn(gain)
 
     def _reach(self, tree: TokenTree, grower: Grower) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and

@@ -20,7 +20,12 @@ class Combined(Several):
     def __init__(self, parts: Sequence[Drafter]) -> None:
         super().__init__(parts)
         self.needs = reduce(Needs.joined, (part.needs for part in parts))
-        self._sources = [tuple(part.sources) for part in parts]
+        self._growers: dict[Source | None, list[tuple[int, Drafter, Source | None]]] = {None: []}
+        for number, part in enumerate(parts):
+            self._growers[None].append((number, part, None))
+            for source in part.sources:
+                own = source if len(part.sources) > 1 else None  # else whatever the part has
+                self._growers.setdefault(source, []).append((number, part, own))
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -49,17 +54,16 @@ class Combined(Several):
     def grow_by(self, source: Source | None, states: Sequence[SeveralState], trees: Sequence[TokenTree]) -> list[int]:
         """Nodes added to each tree by the parts that have this source."""
         before = [*map(len, trees)]
-        for number, part in enumerate(self.parts):
-            if source is None or source in self._sources[number]:
-                inner = []
-                for state, tree in zip(states, trees, strict=True):
-                    own = state.parts[number]
-                    if (seen := state.untold[number].take()) is not None:
-                        part.observe(own, seen)
-                    own.base, own.has_company = state.base, state.has_company
-                    tree.planter = part.name if source is None else source.name
-                    inner.append(own)
-                part.grow_by(source, inner, trees)
+        for number, part, asked in self._growers.get(source, ()):
+            inner = []
+            for state, tree in zip(states, trees, strict=True):
+                own = state.parts[number]
+                if (seen := state.untold[number].take()) is not None:
+                    part.observe(own, seen)
+                own.base, own.has_company = state.base, state.has_company
+                tree.planter = part.name if source is None else source.name
+                inner.append(own)
+            part.grow_by(asked, inner, trees)
         return [*map(sub, map(len, trees), before)]
 
     def remember(self) -> list[Any]:

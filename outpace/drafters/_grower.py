@@ -7,16 +7,16 @@ the drafter's own affair.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from outpace.core.orders import FREE, Orders
 from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, TokenTree
-from outpace.core.types import DraftState, Observation, Request, Row
+from outpace.core.types import DraftState, Observation, Request
 from outpace.drafters._outcomes import for_outcomes
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import offers_by_score
@@ -24,6 +24,7 @@ from outpace.rules.base import offers_by_score
 _CHUNK = 256  # prompt tokens a forward
 _FULL = 3
 _STATE = itemgetter(0)  # of a job
+_HAS_COMPANY = attrgetter("has_company")
 
 
 @dataclass
@@ -116,7 +117,8 @@ class Grower:
         much is to be read while others wait: one chunk of these is read now."""
         for state in states if self._on_base else ():
             state.session = state.base
-        reading, jobs = self._read_beside(states), []
+        reading: Collection[int] = self._read_beside(states) if any(map(_HAS_COMPANY, states)) else ()
+        jobs = []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
             if number not in reading and (some := self._frontier(state, tree)):
                 jobs.append(Job(state, tree, some))
@@ -203,14 +205,18 @@ class Grower:
             if is_worthy and (count <= room or tree.depth(node) <= room):
                 heappush(state.open, (-scores[node], node))
         state.seen = count
-        most, bound = min(width, len(state.open)), tree.bound()
+        most, best = min(width, len(state.open)), []
         if self._on_base:
             most = min(most, state.session.free)
-        best = [heappop(state.open)[1] for _ in range(most)]
+        for _ in range(most):
+            best.append(heappop(state.open)[1])
         if not is_anew and not _stand_together(best, tree, state.slots):  # another drafter has raised scores meanwhile
             state.open, state.seen = [], 0
             return self._frontier(state, tree, is_anew=True)
-        return sorted([node for node in best if scores[node] >= bound])
+        if tree.most is not None:
+            bound = tree.bound()
+            best = [node for node in best if scores[node] >= bound]
+        return sorted(best)
 
     def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
         """Reads one chunk of texts that lack more than that and have company; their places."""
@@ -289,21 +295,3 @@ def _stand_together(nodes: Sequence[int], tree: TokenTree, known: Mapping[int, i
 
 def _log(chance: float) -> float:
     return math.log(chance) if chance else -math.inf
-
-
-def rows_of(jobs: Sequence[Job]) -> list[Row]:
-    """Whose the scores of the jobs' nodes are."""
-    rows = []
-    for state, tree, frontier in jobs:
-        for node in frontier:
-            rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
-    return rows
-
-
-def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The tokens from below the root down to a node."""
-    tokens = []
-    while node:
-        tokens.append(tree.tokens[node])
-        node = tree.parents[node]
-    return tuple(tokens[::-1])

@@ -18,7 +18,8 @@ from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Source
 from outpace.drafters._chance import Choices
-from outpace.drafters._grower import Grower, GrowState, Job, rows_of
+from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._rows import rows_of
 from outpace.drafters._sublayers import Sublayers, agreements, check_target, read
 from outpace.drafters._swift import Search
 from outpace.models.base import Model

@@ -20,10 +20,11 @@ from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._ahead import SPARE, Ahead, Burst
-from outpace.drafters._chance import Choices
+from outpace.drafters._chance import ChoiceModel, Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
-from outpace.drafters._grower import Grower, GrowState, Job, rows_of
+from outpace.drafters._grower import Grower, GrowState, Job
+from outpace.drafters._rows import rows_of
 from outpace.drafters._under_way import Walk
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
@@ -66,6 +67,7 @@ class ModelState(GrowState):
 
     offers: dict[int, Offer] = field(default_factory=dict)
     ahead: Burst = field(default_factory=Burst)
+    choice: ChoiceModel = field(default_factory=ChoiceModel)  # that of such requests
     is_drawn: bool = field(init=False)  # its children are
 
     def __post_init__(self) -> None:
@@ -97,7 +99,8 @@ class ModelDrafter(Drafter):
         return self._grower.window or None
 
     def open(self, request: Request) -> ModelState:
-        return ModelState(request, list(request.prompt), session=self._grower.open(request))
+        choice = self._choices.of(request)
+        return ModelState(request, list(request.prompt), session=self._grower.open(request), choice=choice)
 
     def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> list[int]:
         """One forward of the draft model over the frontiers of all trees; nodes added to each.
@@ -210,8 +213,9 @@ class ModelDrafter(Drafter):
         offers: Sequence[Offer],
     ) -> int:
         """Hangs the best children below the frontier: the best K of all are C, the others B."""
-        width = min(state.orders.width or self._options.width, self._options.width)
-        choice = self._choices.of(state.request)
+        orders, choice, width = state.orders, state.choice, self._options.width
+        if orders.width:
+            width = min(orders.width, width)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
         for node, (tokens, values) in zip(frontier, offers, strict=True):
             if not tokens:
@@ -220,10 +224,11 @@ class ModelDrafter(Drafter):
             score = tree.scores[node]
             for token, chance in zip(tokens, choice.log_chances(values, width), strict=False):
                 children.append((score + chance, node, token))
-        children.sort(key=_SCORE, reverse=True)
+        if len(frontier) > 1:
+            children.sort(key=_SCORE, reverse=True)
         before = len(tree)
         room = self._options.tree_nodes - before
-        most = max(_CHILDREN * width, int(room * state.orders.share))
+        most = max(_CHILDREN * width, int(room * orders.share))
         tree.hang(children[: min(room, most)], width)
         return len(tree) - before
 

@@ -22,8 +22,9 @@ from outpace.core.types import Observation, Offer, Request, Source
 from outpace.drafters._by_key import ByKey
 from outpace.drafters._chance import Choices
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._grower import Grower, GrowState, Job, rows_of
+from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._phrases import Table, kept_in
+from outpace.drafters._rows import rows_of
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 

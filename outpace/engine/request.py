@@ -250,15 +250,14 @@ class Running:
         accepted = min(length, emitted)  # not what a stop or the limit cut off
         drafted = 0
         if len(tree) > 1:
-            nodes = [node for node in range(1, rows) if tree.roles[node] is not Role.PROBE]
-            deep = depths(tree.parents[:rows])
-            longest = max([length, *[deep[node] for node in nodes]])
-            if path[-1] >= rows:  # a late node ends the path
-                nodes.append(path[-1])
-            drafted = len(nodes)
-            for node in nodes:  # a Counter's own way takes longer for so few
-                history.drafted[sources[node] or UNKNOWN] += 1
-            history.sources += [sources[node] or UNKNOWN for node in path[1 : accepted + 1]]
+            deep, roles = depths(tree.parents), tree.roles
+            judged = range(1, rows) if path[-1] < rows else (*range(1, rows), path[-1])  # a late node ends the path
+            for node in judged:
+                if roles[node] is not Role.PROBE:
+                    drafted, longest = drafted + 1, max(longest, deep[node])
+                    history.drafted[sources[node] or UNKNOWN] += 1  # a Counter's own way takes longer for so few
+            for node in path[1 : accepted + 1]:
+                history.sources.append(sources[node] or UNKNOWN)
         history.sources += [TARGET] * (emitted - accepted)
         times = (self.draft.seconds, target_seconds, now - start)
         self.draft.seconds = 0.0

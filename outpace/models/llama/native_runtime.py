@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
-from outpace.core.scores import Held, Offer, Scored
+from outpace.core.scores import Held, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
@@ -242,7 +242,8 @@ class NativeLlama(Model):
             return self._held(out)
         count, ids = self._known()
         rows = (forest.spans, forest.tokens, forest.positions, turns, forest.wanted)
-        return self._held(out, model.score(*rows, out, forest.best, count, ids))
+        best = model.score(*rows, out, forest.best, count, ids)
+        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)
 
     def _known(self) -> tuple[int, np.ndarray | None]:
         """How many outputs of the output layer are known tokens, and which; another model may know fewer."""
@@ -253,7 +254,7 @@ class NativeLlama(Model):
             ids = ids[: np.searchsorted(ids, vocab)]
         return len(ids), ids
 
-    def _held(self, out: np.ndarray, best: Sequence[Offer] = ()) -> Held:
+    def _held(self, out: np.ndarray) -> Held:
         """The output layer's scores, of those tokens that are known."""
         count, ids = self._known()
-        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)
+        return Held(out[:, :count], ids, self.vocab_size)
