@@ -49,7 +49,8 @@ class TokenTree:
     child. `scores[i]` is W, the log of the estimated chance that the target walks down to node i; it never exceeds
     the parent's, so the best n nodes are always closed under ancestors. `ids` are unique for the life of a request.
 
-    Where `most` nodes can be verified, what stands behind the best so many need not grow: see `bound`.
+    Where `most` nodes can be verified, what stands behind the best so many need not grow: see `bound`. What scores
+    below `least` need not be planted, but for the best below each node: nobody would verify it.
 
     One writer at a time: whoever grows it. A reader freezes it by remembering `len(tree)`.
     """
@@ -66,6 +67,7 @@ class TokenTree:
         self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
         self.most: int | None = None  # nodes that can be verified, where that is known while it grows
+        self.least = -math.inf
         self._children: list[list[int]] = [[]]
 
     def __len__(self) -> int:

@@ -266,7 +266,7 @@ class Drafter(TakesOrders):
         return self.grow(states, trees) if source is None or source in self.sources else [0] * len(trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
-        """The target has judged: follow it."""
+        """The target has judged, perhaps several times since this drafter was asked last: follow it."""
         raise NotImplementedError
 
     def read(self, state: Any, seen: Seen) -> None:

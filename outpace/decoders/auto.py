@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from math import inf, log
 from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole
@@ -34,6 +35,7 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 _UNPLANNED = 3  # plain rounds that may follow one in which nobody was asked
+_UNPAID = 0.25  # of what a row must bring: a node that is less likely than that is not even planted
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
 
@@ -103,6 +105,7 @@ class _Planner:
         self._worth = 0.0  # of this round's tree
         self._copied = 0.0  # the chance that the walk comes to a copy in it
         self._price = 0.0  # tokens that a second is worth in this round
+        self._row = 0.0  # tokens that one of a few more rows is worth in it
         self._seconds = 0.0  # of rounds so far
         self._plain = 0.0  # seconds of a plain round
         self._at_leaves = 1.0
@@ -127,6 +130,7 @@ class _Planner:
         if self.is_plain:
             return
         self._worth = self._copied = 0.0
+        self._row = self._price * self._costs.more(self._place.rows_of_others + 1, _BEAM)[-1] / _BEAM
         self._chances.begin()
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
@@ -157,14 +161,17 @@ class _Planner:
             return False
         self._at_leaves = self._reach(tree, grower)
         if grower.growth.value * self._at_leaves > cost or (self._at_leaves > _LITTLE and grower.explores()):
-            return self._asks(grower)
+            return self._asks(tree, grower)
         grower.is_trial = self._is_due(grower)
-        return grower.is_trial and self._asks(grower)
+        return grower.is_trial and self._asks(tree, grower)
 
-    def _asks(self, grower: Grower) -> bool:
+    def _asks(self, tree: TokenTree, grower: Grower) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""
-        if not grower.layers and not grower.is_following:
-            self._costs.reads(grower.source)
+        if not grower.layers:
+            trust = self._chances.trust(grower.source)
+            tree.least = log(_UNPAID * self._row / trust) if self._row > 0.0 < trust else -inf
+            if not grower.is_following:
+                self._costs.reads(grower.source)
         self.asks = True
         return True
 
@@ -259,8 +266,7 @@ class _Planner:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root; of each what is above the price of a row there, for four unlikely
         leaves give less than one that is as likely as all of them."""
-        seconds = self._costs.more(self._place.rows_of_others + 1, _BEAM)[-1] / _BEAM
-        chances, least = self._chances.of(tree), self._price * seconds / GROWS
+        chances, least = self._chances.of(tree), self._row / GROWS
         leaves = sorted(map(chances.__getitem__, tree.leaves()), reverse=True)[:_BEAM]
         if not grower.layers:
             beside = 1.0 - sum(map(chances.__getitem__, tree.children(0)))

@@ -212,8 +212,9 @@ class ModelDrafter(Drafter):
         frontier: Sequence[int],
         offers: Sequence[Offer],
     ) -> int:
-        """Hangs the best children below the frontier: the best K of all are C, the others B."""
-        orders, choice, width = state.orders, state.choice, self._options.width
+        """Hangs the best children below the frontier: the best K of all are C, the others B. Below each node the best
+        one, whatever its chance, so that none is taken for a leaf again."""
+        orders, choice, width, least = state.orders, state.choice, self._options.width, tree.least
         if orders.width:
             width = min(orders.width, width)
         children: list[tuple[float, int, int]] = []  # (path score, node, token)
@@ -222,8 +223,10 @@ class ModelDrafter(Drafter):
                 continue  # a constraint allows none of the tokens that the draft has
             state.offers[tree.ids[node]] = (tokens, values)
             score = tree.scores[node]
-            for token, chance in zip(tokens, choice.log_chances(values, width), strict=False):
-                children.append((score + chance, node, token))
+            for number, chance in enumerate(choice.log_chances(values, width)):
+                if score + chance < least and number:
+                    break
+                children.append((score + chance, node, tokens[number]))
         if len(frontier) > 1:
             children.sort(key=_SCORE, reverse=True)
         before = len(tree)
