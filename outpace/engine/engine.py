@@ -197,15 +197,15 @@ class Engine(AbstractContextManager["Engine"]):
         """How many plain passes may follow this one, which took so long: within `burst`, where all write plainly and
         nobody waits for a first token, or for every one."""
         most = int(self.options.burst / seconds) - 1 if seconds else 0
-        may_join = self._admission.waiting and len(trees) < self.options.batch
-        if chunks or self.worker is not None or may_join:
-            return 0
         for run, _ in trees:
-            if most < 1 or not isinstance(run.ask, Verify) or not run.history.first_token or not run.may_go_on():
+            if most < 1 or not isinstance(run.ask, Verify) or not run.ask.more:  # as in every round with drafts
+                return 0
+            if not run.history.first_token or not run.may_go_on():
                 return 0
             session = run.storage.session
             most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)
-        return most
+        may_join = self._admission.waiting and len(trees) < self.options.batch
+        return 0 if chunks or self.worker is not None or may_join else most
 
     @staticmethod
     def _apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
