@@ -18,6 +18,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama import config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -184,3 +185,14 @@ def test_smollm2(tmp_path: Path) -> None:
             assert 0.01 < checkpoint.tensor("model.layers.0.self_attn.q_proj.weight").std() < 1
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_tokenizer_that_is_built_leaves_no_texts(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf")
+    with GgufSource(path) as source:
+        built = source.tokenizer
+        assert not source._header.metadata
+        assert source.tokenizer is built
+        assert source.tensor("model.norm.weight").shape == (CONFIG["hidden_size"],)
+        source.write_tokenizer(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()

@@ -43,14 +43,13 @@ class Tokenizer:
         # Some files carry the settings of training, which would cut or fill what is encoded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._words = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
         self._special = {name: text for name in SPECIAL_NAMES if (text := _token_text(settings.get(name)))}
         self._add_bos = settings.get("add_bos_token")
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
         streams = stream_maker(tokenizer)
         self._stream: Callable[[bool], TextStream] = streams
         self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
-        self.size = max(self._words, default=-1) + 1
+        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
 
@@ -170,7 +169,7 @@ class Tokenizer:
     def bytes_by_id(self) -> dict[int, bytes]:
         """What each id adds to a text, special tokens by their names; ids whose bytes cannot be told are left out."""
         special = self.special_ids
-        found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self._words.items()}
+        found = {i: word.encode() if i in special else self._bytes_of(i) for i, word in self.words.items()}
         return {index: text for index, text in found.items() if text and DAMAGED.encode() not in text}
 
     def id_of(self, token: str) -> int | None:
@@ -182,17 +181,17 @@ class Tokenizer:
 
         One vocabulary may be longer than the other: rows that pad an embedding are no difference.
         """
-        are_equal = self._words == other._words  # faster than one by one
+        are_equal = self.words == other.words  # faster than one by one
         for index in range(0 if are_equal else min(self.size, other.size)):
-            mine, others = self._words.get(index), other._words.get(index)
+            mine, others = self.words.get(index), other.words.get(index)
             if mine != others and mine is not None and others is not None:
                 return f"id {index} is {mine!r} in one and {others!r} in the other"
         return None
 
-    @property
+    @cached_property
     def words(self) -> Mapping[int, str]:
-        """Every token as the vocabulary writes it, by id."""
-        return self._words
+        """Every token as the vocabulary writes it, by id: 20 MB of a large one, which plain text does not ask for."""
+        return {index: token for token, index in self._tokenizer.get_vocab(with_added_tokens=True).items()}
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -203,7 +202,7 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """All tokens with their ids in a word: the same where ids mean the same."""
-        words = "\0".join(f"{index} {self._words[index]}" for index in sorted(self._words))
+        words = "\0".join(f"{index} {self.words[index]}" for index in sorted(self.words))
         return hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
@@ -218,9 +217,9 @@ class Tokenizer:
         """The ids that end an answer. Ids that the vocabulary does not have are never written."""
         special = set(self.special_ids)
         ends = {self._id(self._special.get("eos_token")), *named, *(special & {self._id(end) for end in TURN_ENDS})}
-        found = {index for index in ends if index in self._words}
-        found = found or special & {self._id(end) for end in TEXT_ENDS}
-        return frozenset(index for index in found if index is not None)
+        there = [index for index in ends if index is not None and 0 <= index < self.size]
+        found = {index for index in there if self._tokenizer.id_to_token(index) is not None}
+        return frozenset(found or special & {index for end in TEXT_ENDS if (index := self._id(end)) is not None})
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

@@ -69,8 +69,16 @@ class GgufHeader:
 
     def forget(self, name: str) -> None:
         """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
-        entry, page = self.tensors[name], mmap.PAGESIZE
-        start, end = -(-entry.start // page) * page, (entry.start + entry.num_bytes) // page * page
+        entry = self.tensors[name]
+        self._forget(entry.start, entry.start + entry.num_bytes)
+
+    def forget_front(self) -> None:
+        """As `forget`, of what stands before all tensors."""
+        self._forget(0, min((entry.start for entry in self.tensors.values()), default=0))
+
+    def _forget(self, start: int, end: int) -> None:
+        page = mmap.PAGESIZE
+        start, end = -(-start // page) * page, end // page * page
         if end > start and hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.freed import give_back
 from outpace.core.lazy import torch
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import GgufModel, read_model
@@ -44,8 +46,13 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     @cached_property
     def tokenizer(self) -> GgufTokenizer:
-        """What the header says of it, built when it is asked for; UserError where it is damaged."""
-        return gguf_tokenizer.build_for(self._header, self._model)
+        """What the header says of it, built when it is asked for; UserError where it is damaged. The header's texts
+        and what they were made into on the way, 100 MB of a large vocabulary, are not held beside it."""
+        built = gguf_tokenizer.build_for(self._header, self._model)
+        self._header.forget_front()
+        self._header = replace(self._header, metadata={})
+        give_back()
+        return built
 
     def names(self) -> list[str]:
         """The names of all tensors, sorted."""
