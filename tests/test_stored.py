@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config import from_dict
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.packing import Packing
 from outpace.models.load import load_model
 from outpace.models.text.source import tokenizer_of
 from outpace.models.text.tokenizer import Tokenizer
@@ -253,6 +256,36 @@ def test_an_inflated_model_writes_its_own_text(tmp_path: Path) -> None:
     assert four.num_layers > one.num_layers
     assert four.weight_bytes > 2.5 * one.weight_bytes
     assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))
+
+
+def test_one_part_of_the_file_is_packed_at_a_time() -> None:
+    """Layers are put together side by side; the pages of one matrix alone are read, by all threads."""
+    running, most, given = 0, 0, set[int]()
+
+    class Matrix:
+        @staticmethod
+        def stored(*_: Any, threads: int, **options: Any) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            given.add(threads)
+            time.sleep(0.01)
+            running -= 1
+
+    class Kernels:
+        pass
+
+    Kernels.Matrix = Matrix  # type: ignore[attr-defined]
+    packing = Packing(Kernels(), 3)
+    workers = [
+        threading.Thread(target=packing.of_file, args=([("Q8_0", np.zeros((1, 34), np.uint8))], np.zeros(1), 32))
+        for _ in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert (most, given) == (1, {3})
 
 
 @pytest.mark.long

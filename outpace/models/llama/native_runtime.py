@@ -162,9 +162,10 @@ class NativeLlama(Model):
         """
         kernels = load_kernels()
         check_supported(kernels, config)
-        packing = Packing(kernels)
+        threads = options.threads or usable_cores()
+        packing = Packing(kernels, threads)
         fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights)
-        with ThreadPoolExecutor(options.threads or usable_cores()) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(Ends.load, packing, config, fetch, head_ids)
                 found = pool.map(lambda number: load_layer(packing, config, number, fetch), range(config.num_layers))

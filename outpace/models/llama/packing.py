@@ -6,6 +6,7 @@ Alone, each would end within a large page, and together they would be held twice
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import numpy as np
 class Packing:
     """Makes the matrices of one model. Several threads may use it."""
 
-    def __init__(self, kernels: Any) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: Any, threads: int = 1) -> None:
+        self.kernels, self._threads = kernels, threads
+        self._packing = Lock()
         self._room = {"room": kernels.Room()} if hasattr(kernels, "Room") else {}  # kernels of before know none
 
     def of_floats(self, weights: np.ndarray, bias: Sequence[float] = ()) -> Any:
@@ -23,5 +25,9 @@ class Packing:
         return self.kernels.Matrix(weights, bias, **self._room)
 
     def of_file(self, parts: Sequence[tuple[str, np.ndarray]], rows: np.ndarray, inputs: int, **options: Any) -> Any:
-        """Rows of tensors in a file's formats: ggml's name and bytes of each; ValueError for what is not finite."""
-        return self.kernels.Matrix.stored(parts, np.ascontiguousarray(rows, np.int32), inputs, **options, **self._room)
+        """Rows of tensors in a file's formats: ggml's name and bytes of each; ValueError for what is not finite.
+
+        By all threads together and one matrix after the other, so that one matrix's part of the file is in memory."""
+        order, more = np.ascontiguousarray(rows, np.int32), {"threads": self._threads, **options, **self._room}
+        with self._packing:
+            return self.kernels.Matrix.stored(parts, order, inputs, **more)
