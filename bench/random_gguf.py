@@ -1,13 +1,15 @@
 """Writes a .gguf file of a known model's shape with random weights in one format, to time what no file at hand has.
 
 Run: python bench/random_gguf.py SHAPE FORMAT OUT, as llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random bytes with
-small scales, so its texts mean nothing, but a pass reads and computes what a trained model's does.
+small scales, so its texts mean nothing, but a pass reads and computes what a trained model's does. Its vocabulary and
+its merges are as many as the model's, of shorter strings.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +32,17 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    merges: int
+    positions: int
+    pre: str
 
 
 SHAPES = {
-    "llama-3.2-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 64),
-    "llama-3.2-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 128),
-    "qwen3-0.6b": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128),
-    "qwen3-1.7b": Shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 128),
+    "llama-3.2-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, 280147, 131072, "llama-bpe"),
+    "llama-3.2-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 128, 280147, 131072, "llama-bpe"),
+    "qwen3-0.6b": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 151387, 40960, "qwen2"),
+    "qwen3-1.7b": Shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 151387, 40960, "qwen2"),
+    "qwen3-4b": Shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 151387, 40960, "qwen2"),
 }
 
 
@@ -51,11 +57,24 @@ def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> n
     return turned.reshape(-1, columns // block * size)[:rows]
 
 
+def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
+    """Tokens and merges, as many as the model's own: an end, then strings of small letters, the short ones first."""
+    tokens, merges = [*byte_alphabet(), "<|end|>"], list[str]()
+    for length in (2, 3, 4):
+        for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=length):
+            if len(tokens) == shape.vocab:
+                break
+            tokens.append("".join(letters))
+    for cut in (1, 2, 3):
+        merges += [f"{token[:cut]} {token[cut:]}" for token in tokens[257:] if len(token) > cut]
+    return tokens, merges[: shape.merges]
+
+
 def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Sizes, and a byte-level tokenizer whose tokens beyond the bytes are padding."""
+    """Sizes, and a byte-level tokenizer."""
     name = shape.architecture
     for key, value in (
-        ("context_length", 8192),
+        ("context_length", shape.positions),
         ("embedding_length", shape.hidden),
         ("feed_forward_length", shape.middle),
         ("block_count", shape.layers),
@@ -68,13 +87,12 @@ def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", 500000.0)
-    tokens = [*byte_alphabet(), "<|end|>", "ab"]
-    tokens += [f"[PAD{number}]" for number in range(len(tokens), shape.vocab)]
+    tokens, merges = vocabulary(shape)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_tokenizer_pre(shape.pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 1] + [5] * (shape.vocab - 258))
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([1] * 256 + [3] + [1] * (shape.vocab - 257))
+    writer.add_token_merges(merges)
     writer.add_eos_token_id(256)
 
 
@@ -98,8 +116,10 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("format", choices=SCALES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, help="fewer than the model has, for long contexts in little time")
     asked = parser.parse_args()
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
+    shape = replace(shape, layers=asked.layers or shape.layers)
     writer = GGUFWriter(asked.out, shape.architecture)
     write_metadata(writer, shape)
 
