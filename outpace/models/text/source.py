@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from outpace.core.errors import UserError
+from outpace.core.freed import give_back
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.text.tokenizer import Tokenizer
 
 
 def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
-    """UserError where it is missing or damaged."""
+    """UserError where it is missing or damaged. What a large vocabulary was made from on the way, 100 MB of memory, is
+    given back."""
     if isinstance(source, Checkpoint):
         return Tokenizer.from_folder(source.path)
     built = source.tokenizer
@@ -19,3 +21,5 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
         return Tokenizer(built.tokenizer, built.settings, stops, {"default": template} if template else {})
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from error
+    finally:
+        give_back()

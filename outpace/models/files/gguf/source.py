@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.freed import give_back
 from outpace.core.lazy import torch
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import GgufModel, read_model
@@ -46,12 +45,11 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     @cached_property
     def tokenizer(self) -> GgufTokenizer:
-        """What the header says of it, built when it is asked for; UserError where it is damaged. The header's texts
-        and what they were made into on the way, 100 MB of a large vocabulary, are not held beside it."""
+        """What the header says of it, built when it is asked for; UserError where it is damaged. The header's texts,
+        tens of megabytes of a large vocabulary, are not held beside it."""
         built = gguf_tokenizer.build_for(self._header, self._model)
         self._header.forget_front()
         self._header = replace(self._header, metadata={})
-        give_back()
         return built
 
     def names(self) -> list[str]:
