@@ -3,8 +3,9 @@
 Run: python bench/pass_times_against_llama_cpp.py [--threads 2] [--rows 1 2 4 8 16] [--rounds 40] [--context 200] ...
 A pass: so many new tokens behind the context, scores asked for all of them, keys and values dropped again. Row counts
 and engines are interleaved, round after round; medians and minima are shown, ratios are of medians. The floor is the
-weights, keys and values that a pass reads, over what the memory gives a second. A context above 256 tokens is one text
-of so many over and over, copied in both engines: that costs what any text does. One JSON line last.
+weights, keys and values that a pass reads, over what the memory gives a second, the median of all rounds. A context
+above 256 tokens is one text of so many over and over, copied in both engines: that costs what any text does.
+One JSON line last.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="our weights; file: the .gguf file's")
     parser.add_argument("--flash", action="store_true", help="llama.cpp's flash attention")
-    parser.add_argument("--gigabytes", type=float, help="what the memory gives a second; measured by default")
+    parser.add_argument("--gigabytes", type=float, help="the memory's speed; measured in each round by default")
     args = parser.parse_args()
     if min(args.rounds, args.context, *args.rows) < 1:
         raise UserError("rows, rounds and context must be at least 1")
@@ -138,7 +139,6 @@ def main() -> None:
     """The command."""
     args = arguments()
     context = [index * 37 % 1000 + 5 for index in range(args.context)]
-    args.gigabytes = args.gigabytes or bandwidth() / 1e9
     ours = Ours(args, context)
     engines = {OURS: ours, THEIRS: Theirs(args, context)}
     tokens = [index * 31 % 1000 + 5 for index in range(max(args.rows))]
@@ -146,13 +146,17 @@ def main() -> None:
     for engine in engines.values():
         engine.forget()
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    speeds = [args.gigabytes] if args.gigabytes else []
     for turn in range(args.rounds + 2):
+        if not args.gigabytes:
+            speeds.append(bandwidth() / 1e9)
         for rows in args.rows:
             for name, engine in engines.items():
                 time.sleep(SETTLE)
                 spent = [milliseconds(engine, tokens[:rows]) for _ in range(PASSES)]
                 if turn >= 2:  # the first passes are slower
                     times[name, rows] += spent[1:]
+    args.gigabytes = statistics.median(speeds)
     report(args, ours.model, times, alike)
 
 
@@ -185,7 +189,7 @@ def report(
     console = Console(width=120)
     console.print(table)
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    console.print(f"scores correlate by {alike:.4f}; load {load}; floor at {args.gigabytes:g} GB/s")
+    console.print(f"scores correlate by {alike:.4f}; load {load}; floor at {args.gigabytes:.1f} GB/s")
     line = {
         "model": args.model,
         "dtype": args.dtype,
