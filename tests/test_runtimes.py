@@ -212,3 +212,21 @@ def test_doctor_says_what_is_missed_without_the_kernels(
     assert f"native kernels missing: the native kernels are not installed: {native_kernels.INSTALL}" in line
     assert (f"(there is {compiler})" if compiler else "(none was found)") in line
     assert "float32 by torch" in line
+
+
+def test_what_is_done_while_weights_are_loaded_is_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is made when progress is first told, by whom waits for the weights; else behind them."""
+    done, told = list[str](), list[float]()
+    work = runtimes.Meanwhile(lambda: done.append("made") or len(done), lambda stage, fraction: told.append(fraction))
+    for fraction in (0.5, 1.0):
+        work("loading", fraction)
+    assert (work.result, done, told) == (1, ["made"], [0.5, 1.0])
+    silent = runtimes.Meanwhile(lambda: "late", lambda stage, fraction: None)
+    assert silent.result == "late"
+
+    def failing(source: object) -> None:
+        raise UserError("no tokenizer")
+
+    monkeypatch.setattr("outpace.models.text.source.tokenizer_of", failing)
+    with pytest.raises(UserError, match="no tokenizer"):
+        load_model(folder)

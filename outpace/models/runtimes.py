@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,23 @@ class Loaded:
         """What the model's weights are held in."""
         precision: str = self.model.precision
         return precision
+
+
+class Meanwhile:
+    """Progress that is told on, and some work that is done when it is told first: other threads load weights then. Here
+    and not in a thread of its own, whose share of the C library's memory would keep what the work frees."""
+
+    def __init__(self, work: Callable[[], Any], progress: Progress) -> None:
+        self._work, self._progress = work, progress
+
+    @cached_property
+    def result(self) -> Any:
+        """What the work gives; it is done now where it was not."""
+        return self._work()
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        self._progress(stage, fraction)
+        _ = self.result
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -175,20 +191,21 @@ def _read(
     from outpace.models.text.source import tokenizer_of
 
     path = (locate if in_place and not converted else resolve)(None if spec is None else str(spec), progress=progress)
-    with open_source(path) as source, ThreadPoolExecutor(1) as aside:
+    with open_source(path) as source:
         config = from_dict(source.config)
         source.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, source.config)
-        reading = aside.submit(tokenizer_of, source)
+        told = Meanwhile(partial(tokenizer_of, source), progress)
         weights = source.weight if in_place else source.tensor
         config, fetch = inflated(config, weights, options.inflate)
         check_memory(tensor_shapes(config), options)
         check_host(source, config, options, formats if in_place else None)
-        model = build(config, fetch, head_ids=head_ids, progress=progress)
+        model = build(config, fetch, head_ids=head_ids, progress=told)
+        tokenizer = told.result
     model.inflate = options.inflate
     name = _name(spec) + label(options.inflate)
     notices = "; ".join(filter(None, (model.notice, notice(options.inflate), reason)))
-    return Loaded(model, reading.result(), name, source.config, options.inflate, notices or None)
+    return Loaded(model, tokenizer, name, source.config, options.inflate, notices or None)
 
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
