@@ -1,6 +1,7 @@
 // Memory that many matrices share, one behind the other.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,21 +26,24 @@ class Room {
         const std::lock_guard<std::mutex> alone(taking_);
         const std::size_t size = (bytes + kLine - 1) / kLine * kLine;
         if (!home_ || size > home_->size() - used_) {
-            home_ = std::make_shared<const Block<uint8_t>>(size > kBlock ? size : kBlock);
+            home_ = std::make_shared<const Block<uint8_t>>(std::max(size, std::clamp(taken_ / 2, kBlock, kMost)));
             used_ = 0;
         }
         uint8_t* start = home_->data() + used_;
         used_ += size;
+        taken_ += size;
         return {home_, start};
     }
 
   private:
     static constexpr std::size_t kLine = 64;
-    static constexpr std::size_t kBlock = std::size_t{1} << 26;  // addresses; what nobody writes takes no memory
+    // Addresses; what nobody writes takes no memory. Blocks grow with the model: each ends within a large page.
+    static constexpr std::size_t kBlock = std::size_t{1} << 26, kMost = std::size_t{1} << 29;
 
     std::mutex taking_;
     std::shared_ptr<const Block<uint8_t>> home_;
-    std::size_t used_ = 0;
+    std::size_t used_ = 0;   // of the last block
+    std::size_t taken_ = 0;  // of all
 };
 
 }  // namespace outpace

@@ -172,6 +172,23 @@ uint64_t test_sections(Random& random) {
     return bits;
 }
 
+/// Blocks grow: what follows a large matrix and many small ones lies in few of them.
+void test_room() {
+    constexpr std::size_t kPiece = std::size_t{1} << 22;
+    Room room;
+    std::vector<Room::Place> places;
+    std::size_t blocks = 0;
+    for (int i = 0; i < 250; ++i) {  // 1 GB of addresses, none of it written
+        places.push_back(room.take(i ? kPiece - i : kPiece * 20));
+        blocks += !i || places[i].home != places[i - 1].home;
+        const auto* home = places[i].home.get();
+        check(places[i].start >= home->data() && places[i].start + kPiece <= home->data() + home->size(), "a place in its block");
+        const bool is_next = i && places[i].home == places[i - 1].home;
+        check(!is_next || places[i].start >= places[i - 1].start + kPiece - i, "places do not overlap");
+    }
+    check(blocks <= 9, "blocks grow");
+}
+
 template <class E, class F>
 void check_throws(F f, const char* what) {
     try {
@@ -234,6 +251,7 @@ uint64_t test_stored_ours() {
     Random random(13);
     const uint64_t bits = test_formats(random, kOurs);
     test_refusals(random);
+    test_room();
     return bits;
 }
 
