@@ -76,11 +76,11 @@ def adding_up(reach: Original) -> Original:
     """Leaves count with their whole chance, whatever the rows below them cost."""
 
     def mutated(self: Any, tree: TokenTree, grower: Any) -> float:
-        price, self._price = self._price, 0.0
+        row, self._row = self._row, 0.0
         try:
             return reach(self, tree, grower)
         finally:
-            self._price = price
+            self._row = row
 
     return mutated
 
