@@ -30,23 +30,33 @@ struct Half {
 constexpr int kSums = kGroup / kLanes;  // of a group's activations, one for each 16 of them
 constexpr int kHalves = 2;              // of a group; weights of a file have a scale for 32 inputs, or for 16
 
-/// Rows of int8 activations: `groups` groups of kGroup values each, a scale and an offset for each group.
-/// offset = -128 * (sum of the group's values): it takes back what weights stored as w + 128 add to a product.
-/// sums: of 16 values each; mins = scale * (sum of 32 values): what a weight's smallest value is multiplied by.
-/// The same group of all rows lies together, so a product of some rows finds all it needs at fixed distances.
+/// What a product needs of a group of int8 activations beside its values. One stands beside the other: were each of these
+/// numbers in an array of its own, threads that write neighbouring rows would take the arrays' lines from each other.
+struct GroupFacts {
+    int32_t sums[kSums];  // of 16 values each
+    float mins[kHalves];  // scale * (sum of 32 values): what a weight's smallest value is multiplied by
+    float scale;
+    int32_t offset;  // -128 * (sum of the values): it takes back what weights stored as w + 128 add to a product
+};
+
+/// Rows of int8 activations: `groups` groups of kGroup values each. The same group of all rows lies together, so a product
+/// of some rows finds all it needs at fixed distances.
 struct Activations {
     int8_t* values;
-    float* scales;
-    int32_t* offsets;
-    int32_t* sums;
-    float* mins;
+    GroupFacts* facts;
     int rows;
     int groups;
 
     /// Group `group` of all rows from row `row` on.
     Activations from(int row, int group) const {
         const int64_t at = static_cast<int64_t>(group) * rows + row;
-        return {values + at * kGroup, scales + at, offsets + at, sums + at * kSums, mins + at * kHalves, rows, groups};
+        return {values + at * kGroup, facts + at, rows, groups};
+    }
+
+    /// Asks for the first row's lines, to be written soon: other cores, which read what they held, have to give them up.
+    void claim() const {
+        __builtin_prefetch(values, 1);
+        __builtin_prefetch(facts, 1);
     }
 };
 

@@ -16,11 +16,8 @@ int most_queries(int each, int whole) {
 Activations ActivationBuffer::view(int rows, int groups) {
     const std::size_t count = static_cast<std::size_t>(rows) * groups;
     values.reserve(count * kGroup);
-    scales.reserve(count);
-    offsets.reserve(count);
-    sums.reserve(count * kSums);
-    mins.reserve(count * kHalves);
-    return {values.data(), scales.data(), offsets.data(), sums.data(), mins.data(), rows, groups};
+    facts.reserve(count);
+    return {values.data(), facts.data(), rows, groups};
 }
 
 Model::Pass::Pass(Model& model, const Forest& forest, float* scores)

@@ -8,9 +8,7 @@ namespace outpace {
 /// Room for activations of up to so many rows.
 struct ActivationBuffer {
     Block<int8_t> values;
-    Block<float> scales;
-    Block<int32_t> offsets, sums;
-    Block<float> mins;
+    Block<GroupFacts> facts;
 
     Activations view(int rows, int groups);
 };

@@ -28,7 +28,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
         Ints sums[kChains][R][V];
         for (int r = 0; r < R; ++r) {
             for (int chain = 0; chain < kChains; ++chain) {
-                const Ints start = chain ? Ints::all(0) : begin(at.offsets[r]);
+                const Ints start = chain ? Ints::all(0) : begin(at.facts[r].offset);
                 for (int v = 0; v < V; ++v) sums[chain][r][v] = start;
             }
         }
@@ -48,7 +48,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
         Floats scales[V];
         for (int v = 0; v < V; ++v) scales[v] = load_bfloat16(block + (first + v) * 2 * kLanes);
         for (int r = 0; r < R; ++r) {
-            const Floats scale = Floats::all(at.scales[r]);
+            const Floats scale = Floats::all(at.facts[r].scale);
             for (int v = 0; v < V; ++v) {
                 const Ints sum = kChains == 1 ? sums[0][r][v] : sums[0][r][v] + sums[kChains - 1][r][v];
                 total[r][v] = fma(sum.to_floats(), scales[v] * scale, total[r][v]);
@@ -112,6 +112,9 @@ void product(const Product& task, int panel) {
     const int64_t ahead = task.following.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
     for_tiles(task.rows, ahead, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
+        for (int r = 0; r < tile.rows; ++r)  // what is added to was read by all cores, an output layer's scores are cold
+            for (int i = 0; i < kPanel; i += kLanes)
+                __builtin_prefetch(task.out + (tile.first + r) * task.stride + first_output + i, 1);
         multiply(weights, panel, task.in, tile, products);
         for (int r = 0; r < tile.rows; ++r) {
             float* out = task.out + (tile.first + r) * task.stride + first_output;
@@ -119,7 +122,6 @@ void product(const Product& task, int panel) {
             if (task.add) {
                 for (int i = 0; i < outputs; ++i) out[i] = out[i] + from[i];
             } else {
-                for (int i = 0; i < kPanel; i += kLanes) __builtin_prefetch(out + kPanel + i, 1);  // an output layer's are cold
                 for (int i = 0; i < outputs; ++i) out[i] = from[i];
             }
         }
@@ -139,6 +141,7 @@ void gated_product(const GatedProduct& task, int group) {
     const int64_t ahead = task.following.ahead(group, place, kPanels * section.panel_bytes);
     for_tiles(task.rows, ahead, [&](const Tile& tile) {
         alignas(64) float gated[kTileRows * kGroup];
+        for (int r = 0; r < tile.rows; ++r) task.out.from(tile.first + r, group).claim();
         for (int part = 0; part < kPanels; ++part) {
             alignas(64) float products[kTileRows * kPanel];
             multiply(task.weights, group * kPanels + part, task.in, tile, products);

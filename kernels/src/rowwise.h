@@ -10,6 +10,7 @@ namespace {
 /// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)).
 inline void quantize_group(const float* x, const Activations& out, int row, int group) {
     const Activations place = out.from(row, group);
+    GroupFacts& facts = *place.facts;
     Floats most = abs(Floats::load(x));
     for (int i = kLanes; i < kGroup; i += kLanes) most = max(most, abs(Floats::load(x + i)));
     const float top = largest(most);
@@ -18,13 +19,13 @@ inline void quantize_group(const float* x, const Activations& out, int row, int 
     for (int i = 0; i < kSums; ++i) {
         const Ints q = round(Floats::load(x + i * kLanes) * factor);
         q.store_bytes(place.values + i * kLanes);
-        place.sums[i] = sum(q);
+        facts.sums[i] = sum(q);
     }
     const float scale = is_zero ? 0.0f : top / 127.0f;
-    const int32_t halves[kHalves] = {place.sums[0] + place.sums[1], place.sums[2] + place.sums[3]};
-    *place.scales = scale;
-    *place.offsets = -128 * (halves[0] + halves[1]);
-    for (int i = 0; i < kHalves; ++i) place.mins[i] = scale * static_cast<float>(halves[i]);
+    const int32_t halves[kHalves] = {facts.sums[0] + facts.sums[1], facts.sums[2] + facts.sums[3]};
+    facts.scale = scale;
+    facts.offset = -128 * (halves[0] + halves[1]);
+    for (int i = 0; i < kHalves; ++i) facts.mins[i] = scale * static_cast<float>(halves[i]);
 }
 
 /// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.
@@ -44,6 +45,7 @@ inline float inverse_rms(float squares, int size, float epsilon) {
 void normalize(const Normalize& task, int row) {
     const int64_t source = task.rows ? task.rows[row] : row;
     const float* x = task.x + source * task.stride;
+    for (int group = 0; group < task.out.groups; ++group) task.out.from(row, group).claim();
     const Floats inverse = Floats::all(inverse_rms(sum_of_squares(x, task.stride), task.size, task.epsilon));
     alignas(64) float normed[kGroup];
     for (int group = 0; group < task.out.groups; ++group) {

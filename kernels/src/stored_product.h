@@ -125,7 +125,7 @@ OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int f
                               const Tile& tile, Floats (&total)[R][V]) {
     if constexpr (Part < F::kParts) {
         using Sums = PartSums<F>;
-        const auto start = [&](int r) { return start_of<F>(in.sums + r * kSums, Part); };
+        const auto start = [&](int r) { return start_of<F>(in.facts[r].sums, Part); };
         Sums sums[R][V];
         for (int r = 0; r < R; ++r) {
             const Sums none = first_sums<Sums>(start(r));
@@ -136,12 +136,12 @@ OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int f
             const Floats c = numbers<F>(header, place, Part, 0, first + v);
             for (int r = 0; r < R; ++r)
                 total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
-                                  c * Floats::all(in.scales[r]), total[r][v]);
+                                  c * Floats::all(in.facts[r].scale), total[r][v]);
             if constexpr (F::kHasMin) {
                 Floats m = numbers<F>(header, place, Part, 1, first + v);
                 if constexpr (F::kMinInSteps) m = m * c;
                 for (int r = 0; r < R; ++r)
-                    total[r][v] = fma(m, Floats::all(in.mins[r * kHalves + Part]), total[r][v]);
+                    total[r][v] = fma(m, Floats::all(in.facts[r].mins[Part]), total[r][v]);
             }
         }
         add_parts<F, R, V, Part + 1>(header, place, first, in, tile, total);

@@ -91,7 +91,7 @@ void check_values(const Matrix& matrix, const Inputs& in, const std::vector<floa
             double total = bias[output], size = 0;
             for (int i = 0; i < matrix.groups() * kGroup; ++i) {
                 const Activations at = in.view.from(row, i / kGroup);
-                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * *at.scales;
+                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * at.facts->scale;
                 total += term;
                 size += std::fabs(term);
             }
