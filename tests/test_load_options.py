@@ -56,9 +56,11 @@ def test_a_draft_has_a_precision_of_its_own(folder: Path, dtypes: tuple[str, str
 
 @needs_kernels
 def test_a_draft_without_a_precision_has_its_targets(folder: Path) -> None:
-    for dtype, expected in (("auto", "int8"), ("bfloat16", "bfloat16")):
+    for dtype in ("int8", "int4", "bfloat16"):
         with outpace.load(folder, folder, dtype=dtype) as llm:
-            assert llm.draft.precision == llm.target.precision == expected
+            assert llm.draft.precision == llm.target.precision == dtype
+    with outpace.load(folder, folder) as llm:  # what only proposes is held in fewer bits
+        assert (llm.target.precision, llm.draft.precision) == ("int8", "int4")
 
 
 @needs_kernels
@@ -136,6 +138,7 @@ def test_values_of_other_libraries_are_taken(folder: Path) -> None:
         str,
         str,
         type(None),
+        bool,
     ]
     assert LoadOptions(inflate=torch.tensor(3)).inflate == 3
     loaded = load_model(Named(), given)

@@ -118,7 +118,8 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         ({"runtime": "transformers", "dtype": "int8"}, "dtype int8 needs the runtime native"),
         ({"runtime": "transformers", "dtype": "fp8"}, "dtype fp8 by torch is for the runtime llama"),
         ({"dtype": "int9"}, "unknown dtype 'int9', .*; did you mean 'int8'"),
-        ({"dtype": "int4", "runtime": "native"}, "unknown dtype 'int4', allowed are auto, bfloat16, file, float16"),
+        ({"dtype": "int3", "runtime": "native"}, "unknown dtype 'int3', allowed are auto, bfloat16, file, float16"),
+        ({"dtype": "int4", "runtime": "llama"}, "dtype int4 needs the runtime native"),
     ],
 )
 def test_a_precision_that_is_not_to_be_had_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:

@@ -18,6 +18,7 @@ from outpace_kernels._native import (
     Store,
     instruction_sets,
     rank,
+    round_to_q4_1,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "Store",
     "instruction_sets",
     "rank",
+    "round_to_q4_1",
 ]

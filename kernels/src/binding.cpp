@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "binding.h"
+#include "rounding.h"
 
 namespace outpace {
 namespace {
@@ -53,6 +54,17 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     const float* added = bias.empty() ? nullptr : bias.data();
     if (!rounded) return std::make_shared<Matrix>(stored, added, threads, room);
     return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
+}
+
+/// Floats to the blocks of Q4_1, row by row.
+void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
+    const auto rows = static_cast<int64_t>(weights.shape(0)), columns = static_cast<int64_t>(weights.shape(1));
+    if (columns % kBlockInputs || out.shape(0) != weights.shape(0) ||
+        static_cast<int64_t>(out.shape(1)) != columns / kBlockInputs * kBlockBytes)
+        throw std::invalid_argument("out has the wrong shape");
+    const nb::gil_scoped_release release;
+    for (int64_t row = 0; row < rows; ++row)
+        round_to_q4_1(weights.data() + row * columns, columns, out.data() + row * out.shape(1));
 }
 
 std::vector<std::string> format_names(const Matrix& matrix) {
@@ -187,6 +199,7 @@ NB_MODULE(_native, m) {
     m.attr("FORMATS") = file_formats();
     m.attr("KV_DTYPES") = kv_formats();
     m.def("instruction_sets", &instruction_sets);
+    m.def("round_to_q4_1", &round_rows, "weights"_a, "out"_a);
 
     bind_rank(m);
 

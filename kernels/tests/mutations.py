@@ -64,6 +64,11 @@ MUTATIONS = (
              "silu(up) * Floats::load(gate)"),
     Mutation("what a layer adds takes the place of its input", "product.h", "if (task.add)", "if (false)"),
     Mutation("matrices in a room lie on top of each other", "room.h", "used_ += size;", ""),
+    # four bits
+    Mutation("no narrower range is tried", "rounding.cpp", "if (range.error < best.error) best = range;", ""),
+    Mutation("the largest weights lose their level", "rounding.cpp", "level < 15.0f ? level : 15.0f",
+             "level < 14.0f ? level : 14.0f"),
+    Mutation("the upper half of a block is the lower one", "rounding.cpp", "levels[i + kHalf] << 4", "levels[i] << 4"),
     # a file's weights
     Mutation("the upper nibbles are the lower ones", "stored_product.h", "bits<kAt < 4 ? 0 : -4, 15>", "bits<0, 15>"),
     Mutation("a fifth bit of another step", "stored_product.h", "bits<4 - kAt, 16>", "bits<3 - kAt, 16>"),

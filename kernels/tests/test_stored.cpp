@@ -6,11 +6,13 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "check.h"
 #include "kernels.h"
 #include "matrix.h"
 #include "pass.h"
+#include "rounding.h"
 
 namespace outpace {
 namespace {
@@ -224,6 +226,44 @@ void test_refusals(Random& random) {
     check_throws<std::invalid_argument>([] { format_of("Q9_9"); }, "a format that is not known");
 }
 
+/// The sum of squares that some weights lose in blocks of Q4_1, and the largest loss.
+std::pair<double, double> loss_of(const std::vector<float>& weights, const std::vector<uint8_t>& blocks) {
+    const int zero = 0;
+    Stored stored{{}, &zero, 1, static_cast<int>(weights.size())};
+    stored.parts.push_back({Format::q4_1, blocks.data(), 1, static_cast<int64_t>(blocks.size())});
+    std::vector<float> row(weights.size());
+    Matrix(stored, nullptr).row(0, row.data());
+    double squares = 0, most = 0;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+        const double loss = std::fabs(row[i] - weights[i]);
+        squares += loss * loss, most = loss > most ? loss : most;
+    }
+    return {squares, most};
+}
+
+std::vector<uint8_t> in_four_bits(const std::vector<float>& weights) {
+    std::vector<uint8_t> blocks(weights.size() / kBlockInputs * kBlockBytes);
+    round_to_q4_1(weights.data(), static_cast<int64_t>(weights.size()), blocks.data());
+    return blocks;
+}
+
+/// Whole ranges hold every weight within half a step; what narrower ones gain is more than what they cut off.
+void test_rounding() {
+    Random random(15);
+    std::vector<float> levels(128), even(4096), bells(4096);
+    for (std::size_t i = 0; i < levels.size(); ++i) levels[i] = i % 32 < 16 ? i % 16 * 0.5f - 2.0f : 3.0f;
+    check(loss_of(levels, in_four_bits(levels)).first < 1e-6 * levels.size(), "levels of a block are themselves");
+    for (float& weight : even) weight = static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f;
+    check(loss_of(even, in_four_bits(even)).first < 0.0016 * even.size(), "evenly spread weights lose little");  // 1/12 step^2
+    for (float& weight : bells) {
+        weight = -6.0f;
+        for (int i = 0; i < 12; ++i) weight += static_cast<float>(random() >> 8) * 0x1p-24f;
+    }
+    check(loss_of(bells, in_four_bits(bells)).first < 0.0058 * bells.size(), "rare large weights are cut off");
+    const std::vector<float> zeros(64);
+    check(loss_of(zeros, in_four_bits(zeros)).second == 0, "zeros are zeros");
+}
+
 template <std::size_t N>
 uint64_t test_formats(Random& random, const Format (&formats)[N]) {
     uint64_t bits = 0;
@@ -252,6 +292,7 @@ uint64_t test_stored_ours() {
     const uint64_t bits = test_formats(random, kOurs);
     test_refusals(random);
     test_room();
+    test_rounding();
     return bits;
 }
 

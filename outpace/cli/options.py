@@ -50,9 +50,10 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
     LoadOptions: {
         "device": typer.Option(help="Device of the target: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL),
         "dtype": typer.Option(
-            help="Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int8 (native"
-            " on a CPU, else by torchao), fp8 (by torchao), float32, bfloat16 or float16; auto: file on a CPU and"
-            " bfloat16 on a GPU where available, else float32.",
+            help="Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int4 (as file,"
+            " but four bits where file has int8 in its layers), int8 (native on a CPU, else by torchao), fp8 (by"
+            " torchao), float32, bfloat16 or float16; auto: file on a CPU and bfloat16 on a GPU where available, else"
+            " float32.",
             rich_help_panel=MODEL,
         ),
         "exact": typer.Option(
@@ -100,7 +101,12 @@ class Loading:
         str | None, typer.Option(help="Device of the draft; the default is the target's.", rich_help_panel=MODEL)
     ] = None
     draft_dtype: Annotated[
-        str | None, typer.Option(help="Precision of the draft; the default is the target's.", rich_help_panel=MODEL)
+        str | None,
+        typer.Option(
+            help="Precision of the draft; the default is the target's --dtype, where auto holds a draft in int4 on a"
+            " CPU.",
+            rich_help_panel=MODEL,
+        ),
     ] = None
     threads: Annotated[
         int | None,

@@ -11,7 +11,7 @@ from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.footprint import Held, float_bytes, native_bytes
 from outpace.models.llama.inflate import source_of
 from outpace.models.llama.kv import token_bytes
-from outpace.models.options import AUTO, FILE, FP8, INT8, LoadOptions
+from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, LoadOptions
 
 GIB = 1 << 30
 FEWEST = 0.1  # billions of weights that are worth naming
@@ -53,7 +53,11 @@ def _ways(
         name = "float32" if options.dtype == AUTO else options.dtype
         ways[name] = float_bytes(shapes, {"float32": 4, INT8: 1, FP8: 1}.get(name, 2))
         return name, ways
-    kept = native_bytes(shapes, held, formats, True)
+    kept, small = (native_bytes(shapes, held, formats, True, in_four) for in_four in (False, True))
+    if options.dtype == INT4 or (options.dtype == AUTO and options.is_draft and small < kept):
+        return INT4, {INT4: small}
+    if small < min(kept, ways[INT8]):
+        ways[INT4] = small
     if options.dtype == FILE or (options.dtype == AUTO and kept != ways[INT8]):
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})

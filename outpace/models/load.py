@@ -86,6 +86,7 @@ def open_draft(
     progress: Progress = silent,
 ) -> Loaded:
     """A draft that is a model of its own, for the target of this name and these `files`, which may be loading still."""
+    options = replace(options, is_draft=True)
     if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
         return load_model(spec, options, tokenizer=tokenizer, progress=progress)
     found = _whole(Path(spec), target, files, progress)

@@ -12,7 +12,7 @@ from outpace.core.numbers import plain
 if TYPE_CHECKING:
     import torch
 
-AUTO, INT8, FP8, FILE = "auto", "int8", "fp8", "file"
+AUTO, INT8, INT4, FP8, FILE = "auto", "int8", "int4", "fp8", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # what torch computes in
 MOST_INFLATED = 256
 CUDA, EAGER, OFF = "cuda", "eager", "off"
@@ -25,9 +25,10 @@ class LoadOptions:
     """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are taken too.
 
     `dtype` "file": on a CPU by the native kernels, the own weights of a GGUF file, or of a folder by GPTQ or AWQ, and
-    int8 for what comes in float. "int8": by these kernels all in int8; elsewhere it is torchao's, and so is "fp8":
-    matrices in 8 bits, all else in what "auto" would be. "auto": as "file" on a CPU where the native kernels take the
-    model, bfloat16 on a GPU that has it, else float32.
+    int8 for what comes in float. "int4": as "file", but four bits for the layers' matrices that come in float, 32
+    weights to a scale, as ggml's Q4_1 has them. "int8": by these kernels all in int8; elsewhere it is torchao's, and so
+    is "fp8": matrices in 8 bits, all else in what "auto" would be. "auto": as "file" on a CPU where the native kernels
+    take the model, bfloat16 on a GPU that has it, else float32.
     `exact` None: where the machine can. `runtime` "auto": our own where it knows the architecture and the weights'
     format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
     files that come with the model, the second is accelerate's; so is `tp_plan`, "auto": each layer is split over the
@@ -35,7 +36,8 @@ class LoadOptions:
     as much.
     `kv_dtype`: of keys and values, of the draft's too; "auto": the runtime's own. `graphs`, of the runtime llama:
     "cuda" replays captured passes, "eager" runs the same passes without a capture, on any device; "auto" is cuda on a
-    GPU and off elsewhere.
+    GPU and off elsewhere. `is_draft`: the model only proposes, and what it holds in four bits changes no text: where
+    the native kernels run it, "auto" is "int4".
     """
 
     device: str = "cpu"
@@ -48,12 +50,14 @@ class LoadOptions:
     graphs: str = AUTO
     kv_dtype: str = AUTO
     tp_plan: str | None = None
+    is_draft: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _pythonic(getattr(self, field.name)))
-        if self.dtype not in (AUTO, INT8, FP8, FILE, *FLOATS):
-            raise unknown("dtype", str(self.dtype), (AUTO, INT8, FP8, FILE, *FLOATS))
+        dtypes = (AUTO, INT8, INT4, FP8, FILE, *FLOATS)
+        if self.dtype not in dtypes:
+            raise unknown("dtype", str(self.dtype), dtypes)
         if self.exact not in (None, True, False):
             raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
         if self.trust_remote_code not in (True, False):
@@ -101,7 +105,7 @@ class LoadOptions:
         and for int8 where that is the native runtime's."""
         import torch
 
-        if self.dtype in (INT8, FILE) and not self.quantized:
+        if self.dtype in (INT8, INT4, FILE) and not self.quantized:
             raise UserError(f"dtype {self.dtype} needs the runtime native, torch computes in {', '.join(FLOATS)}")
         name = self.dtype
         if name == AUTO or self.quantized:

@@ -21,7 +21,7 @@ from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_memory
 from outpace.models.host import check_host
 from outpace.models.llama.inflate import inflated, label, notice
-from outpace.models.options import AUTO, EAGER, FILE, INT8, LoadOptions
+from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, LoadOptions
 
 Progress = Callable[[str, float], None]
 INSTALL = "`pip install 'outpace[transformers]'`"
@@ -114,7 +114,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
     """Native on a CPU where no other precision is asked for, else torch."""
     from outpace.models.llama.native_kernels import UnsupportedShape
 
-    if options.dtype in (INT8, FILE) and not options.quantized:
+    if options.dtype in (INT8, INT4, FILE) and not options.quantized:
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
@@ -153,20 +153,20 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     if options.has_graphs:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
     is_old = not hasattr(load_kernels(), "FORMATS")  # built before they took a file's own weights
-    if is_old and options.dtype == FILE:
-        raise UserError("dtype file needs newer kernels: `pip install ./kernels` in a checkout")
+    rounds = hasattr(load_kernels(), "round_to_q4_1")  # those before did not
+    if (is_old and options.dtype == FILE) or (not rounds and options.dtype == INT4):
+        raise UserError(f"dtype {options.dtype} needs newer kernels: `pip install ./kernels` in a checkout")
     if not options.is_on_cpu or options.trust_remote_code:
         raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
-    if options.dtype not in (AUTO, INT8, FILE, "float16"):
-        held = "in int8 or as the file has them"
+    if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):
+        held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
     count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
     own = "float16" if options.dtype == "float16" else "float32"
-    native = Options(
-        count,
-        own if options.kv_dtype == AUTO else options.kv_dtype,
-        weights=options.dtype if options.dtype in (AUTO, FILE) and not is_old else INT8,
-    )
+    weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
+    if options.is_draft and weights == AUTO and rounds:
+        weights = INT4
+    native = Options(count, own if options.kv_dtype == AUTO else options.kv_dtype, weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
     return _read(spec, options, progress, build, None, True, is_old, tuple(getattr(load_kernels(), "FORMATS", ())))
 

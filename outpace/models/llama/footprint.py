@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 FLOAT_BYTES = 4
 INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
+INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
 PACKED = 1.03  # times a file's blocks: scales of six bits become bytes in a panel
 
 
@@ -21,9 +22,12 @@ class Held(NamedTuple):
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def native_bytes(shapes: Shapes, held: Callable[[str], Held], formats: Collection[str], kept: bool) -> int:
+def native_bytes(
+    shapes: Shapes, held: Callable[[str], Held], formats: Collection[str], kept: bool, in_four: bool = False
+) -> int:
     """By the native runtime: as the file has it where that is `kept` and the format one of `formats`, else int8, with
-    what is rounded at a time: blocks of these formats, and floats of all else."""
+    what is rounded at a time: blocks of these formats, and floats of all else. `in_four`: what a layer has in float in
+    four bits."""
     total, rounded = 0.0, 0.0
     for name, shape in shapes.items():
         count = math.prod(shape)
@@ -34,7 +38,8 @@ def native_bytes(shapes: Shapes, held: Callable[[str], Held], formats: Collectio
         if kept and kind in formats:
             total += PACKED * size
         else:
-            total += count * INT8_BYTES
+            is_small = in_four and ".layers." in name and kind not in formats
+            total += count * (INT4_BYTES if is_small else INT8_BYTES)
             rounded = max(rounded, PACKED * size if kind in formats else 2 * FLOAT_BYTES * count)
     return int(total + rounded)
 

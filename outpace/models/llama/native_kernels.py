@@ -9,9 +9,9 @@ from typing import Any
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import ENTRY_BYTES
-from outpace.models.options import AUTO, FILE, INT8
+from outpace.models.options import AUTO, FILE, INT4, INT8
 
-WEIGHTS = (INT8, FILE, AUTO)
+WEIGHTS = (INT8, INT4, FILE, AUTO)
 INSTALL = (
     "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
     " `pip install ./kernels` in a checkout, with a C++20 compiler"
@@ -26,7 +26,8 @@ class UnsupportedShape(UserError):
 class Options:
     """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
     `weights` "file": those in blocks stay as the file has them; all others are rounded to int8. "auto": the same,
-    and nothing is told of what comes in float."""
+    and nothing is told of what comes in float. "int4": the same, and the layers' matrices in float are rounded to four
+    bits."""
 
     threads: int | None = None
     kv_dtype: str = "float32"

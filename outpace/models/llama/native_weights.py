@@ -15,7 +15,7 @@ from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.packing import Packing
 from outpace.models.llama.stored import Stored
-from outpace.models.options import AUTO, FILE, INT8
+from outpace.models.options import AUTO, FILE, INT4, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,14 +31,15 @@ class Fetch:
     ) -> None:
         """`formats`: the names of those that the kernels take. `weights`: as the runtime's options have it."""
         self._weight, self._formats, self.rounded = weight, formats, weights == INT8
-        self._expected = FLOATS if weights == AUTO else ()  # nobody is told that these are rounded
+        self._expected = FLOATS if weights in (AUTO, INT4) else ()  # nobody is told that these are rounded
+        self._in_four = weights == INT4  # what comes in float
         self._kept = False  # a matrix is held as its file has it
         self._slow = set[str]()  # formats of those that went by way of float32
 
     @property
     def precision(self) -> str:
-        """Of a model whose matrices were asked for here: int8, or as the file has them."""
-        return FILE if self._kept else INT8
+        """Of a model whose matrices were asked for here: int8, int4, or as the file has them."""
+        return FILE if self._kept else INT4 if self._in_four else INT8
 
     @property
     def notice(self) -> str | None:
@@ -65,6 +66,19 @@ class Fetch:
             return []
         self._kept |= not self.rounded
         return found
+
+    def blocks(self, packing: Packing, *names: str) -> list[Stored]:
+        """The matrices of a layer as a file has them, or in four bits where those in float are to be so; none unless
+        all can be."""
+        found = self.stored(*names)
+        if found or not self._in_four or not all(map(self._is_float, names)):
+            return found
+        rounded = [stored.in_four_bits(packing.kernels, name, self(name)) for name in names]
+        return [held for held in rounded if held] if all(rounded) else []
+
+    def _is_float(self, name: str) -> bool:
+        held = self._weight(name)
+        return not isinstance(held, Stored) or held.kind in FLOATS
 
 
 def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
@@ -95,7 +109,7 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     weights = [name + ".weight" for name in names]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
-    held = fetch.stored(*weights)
+    held = fetch.blocks(packing, *weights)
     made = stored.below_one_another(packing, held, bias, fetch.rounded) if held else None
     return made or packing.of_floats(np.concatenate([fetch(name) for name in weights]), bias)
 
@@ -103,7 +117,7 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
 def _output(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
     bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
-    held = fetch.stored(prefix + "o_proj.weight")
+    held = fetch.blocks(packing, prefix + "o_proj.weight")
     made = stored.chunked(packing, held[0], config.head_dim, bias, fetch.rounded) if held else None
     if made:
         return made
@@ -123,14 +137,14 @@ def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -
         return both.reshape(2 * middle, *parts[0].shape[1:])
 
     bias = woven("bias").tolist() if config.mlp_bias else []
-    held = fetch.stored(prefix + "gate_proj.weight", prefix + "up_proj.weight")
+    held = fetch.blocks(packing, prefix + "gate_proj.weight", prefix + "up_proj.weight")
     made = stored.woven(packing, held, middle, bias, fetch.rounded) if held else None
     return made or packing.of_floats(woven("weight"), bias)
 
 
 def _down(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
-    held = fetch.stored(prefix + "down_proj.weight")
+    held = fetch.blocks(packing, prefix + "down_proj.weight")
     made = stored.chunked(packing, held[0], config.intermediate_size, bias, fetch.rounded) if held else None
     if made:
         return made

@@ -1,0 +1,76 @@
+#include "rounding.h"
+
+#include <cstring>
+
+#include "half.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kNarrowings = 4;          // of a range's ends
+constexpr float kShare = 0.04f;         // that each of them takes from an end
+constexpr float kWhole = 12582912.0f;   // 1.5 * 2^23: added, a small number is rounded to a whole one
+constexpr int kHalf = kBlockInputs / 2;
+
+struct Range {
+    Half scale, least;
+    float error;
+};
+
+/// q of a weight, before it is cut to 0 .. 15.
+float level_of(float weight, float least, float inverse) { return ((weight - least) * inverse + kWhole) - kWhole; }
+
+/// What is no number is cut to 0.
+float cut(float level) { return level > 0.0f ? level < 15.0f ? level : 15.0f : 0.0f; }
+
+float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
+
+/// The range from `low` to `high`, and what is lost by it.
+Range range_of(const float* weights, float low, float high) {
+    const Half half_scale = float_to_half((high - low) / 15.0f), half_least = float_to_half(low);
+    const float scale = half_to_float(half_scale), least = half_to_float(half_least), inverse = inverse_of(scale);
+    float errors[kHalf] = {};
+    for (int i = 0; i < kBlockInputs; i += kHalf)
+        for (int j = 0; j < kHalf; ++j) {
+            const float level = cut(level_of(weights[i + j], least, inverse));
+            const float error = level * scale + least - weights[i + j];
+            errors[j] = errors[j] + error * error;
+        }
+    float sum = 0.0f;
+    for (const float error : errors) sum = sum + error;
+    return {half_scale, half_least, sum};
+}
+
+Range best_range(const float* weights) {
+    float low = weights[0], high = weights[0];
+    for (int i = 1; i < kBlockInputs; ++i) {
+        low = weights[i] < low ? weights[i] : low;
+        high = weights[i] > high ? weights[i] : high;
+    }
+    Range best = range_of(weights, low, high);
+    for (int narrowing = 1; narrowing <= kNarrowings; ++narrowing) {
+        const float share = 1.0f - kShare * static_cast<float>(narrowing);
+        const float ends[][2] = {{low * share, high}, {low, high * share}, {low * share, high * share}};
+        for (const auto& [from, to] : ends) {
+            const Range range = range_of(weights, from, to);
+            if (range.error < best.error) best = range;
+        }
+    }
+    return best;
+}
+
+}  // namespace
+
+void round_to_q4_1(const float* weights, int64_t count, uint8_t* blocks) {
+    for (int64_t first = 0; first < count; first += kBlockInputs, weights += kBlockInputs, blocks += kBlockBytes) {
+        const Range range = best_range(weights);
+        std::memcpy(blocks, &range.scale.bits, 2);
+        std::memcpy(blocks + 2, &range.least.bits, 2);
+        const float least = half_to_float(range.least), inverse = inverse_of(half_to_float(range.scale));
+        uint8_t levels[kBlockInputs];
+        for (int i = 0; i < kBlockInputs; ++i) levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], least, inverse)));
+        for (int i = 0; i < kHalf; ++i) blocks[4 + i] = static_cast<uint8_t>(levels[i] | levels[i + kHalf] << 4);
+    }
+}
+
+}  // namespace outpace

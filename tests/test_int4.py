@@ -1,0 +1,133 @@
+"""Floats in four bits (dtype int4): what is rounded and how, bits of the emulation, and drafts, which are held so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import reference
+import torch
+from files import model_folder
+from passes import prefilled, random_parents, text
+
+from outpace.core.errors import UserError
+from outpace.models.base import Part
+from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.native_kernels import Options
+from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.load import load_draft, load_model
+
+kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
+emulation = pytest.importorskip("outpace_kernels.emulation")
+if not hasattr(kernels, "round_to_q4_1"):
+    pytest.skip("outpace-kernels is older than these tests", allow_module_level=True)
+
+WHOLE = replace(reference.TINY, hidden_size=64, intermediate_size=96, head_dim=32)  # of blocks of 32
+CUT = replace(reference.TINY, hidden_size=100, intermediate_size=70, head_dim=22)  # of none
+
+
+def in_blocks(weights: np.ndarray, package: object = kernels) -> np.ndarray:
+    out = np.empty((len(weights), weights.shape[1] // 32 * 20), np.uint8)
+    package.round_to_q4_1(weights, out)  # type: ignore[attr-defined]
+    return out
+
+
+def read(blocks: np.ndarray) -> np.ndarray:
+    rows, columns = len(blocks), blocks.shape[1] // 20 * 32
+    matrix = kernels.Matrix.stored([("Q4_1", blocks)], np.arange(rows, dtype=np.int32), columns)
+    out = np.empty((rows, columns), np.float32)
+    matrix.read(np.arange(rows, dtype=np.int32), out)
+    return out
+
+
+def weights_of(seed: int, rows: int = 40, columns: int = 96) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e3, 0.0])
+def test_blocks_are_the_emulations(size: float) -> None:
+    for some in (weights_of(1), np.round(weights_of(2))):
+        weights = some * np.float32(size) + np.float32(0)  # of zeros none is negative
+        assert np.array_equal(in_blocks(weights), in_blocks(weights, emulation))
+
+
+def test_no_block_loses_more_than_by_its_whole_range() -> None:
+    weights = weights_of(3)
+    blocks = weights.reshape(-1, 32)
+    low, high = blocks.min(1, keepdims=True), blocks.max(1, keepdims=True)
+    step, least = ((high - low) / 15).astype(np.float16).astype(np.float32), low.astype(np.float16).astype(np.float32)
+    whole = np.clip(np.rint((blocks - least) / step), 0, 15) * step + least
+    lost, most = (((x.reshape(-1, 32) - blocks) ** 2).sum(1) for x in (read(in_blocks(weights)), whole))
+    assert (lost <= most * (1 + 1e-5)).all()
+    assert lost.mean() < 0.9 * most.mean()
+
+
+def test_what_four_bits_can_say_stays() -> None:
+    weights = np.float32(0.25) * np.random.default_rng(4).integers(0, 16, (8, 64)).astype(np.float32) - 2
+    weights[:, ::32], weights[:, 1::32] = -2.0, 1.75  # both ends in every block
+    assert np.array_equal(read(in_blocks(weights)), weights)
+
+
+def test_a_wrong_shape_is_refused() -> None:
+    for weights, columns in ((weights_of(5), 59), (weights_of(5, columns=80), 50)):
+        with pytest.raises(ValueError, match="wrong shape"):
+            kernels.round_to_q4_1(weights, np.empty((len(weights), columns), np.uint8))
+
+
+def model_of(config: LlamaConfig, weights: str = "int4") -> NativeLlama:
+    return NativeLlama.from_tensors(
+        config, reference.random_tensors(config).__getitem__, options=Options(weights=weights)
+    )
+
+
+def scores_of(model: NativeLlama) -> torch.Tensor:
+    session = prefilled(model, text(model, 17))
+    return model.score([Part(session, text(model, 14, 2), random_parents(14, 1), range(14))])
+
+
+def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
+    four, eight = model_of(WHOLE), model_of(WHOLE, "int8")
+    assert four.precision == "int4"
+    assert four._ends.head.formats == eight._ends.head.formats == ["int8"]
+    layers = [sum(layer.bytes for layer in model._layers) for model in (four, eight)]
+    assert layers[0] < 0.65 * layers[1]
+
+
+@pytest.mark.parametrize("config", [WHOLE, CUT], ids=["whole", "cut"])
+def test_a_model_is_what_the_emulation_says(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = scores_of(model_of(config))
+    assert torch.equal(got, scores_of(model_of(config, "int8"))) == (config is CUT)  # no block is whole there
+    monkeypatch.setattr(native, "load_kernels", lambda: emulation)
+    assert torch.equal(got, scores_of(model_of(config)))
+
+
+def test_drafts_are_held_so_unless_another_precision_is_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    target = load_model(folder)
+    assert target.precision == "int8"
+    assert load_draft(folder, target).precision == "int4"
+    for dtype in ("int8", "float32"):
+        assert load_draft(folder, target, dtype=dtype).precision == dtype
+    assert load_model(folder, dtype="int4").precision == "int4"
+
+
+def test_kernels_of_before_hold_drafts_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace.models.llama import native_kernels
+
+    before = {name: getattr(kernels, name) for name in dir(kernels) if name != "round_to_q4_1"}
+    monkeypatch.setattr(native_kernels, "load_kernels", lambda: SimpleNamespace(**before))
+    folder = model_folder(tmp_path)
+    assert load_draft(folder, load_model(folder)).precision == "int8"
+    with pytest.raises(UserError, match="dtype int4 needs newer kernels"):
+        load_model(folder, dtype="int4")
+
+
+def test_only_the_native_runtime_takes_it(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    for runtime in ("llama", "transformers"):
+        with pytest.raises(UserError, match="dtype int4 needs the runtime native"):
+            load_model(folder, dtype="int4", runtime=runtime)
