@@ -32,6 +32,9 @@ class PythonBackend:
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
+    def id_to_token(self, index: int) -> str | None:
+        return str(self._tokenizer.convert_ids_to_tokens(index)) if index in self._known else None
+
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
         return self._ids
 
