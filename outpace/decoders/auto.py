@@ -178,9 +178,8 @@ class _Planner:
     def grown(self, tree: TokenTree, grower: Grower) -> None:
         """The model has added a layer."""
         grower.has_read = True
-        if (
-            self._copied <= _LITTLE
-        ):  # beside them a layer adds what they leave to add, which says nothing of other rounds
+        # Beside copies a layer adds what they leave to add, which says nothing of other rounds.
+        if self._copied <= _LITTLE:
             chances, before = sorted(self._chances.of(tree)[1:], reverse=True), self._worth
             rows, self._worth = self._best(chances[: self._place.budget - 1])
             most = self._costs.most_more(self._place.rows_of_others)
