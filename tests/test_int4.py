@@ -99,7 +99,9 @@ def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
 
 @pytest.mark.parametrize("config", [WHOLE, CUT], ids=["whole", "cut"])
 def test_a_model_is_what_the_emulation_says(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = scores_of(model_of(config))
+    model = model_of(config)
+    assert model.precision == ("int8" if config is CUT else "int4")
+    got = scores_of(model)
     assert torch.equal(got, scores_of(model_of(config, "int8"))) == (config is CUT)  # no block is whole there
     monkeypatch.setattr(native, "load_kernels", lambda: emulation)
     assert torch.equal(got, scores_of(model_of(config)))

@@ -32,7 +32,8 @@ class Fetch:
         """`formats`: the names of those that the kernels take. `weights`: as the runtime's options have it."""
         self._weight, self._formats, self.rounded = weight, formats, weights == INT8
         self._expected = FLOATS if weights in (AUTO, INT4) else ()  # nobody is told that these are rounded
-        self._in_four = weights == INT4  # what comes in float
+        self._to_four = weights == INT4  # what comes in float in a layer
+        self._in_four = False  # a matrix is held so
         self._kept = False  # a matrix is held as its file has it
         self._slow = set[str]()  # formats of those that went by way of float32
 
@@ -71,10 +72,13 @@ class Fetch:
         """The matrices of a layer as a file has them, or in four bits where those in float are to be so; none unless
         all can be."""
         found = self.stored(*names)
-        if found or not self._in_four or not all(map(self._is_float, names)):
+        if found or not self._to_four or not all(map(self._is_float, names)):
             return found
         rounded = [stored.in_four_bits(packing.kernels, name, self(name)) for name in names]
-        return [held for held in rounded if held] if all(rounded) else []
+        if not all(rounded):
+            return []
+        self._in_four = True
+        return [held for held in rounded if held]
 
     def _is_float(self, name: str) -> bool:
         held = self._weight(name)
