@@ -19,13 +19,13 @@ class PythonBackend:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = tokenizer.get_vocab()
-        self._known = set(self._ids.values())
+        self._tokens = {index: token for token, index in self._ids.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> Any:
         return SimpleNamespace(ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        known = [index for index in ids if index in self._known]
+        known = [index for index in ids if index in self._tokens]
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(known, **options))
 
@@ -33,7 +33,7 @@ class PythonBackend:
         return self._ids.get(token)
 
     def id_to_token(self, index: int) -> str | None:
-        return str(self._tokenizer.convert_ids_to_tokens(index)) if index in self._known else None
+        return self._tokens.get(index)
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
         return self._ids
