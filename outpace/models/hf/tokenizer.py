@@ -48,13 +48,12 @@ class OtherTokenizer(Tokenizer):
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
         backend = PythonBackend(tokenizer)
         self._tokenizer: Any = backend
-        self._words = {index: token for token, index in backend.get_vocab().items()}
         self._special = _special(tokenizer)
         self._add_bos = None
         self._templates = {name: ChatTemplate(text) for name, text in _templates(tokenizer).items()}
         self._stream = lambda skip_special: WindowText(partial(self.decode, skip_special=skip_special))
         self._bytes_of = self._added_bytes
-        self.size = max(self._words, default=-1) + 1
+        self.size = max(backend.get_vocab().values(), default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
 
