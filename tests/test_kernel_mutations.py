@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +16,10 @@ def load_mutations() -> ModuleType:
     spec = importlib.util.spec_from_file_location("kernel_mutations", FILE)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FILE.parent)  # as for a script
+        spec.loader.exec_module(module)
     return module
 
 

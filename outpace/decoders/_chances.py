@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import exp
 
+from outpace.core.together import Together
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.decoders._costs import Costs
 
 _ON = 0.97  # of the chance that a copy goes on
-_TOGETHER = 3  # rounds that wait until they are learnt: behind a pass the code that does it is cold
+_TOGETHER = 3  # rounds
 
 
 class Chances:
@@ -25,8 +26,7 @@ class Chances:
         self._costs = costs
         self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
         self._values = [1.0]
-        self._judged: list[tuple[TokenTree, Sequence[int]]] = []  # and not learnt yet
-        self._learnt = 0
+        self._judged = Together[tuple[TokenTree, Sequence[int]]](self._trust_by, _TOGETHER)
 
     def begin(self) -> None:
         """A round begins, with a tree that is a root."""
@@ -47,21 +47,16 @@ class Chances:
         return values
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """The target has judged the tree and walked this path. It is worked in some rounds together, the first ones at
-        once."""
-        self._judged.append((tree, path))
-        if len(self._judged) > min(_TOGETHER, self._learnt // _TOGETHER):
-            self.work_in()
+        """The target has judged the tree and walked this path."""
+        self._judged.add(((tree, path),))
 
     def work_in(self) -> None:
         """What was judged counts from now on."""
-        for tree, path in self._judged:
-            self._trust_by(tree, path)
-        self._learnt += len(self._judged)
-        self._judged.clear()
+        self._judged.work_in()
 
-    def _trust_by(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def _trust_by(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
         """By each source's nodes that were walked, beside what they promised."""
+        tree, path = judged
         promised, walked, sources, trusts = dict[str, float](), dict[str, int](), tree.sources, self._trust
         for node in range(1, len(sources)):
             if sources[node] in trusts and tree.roles[node] is not Role.PROBE:  # that promises nothing in this round

@@ -40,7 +40,7 @@ class RowTimes:
             self._forget_old()
         is_renewed = self.seen % _RENEWED == 0 or self._times.count(bucket) <= TRIED
         if is_renewed:
-            self._curve, self._beyond, self._more, self._widest = None, None, {}, None
+            self._renew()
         return is_renewed
 
     def read(self, tokens: int, seconds: float) -> None:
@@ -48,6 +48,10 @@ class RowTimes:
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
             self._beyond, self._more = None, {}
+
+    def _renew(self) -> None:
+        """What was derived from the times is derived anew when it is asked for."""
+        self._curve, self._beyond, self._more, self._widest = None, None, {}, None
 
     def _forget_old(self) -> None:
         """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
@@ -111,7 +115,7 @@ class RowTimes:
             bucket = _bucket(int(rows))
             self._times.expect(bucket, float(seconds))
             self._last[bucket] = self.seen
-        self._curve, self._beyond, self._more, self._widest = None, None, {}, None
+        self._renew()
 
     def _convex(self) -> tuple[list[int], list[float]]:
         """Row counts and their times: the lower convex hull of what was measured, made not to fall.

@@ -14,12 +14,14 @@ from operator import truediv
 from typing import Any
 
 from outpace.core.steps import LEAST_COVERAGE, Trust
+from outpace.core.together import Together
 from outpace.core.types import Observation, Offer, Request
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
 _TOGETHER = 6  # picks
+_Pick = tuple["ChoiceModel", Sequence[float], int | None]  # what was proposed, and which of it the target took
 _LEAST = 0.05  # of what is left open as a share of what the draft leaves, in a profile
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
@@ -116,38 +118,34 @@ def _left_open(values: Sequence[float]) -> float:
     return max(0.0, 1.0 - sum(map(math.exp, values)))
 
 
+def _learn(pick: _Pick) -> None:
+    choice, values, picked = pick
+    choice.learn(values, picked)
+
+
 class Choices:
     """What a draft model's proposals were worth: one choice model for greedy requests, one for sampled ones."""
 
     def __init__(self) -> None:
         self._models = {"greedy": ChoiceModel(has_shares=True), "sampled": ChoiceModel()}
-        self._noted: list[tuple[ChoiceModel, Sequence[float], int | None]] = []  # what was seen and is not learnt yet
-        self._learnt = 0
+        self._picks = Together[_Pick](_learn, _TOGETHER)
 
     def of(self, request: Request) -> ChoiceModel:
         """That of a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
     def learn(self, request: Request, offers: Mapping[int, Offer], seen: Observation) -> None:
-        """What was offered below every walked node (by its id), and what the target wrote there. It is worked in some
-        picks together, the first ones at once: behind a pass the code that does it is cold."""
-        choice = self.of(request)
+        """What was offered below every walked node (by its id), and what the target wrote there."""
+        choice, picks = self.of(request), list[_Pick]()
         for node, written in zip(seen.path, seen.tokens, strict=False):
             if node in offers:
                 tokens, values = offers[node]
-                self._noted.append((choice, values, tokens.index(written) if written in tokens else None))
-        if len(self._noted) > min(_TOGETHER, self._learnt // _TOGETHER):
-            self._work_in()
-
-    def _work_in(self) -> None:
-        for choice, values, picked in self._noted:
-            choice.learn(values, picked)
-        self._learnt += len(self._noted)
-        self._noted.clear()
+                picks.append((choice, values, tokens.index(written) if written in tokens else None))
+        self._picks.add(picks)
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""
-        self._work_in()
+        self._picks.work_in()
         return {name: model.remember() for name, model in self._models.items()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
