@@ -37,6 +37,7 @@ from outpace.engine.build import (
     needs_same_tokens,
     with_grammar,
 )
+from outpace.engine.first_times import time_rounds
 from outpace.engine.options import BURST, EngineOptions
 from outpace.engine.profile import Profile, subject
 from outpace.grammar.compiler import Grammars
@@ -148,6 +149,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
+        if self.method == PLANNED and not (self._profile and self._profile.is_known):
+            time_rounds(self.engine, self.tokenizer.encode("The") or [0])  # any word
         if self._profile:
             self._profile.begin(self.engine)
 

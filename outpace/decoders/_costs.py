@@ -246,6 +246,11 @@ class Costs:
         measured = self._rates[requests].value if requests in self._rates else 0.0
         return max(measured, requests / plain if plain else 0.0)
 
+    def forget_rates(self) -> None:
+        """What was written lately says nothing of what comes."""
+        self._rates.clear()
+        self._prices.clear()
+
     def speedup(self, requests: int) -> float:
         """Over plain decoding of so many requests: what is written lately, by what their plain rounds would write; 0:
         unknown."""

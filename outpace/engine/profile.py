@@ -101,6 +101,11 @@ class Profile:
         """The method that tuning found best, if it was tuned."""
         return self._known["method"] if self._known else None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether an engine began with it, or may."""
+        return self._known is not None
+
     def begin(self, engine: Engine) -> None:
         """Tells an engine and its drafters what is known."""
         if self._known is None:

@@ -1,0 +1,83 @@
+"""What rounds of some sizes and a draft's step take, timed before the first request: the planner's first choices are
+then no trials at the expense of whoever asked.
+
+Our own. A short text of no interest is written by real rounds, plain ones and with drafts, of which the engine notes
+the times as it does of any.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from outpace.core.errors import UserError
+from outpace.core.sampling import GREEDY
+from outpace.core.tree import TokenTree
+from outpace.core.types import Commit, Draft, Request, Verify
+from outpace.decoders.base import Coroutine, Place
+from outpace.engine.build import find_rule
+from outpace.engine.engine import Engine
+
+NEEDS = "drafter"
+SECONDS = 0.2  # after which no further round begins
+_ROWS = (1, 1, 4, 4, 8, 8, 2, 2, 1, 1, 1)  # of the rounds; what tells most first, and caches are cold in the first few
+_LAYERS = 2  # that a draft model grows in a round of several rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """None."""
+
+
+def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
+    """Writes a text below `prompt` (token ids, at least one) for its times, which `engine.costs` then knows. Nothing else
+    of it stays. Ends after so many seconds at the latest, but for the round under way. What goes wrong is
+    for the first request to tell."""
+    request = Request(tuple(prompt), find_rule("auto", GREEDY), max_tokens=sum(_ROWS), nodes=max(_ROWS))
+    try:
+        run = engine.submit(request, sys.modules[__name__], Options())
+    except UserError:  # no memory for even so short a text
+        return
+    run.storage.is_broken = True  # its keys and values are nothing to start from
+    end = time.perf_counter() + seconds
+    while run.finish_reason is None and len(run.history.steps) < len(_ROWS) and time.perf_counter() < end:
+        engine.step()
+    engine.abort(run)
+    engine.sweep()
+    engine.costs.forget_rates()
+
+
+def decode(place: Place, options: Options) -> Coroutine:
+    """Rounds of `_ROWS` rows each, again and again, which accept what is right."""
+    tree, has_read = TokenTree(place.last_token), False
+    for rows in cycle(_ROWS):
+        rows = min(rows, place.budget)
+        if rows > 1:
+            yield from _grow(tree, place, has_read)
+            has_read = True
+            _fill(tree, rows)
+            tree = tree.copy(range(rows))
+        picks = yield Verify(tree)
+        tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+
+
+def _grow(tree: TokenTree, place: Place, has_read: bool) -> Generator[Any, Any, None]:
+    """Layers of the draft models, timed, but where one reads the plain rounds' text."""
+    for source in place.sources:
+        for layer in range(_LAYERS if source.runs_model else 0):
+            if not layer and not has_read:
+                place.costs.reads(source)
+            if (yield Draft(tree, source)):
+                place.costs.stepped(source, 1)
+
+
+def _fill(tree: TokenTree, rows: int) -> None:
+    """Nodes of any tokens, until there are so many."""
+    token = 0
+    while len(tree) < rows:
+        tree.add(len(tree) - 1, token, tree.scores[-1])
+        token += 1

@@ -1,0 +1,135 @@
+"""What is timed before the first request: rounds of several sizes and a draft's step, and nothing else of it stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import QuickToy, decode, make_drafter, make_request
+from test_library import folder
+
+import outpace
+from outpace.decoders import auto
+from outpace.engine import first_times
+from outpace.engine import profile as profiles
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.first_times import time_rounds
+from outpace.models.load import load_model
+
+WHOLE = 60.0  # seconds, more than any of these take
+
+
+def engine_of(target: Any, drafter: str | None = "model", **options: Any) -> Engine:
+    made = make_drafter(drafter, target) if drafter else None
+    return Engine(target, made, options=EngineOptions(**{"nodes": 8, **options}))
+
+
+class Counting(QuickToy):
+    """Counts its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def score(self, parts: Any, **options: Any) -> Any:
+        self.rows.append(sum(len(part.tokens) for part in parts))
+        return super().score(parts, **options)
+
+
+def test_rounds_of_every_size_and_the_step_are_timed() -> None:
+    target = Counting()
+    with engine_of(target) as engine:
+        time_rounds(engine, [1], WHOLE)
+        costs = engine.costs
+        assert target.rows == list(first_times._ROWS), "each of its rounds is one pass over as many rows"
+        assert [costs.knows(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
+        (source,) = engine.drafting.drafter.sources
+        assert costs.draft(source) > 0
+        assert set(costs.remember()["draft"]) == {source.name}
+
+
+def test_nothing_else_stays() -> None:
+    with engine_of(QuickToy(), reuse=True) as engine:
+        time_rounds(engine, [1], WHOLE)
+        assert [*engine.running, *engine.waiting] == []
+        assert engine.memory.used == 0, "its keys and values are not kept for others"
+        assert engine.costs.speedup(1) == 0, "what it wrote says nothing of how fast others are written"
+        learnt = engine.costs.remember()
+        assert (learnt["growth"], learnt["trust"]) == ({}, {})
+
+
+def test_it_ends_when_its_time_is_over() -> None:
+    target = Counting()
+    with engine_of(target) as engine:
+        time_rounds(engine, [1], 0.0)
+        assert not target.rows
+        assert [*engine.running, *engine.waiting] == []
+
+
+def test_trees_may_be_smaller_than_what_is_timed() -> None:
+    target = Counting()
+    with engine_of(target, nodes=4) as engine:
+        time_rounds(engine, [1], WHOLE)
+        assert max(target.rows) == 4
+
+
+@pytest.mark.parametrize("drafter", ["model", "both", "ngram"])
+def test_texts_are_the_same_behind_it(drafter: str) -> None:
+    target = QuickToy()
+    request = make_request([1, 2, 3], max_tokens=24)
+    (expected,) = decode([request], target=target).texts
+    with engine_of(target, drafter) as engine:
+        time_rounds(engine, [1], WHOLE)
+        run = engine.submit(request, auto, auto.Options())
+        while run.finish_reason is None:
+            engine.step()
+    assert run.tokens == expected
+
+
+def test_a_drafter_that_fails_is_given_up_as_for_any_request() -> None:
+    with engine_of(QuickToy(), "failing") as engine:
+        with pytest.warns(UserWarning, match="the drafter failed"):
+            time_rounds(engine, [1], WHOLE)
+        assert engine.drafting.drafter is None
+        assert engine.costs.knows(8, 2), "rounds are timed all the same"
+
+
+def test_a_target_that_fails_tells_the_first_request() -> None:
+    class Broken(QuickToy):
+        def score(self, parts: Any, **options: Any) -> Any:
+            raise RuntimeError("out of order")
+
+    with engine_of(Broken()) as engine:
+        time_rounds(engine, [1], WHOLE)
+        run = engine.submit(make_request([1, 2]), auto, auto.Options())
+        while run.finish_reason is None:
+            engine.step()
+    assert str(run.error) == "out of order"
+
+
+def test_too_little_memory_is_for_the_first_request_to_tell() -> None:
+    target = Counting()
+    with engine_of(target, kv_memory=1e-9) as engine:
+        time_rounds(engine, [1], WHOLE)
+        assert not target.rows
+        with pytest.raises(outpace.UserError, match=r"the budget is 0\.00"):
+            engine.submit(make_request([1, 2]), auto, auto.Options())
+
+
+def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_model(folder(tmp_path, "target"))
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "FEWEST", 1)
+    seen = []
+    for method in ("auto", "speculative", "autoregressive", "auto"):
+        with outpace.LLM(target, "layers:0", method=method) as llm:
+            timed = llm.engine.costs.seen
+            llm.generate("hello", max_tokens=8)
+            seen.append((method, timed > 0, profiles.Profile(profiles.subject(llm.target, llm.draft)).is_known))
+    assert seen == [
+        ("auto", True, False),
+        ("speculative", False, True),
+        ("autoregressive", False, True),
+        ("auto", False, True),
+    ]
