@@ -126,7 +126,7 @@ def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypat
         with outpace.LLM(target, "layers:0", method=method) as llm:
             timed = llm.engine.costs.seen
             llm.generate("hello", max_tokens=8)
-            seen.append((method, timed > 0, profiles.Profile(profiles.subject(llm.target, llm.draft)).is_known))
+            seen.append((method, timed > 0, profiles.read(profiles.subject(llm.target, llm.draft)) is not None))
     assert seen == [
         ("auto", True, False),
         ("speculative", False, True),

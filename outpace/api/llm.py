@@ -26,12 +26,12 @@ from outpace.engine.build import (
     PLANNED,
     Parts,
     build_engine,
+    check_names,
     check_prediction,
     check_rule,
     choose_method,
     default_drafter,
     default_rule,
-    drafter_modules,
     find_rule,
     may_draft,
     needs_same_tokens,
@@ -104,7 +104,7 @@ class LLM(AbstractContextManager["LLM"]):
         **more: Any,
     ) -> None:
         parts = Parts(method, drafter, rule, worker, numbers.plain(draft_threads))
-        _check_names(parts)
+        check_names(parts)
         if "model" in more and target is not None:
             raise UserError("model is another name for target, give one of them")
         target = more.pop("model", target)
@@ -149,10 +149,9 @@ class LLM(AbstractContextManager["LLM"]):
         self.engine = build_engine(self.target, self.draft, parts, settings, options)
         self._is_closed = False
         self._shared = SharedEngine(self.engine)
-        if self.method == PLANNED and not (self._profile and self._profile.is_known):
+        is_known = self._profile is not None and self._profile.begin(self.engine)
+        if self.method == PLANNED and not is_known:
             time_rounds(self.engine, self.tokenizer.encode("The") or [0])  # any word
-        if self._profile:
-            self._profile.begin(self.engine)
 
     def compile(self, params: SamplingParams) -> None:
         """Compiles what the answer has to be, before it is asked for; UserError for what cannot be enforced."""
@@ -292,12 +291,3 @@ class LLM(AbstractContextManager["LLM"]):
             alone = find_rule("auto", params.sampling) if plain and rule.leaf_q else rule  # it would want a draft's q
             self._rules.setdefault(key, alone)
         return self._rules[key]
-
-
-def _check_names(parts: Parts) -> None:
-    """UserError for a method, a drafter or a rule that there is not, before a model is loaded."""
-    registry.find("decoders", parts.method)
-    if parts.rule != "auto":
-        registry.find("rules", parts.rule)
-    if parts.drafter is not None:
-        drafter_modules(parts.drafter)

@@ -75,6 +75,15 @@ def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
     return rule
 
 
+def check_names(parts: Parts) -> None:
+    """UserError for a method, a drafter or a rule that there is not, before a model is loaded."""
+    registry.find("decoders", parts.method)
+    if parts.rule != "auto":
+        registry.find("rules", parts.rule)
+    if parts.drafter is not None:
+        drafter_modules(parts.drafter)
+
+
 def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = None) -> Rule:
     """The rule by name, with its options among `values`; "auto" is greedy at temperature 0 and gumbel above. UserError
     for a rule that does not fit, or a wrong option."""

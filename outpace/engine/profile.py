@@ -101,20 +101,16 @@ class Profile:
         """The method that tuning found best, if it was tuned."""
         return self._known["method"] if self._known else None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether an engine began with it, or may."""
-        return self._known is not None
-
-    def begin(self, engine: Engine) -> None:
-        """Tells an engine and its drafters what is known."""
+    def begin(self, engine: Engine) -> bool:
+        """Tells an engine and its drafters what is known; whether anything is."""
         if self._known is None:
-            return
+            return False
         engine.costs.recall(self._known)
         for drafter in engine.drafting.drafters.values():
             kept = self._known["drafters"].get(_kind(drafter))
             if kept is not None:
                 drafter.recall(kept)
+        return True
 
     def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
         """Keeps what an engine learnt, if that is enough to go by. `tuned`: the method that was found best."""
