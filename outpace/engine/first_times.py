@@ -34,8 +34,8 @@ class Options:
 
 
 def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
-    """Writes a text below `prompt` (token ids, at least one) for its times, which `engine.costs` then knows; nothing else
-    stays. Ends after so many seconds at the latest, but for the round under way. What goes wrong is for the first
+    """Writes a text below `prompt` (token ids, at least one) for its times, which `engine.costs` then knows; nothing
+    else stays. Ends after so many seconds at the latest, but for the round under way. What goes wrong is for the first
     request to tell."""
     request = Request(tuple(prompt), find_rule("auto", GREEDY), max_tokens=sum(_ROWS), nodes=max(_ROWS))
     try:
