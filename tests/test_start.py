@@ -96,6 +96,7 @@ def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
     "way",
     [
         "own",
+        "confined",
         "OMP_NUM_THREADS without torch",
         *(pytest.param(way, marks=pytest.mark.long) for way in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "set")),
     ],
@@ -113,8 +114,11 @@ def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
         )
         return done.stdout.split()
 
-    if way == "own":
-        own, is_loaded, real = run()
+    if way == "confined" and not hasattr(os, "sched_setaffinity"):
+        pytest.skip("processes cannot be confined to some cores here")
+    if way in ("own", "confined"):
+        first = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        own, is_loaded, real = run(first if way == "confined" else "")
         assert (own, is_loaded) == (real, "False")
     else:
         told = run("lazy.set_threads(1); ") if way == "set" else run(**{way: "1"})
@@ -122,13 +126,16 @@ def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
 
 
 def test_a_core_that_runs_two_threads_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     for number in range(4):
         file = tmp_path / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{number % 2},{number % 2 + 2}\n")
     assert lazy._whole_cores(tmp_path) == 2
     assert lazy._whole_cores(tmp_path / "nowhere") == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 3}, raising=False)
+    assert lazy._whole_cores(tmp_path) == 1
+    assert lazy._whole_cores(tmp_path / "nowhere") == 2
 
 
 def checkpoint(folder: Path, **tensors: torch.Tensor) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,15 @@ def set_threads(count: int) -> None:
         _asked[:] = [count]
 
 
+def core_numbers() -> Collection[int]:
+    """The numbers of the cores that this process may use; a core that runs two threads has two."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
 def _whole_cores(root: Path = Path("/sys")) -> int:
-    """The machine's cores, those that run two threads counted once where the system tells."""
-    count = os.cpu_count() or 1
+    """The cores that this process may use, those that run two threads counted once where the system tells."""
+    numbers = core_numbers()
     try:
-        return len({(root / _SIBLINGS.format(number=number)).read_text() for number in range(count)})
+        return len({(root / _SIBLINGS.format(number=number)).read_text() for number in numbers})
     except OSError:
-        return count
+        return len(numbers)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from outpace.core.lazy import threads, torch
+from outpace.core.lazy import core_numbers, threads, torch
 
 BUFFER = 2**26  # float32 values read to find the bandwidth: 256 MiB, more than a processor keeps
 READS = 5
@@ -33,7 +33,7 @@ def bandwidth() -> float:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(core_numbers())
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.lazy import core_numbers
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.options import AUTO, FILE, INT4, INT8
@@ -45,7 +45,7 @@ class Options:
 
 def usable_cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(core_numbers())
 
 
 def load_kernels() -> Any:
