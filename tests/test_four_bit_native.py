@@ -124,6 +124,23 @@ def test_what_does_not_fit_is_rounded_and_told(
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
 
 
+@pytest.mark.parametrize("weights", ["file", "int4", "int8"])
+@pytest.mark.parametrize("changes", [{}, {"hidden_size": 320}, {"intermediate_size": 296}], ids=str)
+def test_a_tensor_is_fetched_once(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
+    """Whether it fits the kernels or not, as it is in the folder or in float."""
+    for folder in folders(tmp_path, "gptq", 64, **changes):
+        asked = list[str]()
+        with open_source(folder) as source:
+
+            def weight(name: str, source: Any = source, asked: list[str] = asked) -> Any:
+                asked.append(name)
+                return source.weight(name)
+
+            NativeLlama.from_tensors(from_dict(source.config), weight, options=Options(weights=weights))
+        assert sorted(asked) == sorted(set(asked))
+        assert set(asked) == set(source.names())
+
+
 def test_kernels_of_before_take_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = {name: inputs for name, inputs in kernels.FORMATS.items() if not name.startswith("U4")}
     monkeypatch.setattr(kernels, "FORMATS", old)

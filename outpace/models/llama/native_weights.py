@@ -3,9 +3,9 @@ they are taken as the file has them (stored.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,15 +20,14 @@ from outpace.models.options import AUTO, FILE, INT4, INT8
 if TYPE_CHECKING:
     from torch import Tensor
 
+Weight: TypeAlias = "Tensor | np.ndarray | Stored"
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 
 
 class Fetch:
     """Weights by name. A call gives float32, row by row in memory."""
 
-    def __init__(
-        self, weight: Callable[[str], Tensor | np.ndarray | Stored], formats: Collection[str], weights: str
-    ) -> None:
+    def __init__(self, weight: Callable[[str], Weight], formats: Collection[str], weights: str) -> None:
         """`formats`: the names of those that the kernels take. `weights`: as the runtime's options have it."""
         self._weight, self._formats, self.rounded = weight, formats, weights == INT8
         self._expected = FLOATS if weights in (AUTO, INT4) else ()  # nobody is told that these are rounded
@@ -49,7 +48,9 @@ class Fetch:
         return None if self.rounded or not slow else f"rounded to int8, for the kernels do not take them so: {slow}"
 
     def __call__(self, name: str) -> np.ndarray:
-        held = self._weight(name)
+        return self._floats(self._weight(name))
+
+    def _floats(self, held: Weight) -> np.ndarray:
         if isinstance(held, Stored):
             if held.kind not in self._expected:
                 self._slow.add(held.kind)
@@ -60,29 +61,42 @@ class Fetch:
             held = held.to(device="cpu", dtype=torch.float32).numpy()
         return np.ascontiguousarray(held, np.float32)
 
-    def stored(self, *names: str) -> list[Stored]:
-        """The matrices as a file has them; none unless the kernels take them all."""
-        found = [held for name in names if isinstance(held := self._weight(name), Stored)]
-        if len(found) < len(names) or any(held.kind not in self._formats for held in found):
-            return []
-        self._kept |= not self.rounded
-        return found
+    def stored(self, *names: str) -> Matrices:
+        """The matrices, their blocks as a file has them."""
+        held = [self._weight(name) for name in names]
+        blocks = [one for one in held if isinstance(one, Stored) and one.kind in self._formats]
+        blocks = blocks if len(blocks) == len(held) else []
+        self._kept |= bool(blocks) and not self.rounded
+        return Matrices(held, blocks, self._floats)
 
-    def blocks(self, packing: Packing, *names: str) -> list[Stored]:
-        """The matrices of a layer as a file has them, or in four bits where those in float are to be so; none unless
-        all can be."""
+    def of_layer(self, packing: Packing, *names: str) -> Matrices:
+        """The matrices of a layer, their blocks as a file has them, or in four bits where floats are to be held so."""
         found = self.stored(*names)
-        if found or not self._to_four or not all(map(self._is_float, names)):
+        if found.blocks or not self._to_four or not all(map(_is_float, found.held)):
             return found
-        rounded = [stored.in_four_bits(packing.kernels, name, self(name)) for name in names]
-        if not all(rounded):
-            return []
-        self._in_four = True
-        return [held for held in rounded if held]
+        floats = found.floats()
+        rounded = [stored.in_four_bits(packing.kernels, *named) for named in zip(names, floats, strict=True)]
+        blocks = [one for one in rounded if one] if all(rounded) else []
+        self._in_four |= bool(blocks)
+        return Matrices([*floats], blocks, self._floats)
 
-    def _is_float(self, name: str) -> bool:
-        held = self._weight(name)
-        return not isinstance(held, Stored) or held.kind in FLOATS
+
+@dataclass(frozen=True)
+class Matrices:
+    """Matrices that go together, each fetched once. `blocks`: all of them in formats that the kernels take; none unless
+    all can be."""
+
+    held: list[Weight]
+    blocks: list[Stored]
+    _floats: Callable[[Weight], np.ndarray]
+
+    def floats(self) -> list[np.ndarray]:
+        """float32, row by row in memory. To be asked for once: nothing is held here behind it."""
+        return [self._floats(self.held.pop(0)) for _ in range(len(self.held))]
+
+
+def _is_float(held: Weight) -> bool:
+    return not isinstance(held, Stored) or held.kind in FLOATS
 
 
 def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
@@ -113,19 +127,19 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     weights = [name + ".weight" for name in names]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
-    held = fetch.blocks(packing, *weights)
-    made = stored.below_one_another(packing, held, bias, fetch.rounded) if held else None
-    return made or packing.of_floats(np.concatenate([fetch(name) for name in weights]), bias)
+    found = fetch.of_layer(packing, *weights)
+    made = stored.below_one_another(packing, found.blocks, bias, fetch.rounded) if found.blocks else None
+    return made or packing.of_floats(np.concatenate(found.floats()), bias)
 
 
 def _output(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
     bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
-    held = fetch.blocks(packing, prefix + "o_proj.weight")
-    made = stored.chunked(packing, held[0], config.head_dim, bias, fetch.rounded) if held else None
+    found = fetch.of_layer(packing, prefix + "o_proj.weight")
+    made = stored.chunked(packing, found.blocks[0], config.head_dim, bias, fetch.rounded) if found.blocks else None
     if made:
         return made
-    weight = fetch(prefix + "o_proj.weight").reshape(config.hidden_size, config.num_heads, config.head_dim)
+    weight = found.floats()[0].reshape(config.hidden_size, config.num_heads, config.head_dim)
     padded = _padded(weight, 2, -config.head_dim % packing.kernels.GROUP).reshape(config.hidden_size, -1)
     return packing.of_floats(padded, bias)
 
@@ -134,26 +148,25 @@ def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -
     """16 gates, then the 16 ups that they gate, and so on: both lie in one panel."""
     middle = middle_size(packing.kernels, config)
 
-    def woven(kind: str) -> np.ndarray:
-        parts = [fetch(f"{prefix}{name}_proj.{kind}") for name in ("gate", "up")]
+    def woven(parts: Sequence[np.ndarray]) -> np.ndarray:
         padded = [_padded(part, 0, middle - len(part)) for part in parts]
         both = np.stack([part.reshape(-1, packing.kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
         return both.reshape(2 * middle, *parts[0].shape[1:])
 
-    bias = woven("bias").tolist() if config.mlp_bias else []
-    held = fetch.blocks(packing, prefix + "gate_proj.weight", prefix + "up_proj.weight")
-    made = stored.woven(packing, held, middle, bias, fetch.rounded) if held else None
-    return made or packing.of_floats(woven("weight"), bias)
+    names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
+    bias = woven([fetch(name + ".bias") for name in names]).tolist() if config.mlp_bias else []
+    found = fetch.of_layer(packing, *(name + ".weight" for name in names))
+    made = stored.woven(packing, found.blocks, middle, bias, fetch.rounded) if found.blocks else None
+    return made or packing.of_floats(woven(found.floats()), bias)
 
 
 def _down(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
-    held = fetch.blocks(packing, prefix + "down_proj.weight")
-    made = stored.chunked(packing, held[0], config.intermediate_size, bias, fetch.rounded) if held else None
+    found, size = fetch.of_layer(packing, prefix + "down_proj.weight"), config.intermediate_size
+    made = stored.chunked(packing, found.blocks[0], size, bias, fetch.rounded) if found.blocks else None
     if made:
         return made
-    weight = fetch(prefix + "down_proj.weight")
-    weight = _padded(weight, 1, middle_size(packing.kernels, config) - config.intermediate_size)
+    weight = _padded(found.floats()[0], 1, middle_size(packing.kernels, config) - size)
     return packing.of_floats(weight, bias)
 
 
@@ -166,11 +179,11 @@ def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
 
 def of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
     """A matrix without a bias, or those rows of it alone."""
-    held = fetch.stored(name)
-    if held:
-        part = held[0] if rows is None else replace(held[0], order=held[0].order[rows])
+    found = fetch.stored(name)
+    if found.blocks:
+        part = found.blocks[0] if rows is None else replace(found.blocks[0], order=found.blocks[0].order[rows])
         return stored.below_one_another(packing, [part], [], fetch.rounded)
-    weight = fetch(name)
+    [weight] = found.floats()
     return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]))
 
 
