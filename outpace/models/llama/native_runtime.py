@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
-from outpace.core.scores import Held, Scored
+from outpace.core.scores import Held, Offer, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
@@ -222,7 +222,7 @@ class NativeLlama(Model):
         model = self._team()
         out = np.empty((len(hidden), model.outputs), np.float32)
         model.project(array_of(hidden), out)
-        return self._held(out)
+        return self._held(out, self._known())
 
     def _need(self, extra: Extra) -> None:
         if extra not in self.extras:
@@ -238,13 +238,12 @@ class NativeLlama(Model):
     def _forward(self, forest: Forest) -> Held:
         model, turns = self._team(), self._turns.table
         out = np.empty((len(forest.wanted), model.outputs), np.float32)
+        known = self._known()
         if forest.more or not self._takes_lists:
             model.forward(*forest.arrays(turns), out, **forest.more)
-            return self._held(out)
-        count, ids = self._known()
+            return self._held(out, known)
         rows = (forest.spans, forest.tokens, forest.positions, turns, forest.wanted)
-        best = model.score(*rows, out, forest.best, count, ids)
-        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)
+        return self._held(out, known, model.score(*rows, out, forest.best, *known))
 
     def _known(self) -> tuple[int, np.ndarray | None]:
         """How many outputs of the output layer are known tokens, and which; another model may know fewer."""
@@ -255,7 +254,7 @@ class NativeLlama(Model):
             ids = ids[: np.searchsorted(ids, vocab)]
         return len(ids), ids
 
-    def _held(self, out: np.ndarray) -> Held:
-        """The output layer's scores, of those tokens that are known."""
-        count, ids = self._known()
-        return Held(out[:, :count], ids, self.vocab_size)
+    def _held(self, out: np.ndarray, known: tuple[int, np.ndarray | None], best: Sequence[Offer] = ()) -> Held:
+        """The output layer's scores of the tokens that are known."""
+        count, ids = known
+        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)
