@@ -30,11 +30,13 @@ _FORBIDDEN = float("-inf")
 
 
 @overload
-def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor: ...
+def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """A tensor stays one."""
 
 
 @overload
-def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray: ...
+def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
+    """An array stays one unless a row is adjusted."""
 
 
 def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
