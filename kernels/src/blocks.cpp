@@ -27,26 +27,26 @@ const Named& named(Format format) {
 
 /// Adds bit 4 of every number: `bits` holds the 32 of a half, the first in the lowest bit.
 void add_fifth_bits(uint32_t bits, uint32_t* words) {
-    for (int i = 0; i < kHalf; ++i) words[i / 4] |= (bits >> i & 1u) << (8 * (i % 4) + 4);
+    for (int i = 0; i < kHalfGroup; ++i) words[i / 4] |= (bits >> i & 1u) << (8 * (i % 4) + 4);
 }
 
 /// 32 nibbles of 16 bytes: the lower ones, then the upper ones.
 void unpack_nibbles(const uint8_t* low, uint32_t* words) {
-    for (int i = 0; i < kHalfWords / 2; ++i) {
+    for (int i = 0; i < kHalfGroupWords / 2; ++i) {
         words[i] = word(low + 4 * i) & kNibbles;
-        words[i + kHalfWords / 2] = word(low + 4 * i) >> 4 & kNibbles;
+        words[i + kHalfGroupWords / 2] = word(low + 4 * i) >> 4 & kNibbles;
     }
 }
 
 /// Blocks of 32 inputs: one half of a group.
 void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
-    uint32_t* words = group.words + half * kHalfWords;
+    uint32_t* words = group.words + half * kHalfGroupWords;
     const bool has_min = format == Format::q4_1 || format == Format::q5_1 || format == Format::u4_32;
     group.numbers[half][0] = short_word(block);
     group.numbers[half][1] = has_min ? short_word(block + 2) : 0;
     const uint8_t* bytes = block + (has_min ? 4 : 2);
     if (format == Format::q8_0) {
-        for (int i = 0; i < kHalfWords; ++i) words[i] = word(bytes + 4 * i) ^ 0x80808080u;
+        for (int i = 0; i < kHalfGroupWords; ++i) words[i] = word(bytes + 4 * i) ^ 0x80808080u;
         return;
     }
     const bool has_fifth = format == Format::q5_0 || format == Format::q5_1;
@@ -58,7 +58,7 @@ void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
 void unpack_group(const uint8_t* block, Group& group) {
     for (int which = 0; which < 2; ++which) group.numbers[0][which] = short_word(block + 2 * which);
     for (int half = 0; half < kHalves; ++half)
-        unpack_nibbles(block + 4 + half * kHalf / 2, group.words + half * kHalfWords);
+        unpack_nibbles(block + 4 + half * kHalfGroup / 2, group.words + half * kHalfGroupWords);
 }
 
 /// c and m of part `part` of eight, six bits each, in twelve bytes.
@@ -78,10 +78,10 @@ void unpack_k45(const uint8_t* block, bool has_fifth, int at, Group& group) {
     group.scales[1] = short_word(block + 2) ^ 0x8000u;  // it is taken away
     for (int part = 0; part < 2; ++part) unpack_six_bits(block + 4, 2 * at + part, group.numbers[part]);
     const uint8_t *fifth = block + 16, *low = block + (has_fifth ? 48 : 16) + 32 * at;
-    for (int i = 0; i < kHalfWords; ++i) {
+    for (int i = 0; i < kHalfGroupWords; ++i) {
         const uint32_t high = has_fifth ? word(fifth + 4 * i) >> (2 * at) : 0;
         group.words[i] = (word(low + 4 * i) & kNibbles) | (high & 0x01010101u) << 4;
-        group.words[i + kHalfWords] = (word(low + 4 * i) >> 4 & kNibbles) | (high >> 1 & 0x01010101u) << 4;
+        group.words[i + kHalfGroupWords] = (word(low + 4 * i) >> 4 & kNibbles) | (high >> 1 & 0x01010101u) << 4;
     }
 }
 
@@ -92,21 +92,21 @@ void unpack_k6(const uint8_t* block, int at, Group& group) {
     group.scales[0] = short_word(block + 208);
     for (int part = 0; part < 4; ++part) group.numbers[part][0] = scales[part];
     for (int i = 0; i < kWords; ++i) {
-        const uint32_t pair = word(high + 4 * (i % kHalfWords)) >> (shift + 2 * (i / kHalfWords));
+        const uint32_t pair = word(high + 4 * (i % kHalfGroupWords)) >> (shift + 2 * (i / kHalfGroupWords));
         group.words[i] = (word(low + 4 * i) >> shift & kNibbles) | (pair & 0x03030303u) << 4;
     }
 }
 
 /// The block of 32 inputs that is half `half` of a group; below 0 where the group is padded there.
 int find_block(const Stored& stored, int group, int half) {
-    int first = group * kGroup + half * kHalf, most = stored.inputs, before = 0;
+    int first = group * kGroup + half * kHalfGroup, most = stored.inputs, before = 0;
     if (stored.chunk) {
         const int room = round_up(stored.chunk, kGroup);
         before = first / room * stored.chunk;
         first %= room;
         most = stored.chunk;
     }
-    return first < most ? (before + first) / kHalf : -1;
+    return first < most ? (before + first) / kHalfGroup : -1;
 }
 
 }  // namespace
@@ -125,7 +125,7 @@ Group unpack(Format format, const uint8_t* row, const Stored& stored, int number
     Group group{};
     if (!row) return group;
     const FileBlock block = file_block(format);
-    if (block.inputs == kHalf) {
+    if (block.inputs == kHalfGroup) {
         for (int half = 0; half < kHalves; ++half) {
             const int found = find_block(stored, number, half);
             if (found >= 0) unpack_half(format, row + static_cast<int64_t>(found) * block.bytes, half, group);

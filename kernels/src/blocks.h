@@ -9,7 +9,7 @@ namespace outpace {
 
 constexpr uint32_t kNibbles = 0x0f0f0f0f;
 constexpr int kWords = kGroup / 4;
-constexpr int kHalfWords = kHalf / 4;
+constexpr int kHalfGroupWords = kHalfGroup / 4;
 
 inline uint32_t word(const uint8_t* p) {
     uint32_t four;

@@ -20,7 +20,7 @@
 
 namespace outpace {
 
-constexpr int kHalf = kGroup / kHalves;  // inputs
+constexpr int kHalfGroup = kGroup / kHalves;  // inputs
 constexpr int kSuperGroups = 4;          // groups that share a scale of scales
 
 /// Sizes that follow from what a format is.

@@ -10,7 +10,7 @@ namespace {
 constexpr int kNarrowings = 4;          // of a range's ends
 constexpr float kShare = 0.04f;         // that each of them takes from an end
 constexpr float kWhole = 12582912.0f;   // 1.5 * 2^23: added, a small number is rounded to a whole one
-constexpr int kHalf = kBlockInputs / 2;
+constexpr int kHalfBlock = kBlockInputs / 2;
 
 struct Range {
     Half scale, least;
@@ -29,9 +29,9 @@ float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 Range range_of(const float* weights, float low, float high) {
     const Half half_scale = float_to_half((high - low) / 15.0f), half_least = float_to_half(low);
     const float scale = half_to_float(half_scale), least = half_to_float(half_least), inverse = inverse_of(scale);
-    float errors[kHalf] = {};
-    for (int i = 0; i < kBlockInputs; i += kHalf)
-        for (int j = 0; j < kHalf; ++j) {
+    float errors[kHalfBlock] = {};
+    for (int i = 0; i < kBlockInputs; i += kHalfBlock)
+        for (int j = 0; j < kHalfBlock; ++j) {
             const float level = cut(level_of(weights[i + j], least, inverse));
             const float error = level * scale + least - weights[i + j];
             errors[j] = errors[j] + error * error;
@@ -69,7 +69,7 @@ void round_to_q4_1(const float* weights, int64_t count, uint8_t* blocks) {
         const float least = half_to_float(range.least), inverse = inverse_of(half_to_float(range.scale));
         uint8_t levels[kBlockInputs];
         for (int i = 0; i < kBlockInputs; ++i) levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], least, inverse)));
-        for (int i = 0; i < kHalf; ++i) blocks[4 + i] = static_cast<uint8_t>(levels[i] | levels[i + kHalf] << 4);
+        for (int i = 0; i < kHalfBlock; ++i) blocks[4 + i] = static_cast<uint8_t>(levels[i] | levels[i + kHalfBlock] << 4);
     }
 }
 

@@ -50,10 +50,10 @@ void write_bits(const Group& group, uint8_t* low) {
     }
     constexpr int kLowSteps = F::kLow / kStep;
     for (int half = 0; half < kHalves; ++half) {
-        const uint32_t* words = group.words + half * kHalfWords;
+        const uint32_t* words = group.words + half * kHalfGroupWords;
         for (int i = 0; i < 4; ++i) put(half * 4 + i, (words[i] & kNibbles) | (words[i + 4] & kNibbles) << 4);
         uint32_t fifth = 0, pairs[2] = {};
-        for (int step = 0; step < kHalfWords; ++step) {
+        for (int step = 0; step < kHalfGroupWords; ++step) {
             fifth |= (words[step] >> 4 & 0x01010101u) << step;
             pairs[step % 2] |= (words[step] >> 4 & 0x03030303u) << (step / 2 * 2);
         }
@@ -66,7 +66,7 @@ void write_bits(const Group& group, uint8_t* low) {
 /// The numbers of inputs 4 i to 4 i + 3 of a group, a byte each, as they are held. `low`: where its lane's bits begin.
 template <class F>
 uint32_t read_bits(const uint8_t* low, int i) {
-    const int half = i / kHalfWords, step = i % kHalfWords;
+    const int half = i / kHalfGroupWords, step = i % kHalfGroupWords;
     const auto at = [&](int line) { return word(low + line * kStep); };
     if (F::kBits == 8) return at(i);
     constexpr int kLowSteps = F::kLow / kStep;
@@ -138,11 +138,11 @@ const uint8_t* Stored::find(int output, Format* format) const {
 
 void Stored::check() const {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
-    if (chunk && (chunk < 0 || chunk % kHalf || inputs % round_up(chunk, kGroup)))
+    if (chunk && (chunk < 0 || chunk % kHalfGroup || inputs % round_up(chunk, kGroup)))
         throw std::invalid_argument("chunk does not fit");
     for (const StoredRows& part : parts) {
         const FileBlock block = file_block(part.format);
-        if (block.inputs > kHalf && chunk % kGroup) throw std::invalid_argument("chunk does not fit the format");
+        if (block.inputs > kHalfGroup && chunk % kGroup) throw std::invalid_argument("chunk does not fit the format");
         if (file_inputs() % block.inputs || part.row_bytes != static_cast<int64_t>(file_inputs()) / block.inputs * block.bytes)
             throw std::invalid_argument("a part has rows of another size");
     }
