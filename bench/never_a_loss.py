@@ -69,6 +69,8 @@ class Times:
     def add(self, answer: Answer, first: int) -> None:
         """Of this answer what came after its `first` tokens."""
         begun = next(number for number, count in enumerate(answer.written) if count >= first)
+        if begun + 1 == len(answer.written):
+            raise SystemExit(f"an answer's last round begins before token {first}: choose an earlier --turn")
         self.seconds.append(sum(answer.seconds[begun + 1 :]))
         self.tokens.append(answer.written[-1] - answer.written[begun])
 
@@ -149,6 +151,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--count", type=int, default=3)
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count is {args.count}, it must be at least 1")
+    if not 1 <= args.turn < args.tokens:
+        parser.error(f"--turn is {args.turn}, it must be between 1 and {args.tokens - 1}, before the last of --tokens")
     with load(args.target, draft=args.draft, method="autoregressive") as llm:
         found, plain, different = measure(llm, args)
     table = Table(title=f"{args.tokens} tokens, turned after {args.turn}; ratios to plain decoding")

@@ -34,12 +34,13 @@ print(json.dumps({**found, "torch": "torch" in sys.modules}))
 
 
 def started(file: Path, dtype: str) -> dict[str, Any]:
-    """One process; what it says, and the bytes that it left in the cache folder."""
+    """One process; what it says, and the bytes that it left in the cache folder, where it runs: with `python -c` a
+    package in the current folder would be imported instead of the installed one."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OUTPACE_CACHE": cache}
-        command = [sys.executable, "-c", CHILD, str(file), dtype]
+        command = [sys.executable, "-c", CHILD, str(file.absolute()), dtype]
         begin = time.perf_counter()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=cache, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr)
         whole = time.perf_counter() - begin

@@ -1,0 +1,57 @@
+"""Scripts in bench/ refuse what they cannot measure, and measure the package that is installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from files import write_gguf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import never_a_loss
+import ready
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tokens", "256"], "--turn is 256, it must be between 1 and 255"),
+        (["--tokens", "8", "--turn", "9"], "--turn is 9, it must be between 1 and 7"),
+        (["--turn", "0"], "--turn is 0, it must be between 1 and 511"),
+        (["--count", "0"], "--count is 0, it must be at least 1"),
+    ],
+)
+def test_what_leaves_nothing_to_measure_is_refused(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["never_a_loss.py", *arguments])
+    monkeypatch.delattr(never_a_loss, "load")
+    with pytest.raises(SystemExit) as left:
+        never_a_loss.main()
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_answer_whose_last_round_begins_before_the_turn_is_refused() -> None:
+    answer = never_a_loss.Answer.__new__(never_a_loss.Answer)
+    answer.seconds, answer.written = [1.0, 1.0, 1.0], [1, 5, 9]
+    times = never_a_loss.Times()
+    times.add(answer, 5)
+    assert (times.seconds, times.tokens) == ([1.0], [4])
+    with pytest.raises(SystemExit, match="before token 6: choose an earlier --turn"):
+        times.add(answer, 6)
+
+
+def test_a_start_is_the_installed_packages_wherever_the_script_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "outpace.py").write_text("raise SystemExit('of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    assert ready.started(Path("tiny.gguf"), "int8")["ready"] > 0
