@@ -20,6 +20,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.four_bit_blocks import BYTES, INPUTS
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.gguf.types import COMMON
@@ -111,6 +112,14 @@ def test_the_common_types_are_what_the_gguf_package_says() -> None:
         kind = GGMLQuantizationType(number)
         assert common == (kind.name, *gguf.GGML_QUANT_SIZES[kind])
     assert {kind.name for kind in COMMON.values()} >= set(kernels.FORMATS) - {"U4_32", "U4_64"}
+
+
+def test_the_packages_agree_on_the_sizes_of_blocks() -> None:
+    ours = {kind.name: (kind.values, kind.bytes) for kind in COMMON.values()}
+    ours |= {name: (INPUTS[name], BYTES[name]) for name in INPUTS}
+    theirs = {name: (form.inputs, form.bytes) for name, form in emulation.FILE_FORMATS.items()}
+    assert theirs == {name: ours[name] for name in theirs}
+    assert {name: ours[name][0] for name in kernels.FORMATS} == kernels.FORMATS
 
 
 @pytest.mark.parametrize(("kind", "shape"), in_turn(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], SHAPES))

@@ -18,8 +18,7 @@ IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 
 def round_to_q4_1(weights: np.ndarray, out: np.ndarray) -> None:
     """Floats to four bits: weights float32 [rows, columns], columns a multiple of 32, to the blocks of Q4_1, uint8
-    [rows, columns / 32 * 20]. Of the range of 32 weights and 12 narrower ones, that with the least sum of squared
-    errors."""
+    [rows, bytes]. Of the range of 32 weights and 12 narrower ones, that with the least sum of squared errors."""
     blocks = weights.reshape(-1, 32)
     low, high = blocks.min(axis=1), blocks.max(axis=1)
     ends = [(low, high)]
@@ -40,7 +39,7 @@ def round_to_q4_1(weights: np.ndarray, out: np.ndarray) -> None:
         found = error < best
         best[found], levels[found] = error[found], q[found].astype(np.uint8)
         numbers[found, 0], numbers[found, 1] = c[found], m[found]
-    packed = out.reshape(-1, 20)
+    packed = out.reshape(-1, FORMATS["Q4_1"].bytes)
     packed[:, :4] = numbers.view(np.uint8)
     packed[:, 4:] = levels[:, :16] | levels[:, 16:] << 4
 
@@ -69,32 +68,32 @@ def single_bits(data: np.ndarray) -> np.ndarray:
 
 
 def q4_0(block: np.ndarray) -> Parts:
-    """18 bytes for 32 inputs: c, nibbles with a bias of 8."""
+    """A block: c, nibbles with a bias of 8."""
     return Parts(nibbles(block[..., 2:]) - 8, half(block, 0), None)
 
 
 def q4_1(block: np.ndarray) -> Parts:
-    """20 bytes for 32 inputs: c, m, nibbles."""
+    """A block: c, m, nibbles."""
     return Parts(nibbles(block[..., 4:]), half(block, 0), half(block, 2))
 
 
 def q5_0(block: np.ndarray) -> Parts:
-    """22 bytes for 32 inputs: c, the fifth bits, nibbles; a bias of 16."""
+    """A block: c, the fifth bits, nibbles; a bias of 16."""
     return Parts(nibbles(block[..., 6:]) + 16 * single_bits(block[..., 2:6]) - 16, half(block, 0), None)
 
 
 def q5_1(block: np.ndarray) -> Parts:
-    """24 bytes for 32 inputs: c, m, the fifth bits, nibbles."""
+    """A block: c, m, the fifth bits, nibbles."""
     return Parts(nibbles(block[..., 8:]) + 16 * single_bits(block[..., 4:8]), half(block, 0), half(block, 2))
 
 
 def q8_0(block: np.ndarray) -> Parts:
-    """34 bytes for 32 inputs: c, bytes with a sign."""
+    """A block: c, bytes with a sign."""
     return Parts(block[..., 2:].view(np.int8).astype(np.int16), half(block, 0), None)
 
 
 def iq4_nl(block: np.ndarray) -> Parts:
-    """18 bytes for 32 inputs: c, nibbles that choose one of sixteen numbers."""
+    """A block: c, nibbles that choose one of sixteen numbers."""
     return Parts(IQ4_NL[nibbles(block[..., 2:])], half(block, 0), None)
 
 
@@ -115,18 +114,18 @@ def k_parts(block: np.ndarray, low: np.ndarray, high: np.ndarray | int) -> Parts
 
 
 def q4_k(block: np.ndarray) -> Parts:
-    """144 bytes for 256 inputs in eight parts: factors of c and m, c and m in six bits, nibbles."""
+    """256 inputs in eight parts: factors of c and m, c and m in six bits, nibbles."""
     return k_parts(block, block[..., 16:], 0)
 
 
 def q5_k(block: np.ndarray) -> Parts:
-    """176 bytes for 256 inputs in eight parts: as q4_k, with the fifth bits before the nibbles."""
+    """256 inputs in eight parts: as q4_k, with the fifth bits before the nibbles."""
     fifth = block[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # bit i of 32 bytes: part i
     return k_parts(block, block[..., 48:], 16 * fifth.astype(np.int16))
 
 
 def q6_k(block: np.ndarray) -> Parts:
-    """210 bytes for 256 inputs in sixteen parts: nibbles, upper two bits, c in a byte, its factor; a bias of 32."""
+    """256 inputs in sixteen parts: nibbles, upper two bits, c in a byte, its factor; a bias of 32."""
     low = block[..., :128].reshape(*block.shape[:-1], 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
     pairs = block[..., 128:192].reshape(*block.shape[:-1], 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     q = low.reshape(*block.shape[:-1], 256) | pairs.reshape(*block.shape[:-1], 256) << 4

@@ -59,8 +59,8 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
 /// Floats to the blocks of Q4_1, row by row.
 void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
     const auto rows = static_cast<int64_t>(weights.shape(0)), columns = static_cast<int64_t>(weights.shape(1));
-    if (columns % kBlockInputs || out.shape(0) != weights.shape(0) ||
-        static_cast<int64_t>(out.shape(1)) != columns / kBlockInputs * kBlockBytes)
+    if (columns % kRounded.inputs || out.shape(0) != weights.shape(0) ||
+        static_cast<int64_t>(out.shape(1)) != columns / kRounded.inputs * kRounded.bytes)
         throw std::invalid_argument("out has the wrong shape");
     const nb::gil_scoped_release release;
     for (int64_t row = 0; row < rows; ++row)
@@ -76,9 +76,7 @@ std::vector<std::string> format_names(const Matrix& matrix) {
 /// The formats of files that are taken, and the inputs of a block of each.
 nb::dict file_formats() {
     nb::dict found;
-    for (Format format : {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0, Format::iq4_nl,
-                          Format::q4_k, Format::q5_k, Format::q6_k, Format::u4_32, Format::u4_64})
-        found[name_of(format)] = file_block(format).inputs;
+    for (const FileFormat& format : kFileFormats) found[format.name] = format.block.inputs;
     return found;
 }
 

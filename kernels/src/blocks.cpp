@@ -6,25 +6,6 @@
 namespace outpace {
 namespace {
 
-struct Named {
-    Format format;
-    const char* name;
-    FileBlock block;
-};
-
-constexpr Named kNames[] = {
-    {Format::q4_0, "Q4_0", {32, 18}},  {Format::q4_1, "Q4_1", {32, 20}},     {Format::q5_0, "Q5_0", {32, 22}},
-    {Format::q5_1, "Q5_1", {32, 24}},  {Format::q8_0, "Q8_0", {32, 34}},     {Format::iq4_nl, "IQ4_NL", {32, 18}},
-    {Format::q4_k, "Q4_K", {256, 144}}, {Format::q5_k, "Q5_K", {256, 176}}, {Format::q6_k, "Q6_K", {256, 210}},
-    {Format::u4_32, "U4_32", {32, 20}}, {Format::u4_64, "U4_64", {64, 36}},
-};
-
-const Named& named(Format format) {
-    for (const Named& one : kNames)
-        if (one.format == format) return one;
-    throw std::invalid_argument("int8 is no format of a file");
-}
-
 /// Adds bit 4 of every number: `bits` holds the 32 of a half, the first in the lowest bit.
 void add_fifth_bits(uint32_t bits, uint32_t* words) {
     for (int i = 0; i < kHalfGroup; ++i) words[i / 4] |= (bits >> i & 1u) << (8 * (i % 4) + 4);
@@ -112,14 +93,12 @@ int find_block(const Stored& stored, int group, int half) {
 }  // namespace
 
 Format format_of(const char* name) {
-    for (const Named& one : kNames)
+    for (const FileFormat& one : kFileFormats)
         if (!std::strcmp(one.name, name)) return one.format;
     throw std::invalid_argument("the format " + std::string(name) + " is not known");
 }
 
-const char* name_of(Format format) { return format == Format::int8 ? "int8" : named(format).name; }
-
-FileBlock file_block(Format format) { return named(format).block; }
+const char* name_of(Format format) { return format == Format::int8 ? "int8" : file_format(format).name; }
 
 Group unpack(Format format, const uint8_t* row, const Stored& stored, int number) {
     Group group{};

@@ -10,7 +10,7 @@ namespace {
 constexpr int kNarrowings = 4;          // of a range's ends
 constexpr float kShare = 0.04f;         // that each of them takes from an end
 constexpr float kWhole = 12582912.0f;   // 1.5 * 2^23: added, a small number is rounded to a whole one
-constexpr int kHalfBlock = kBlockInputs / 2;
+constexpr int kHalfBlock = kRounded.inputs / 2;
 
 struct Range {
     Half scale, least;
@@ -30,7 +30,7 @@ Range range_of(const float* weights, float low, float high) {
     const Half half_scale = float_to_half((high - low) / 15.0f), half_least = float_to_half(low);
     const float scale = half_to_float(half_scale), least = half_to_float(half_least), inverse = inverse_of(scale);
     float errors[kHalfBlock] = {};
-    for (int i = 0; i < kBlockInputs; i += kHalfBlock)
+    for (int i = 0; i < kRounded.inputs; i += kHalfBlock)
         for (int j = 0; j < kHalfBlock; ++j) {
             const float level = cut(level_of(weights[i + j], least, inverse));
             const float error = level * scale + least - weights[i + j];
@@ -43,7 +43,7 @@ Range range_of(const float* weights, float low, float high) {
 
 Range best_range(const float* weights) {
     float low = weights[0], high = weights[0];
-    for (int i = 1; i < kBlockInputs; ++i) {
+    for (int i = 1; i < kRounded.inputs; ++i) {
         low = weights[i] < low ? weights[i] : low;
         high = weights[i] > high ? weights[i] : high;
     }
@@ -62,13 +62,13 @@ Range best_range(const float* weights) {
 }  // namespace
 
 void round_to_q4_1(const float* weights, int64_t count, uint8_t* blocks) {
-    for (int64_t first = 0; first < count; first += kBlockInputs, weights += kBlockInputs, blocks += kBlockBytes) {
+    for (int64_t first = 0; first < count; first += kRounded.inputs, weights += kRounded.inputs, blocks += kRounded.bytes) {
         const Range range = best_range(weights);
         std::memcpy(blocks, &range.scale.bits, 2);
         std::memcpy(blocks + 2, &range.least.bits, 2);
         const float least = half_to_float(range.least), inverse = inverse_of(half_to_float(range.scale));
-        uint8_t levels[kBlockInputs];
-        for (int i = 0; i < kBlockInputs; ++i) levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], least, inverse)));
+        uint8_t levels[kRounded.inputs];
+        for (int i = 0; i < kRounded.inputs; ++i) levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], least, inverse)));
         for (int i = 0; i < kHalfBlock; ++i) blocks[4 + i] = static_cast<uint8_t>(levels[i] | levels[i + kHalfBlock] << 4);
     }
 }

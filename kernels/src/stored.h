@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "file_blocks.h"
 #include "formats.h"
 
 namespace outpace {
@@ -38,13 +39,6 @@ struct Stored {
 /// What a name means, as ggml's "Q4_1". Throws std::invalid_argument for others.
 Format format_of(const char* name);
 const char* name_of(Format format);
-
-/// Inputs and bytes of one block of a file.
-struct FileBlock {
-    int inputs;
-    int bytes;
-};
-FileBlock file_block(Format format);
 
 /// Bytes of one panel.
 int64_t panel_bytes(Format format, int groups);

@@ -242,7 +242,7 @@ std::pair<double, double> loss_of(const std::vector<float>& weights, const std::
 }
 
 std::vector<uint8_t> in_four_bits(const std::vector<float>& weights) {
-    std::vector<uint8_t> blocks(weights.size() / kBlockInputs * kBlockBytes);
+    std::vector<uint8_t> blocks(weights.size() / kRounded.inputs * kRounded.bytes);
     round_to_q4_1(weights.data(), static_cast<int64_t>(weights.size()), blocks.data());
     return blocks;
 }

@@ -14,6 +14,7 @@ from outpace.models.files.four_bits import WHOLE, Matrix, Scheme
 PART = 32  # inputs whose nibbles lie together
 NARROW, WIDE = "U4_32", "U4_64"  # the kernels' names
 INPUTS = {NARROW: 32, WIDE: 64}  # of a block
+BYTES = {kind: 4 + inputs // 2 for kind, inputs in INPUTS.items()}  # of a block
 
 
 def kind_of(scheme: Scheme, inputs: int) -> str | None:
@@ -24,7 +25,7 @@ def kind_of(scheme: Scheme, inputs: int) -> str | None:
 
 def held_bytes(kind: str, count: int) -> int:
     """Of so many weights."""
-    return count // 2 + count // INPUTS[kind] * 4
+    return count // INPUTS[kind] * BYTES[kind]
 
 
 def blocks_of(kind: str, matrix: Matrix) -> np.ndarray:
@@ -33,7 +34,7 @@ def blocks_of(kind: str, matrix: Matrix) -> np.ndarray:
     groups = matrix.groups[:: INPUTS[kind]]
     numbers = (matrix.scales, -matrix.zeros.astype("<f2"))
     q = matrix.q.reshape(outputs, len(groups), -1, PART)
-    data = np.empty((outputs, len(groups), 4 + INPUTS[kind] // 2), np.uint8)
+    data = np.empty((outputs, len(groups), BYTES[kind]), np.uint8)
     data[..., :4] = np.stack([part.astype("<f2")[:, groups] for part in numbers], axis=-1).view(np.uint8)
     data[..., 4:] = (q[..., : PART // 2] | q[..., PART // 2 :] << 4).reshape(*data.shape[:2], -1)
     return data.reshape(outputs, -1)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files.gguf.types import Q4_1
 from outpace.models.llama.packing import Packing
 
 PANEL = 32  # outputs that the kernels pack together
-FOUR_BIT_BLOCK = 20  # bytes: 32 levels, their scale and smallest value
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,12 @@ def in_four_bits(kernels: Any, name: str, weights: np.ndarray) -> Stored | None:
     """float32 [rows, columns] in the form of Q4_1: 32 weights share a scale and a smallest value. None for rows that
     are not whole blocks."""
     rows, columns = weights.shape
-    inputs = kernels.FORMATS["Q4_1"]
-    if columns % inputs:
+    if columns % Q4_1.values:
         return None
-    data = np.empty((rows, columns // inputs * FOUR_BIT_BLOCK), np.uint8)
+    data = np.empty((rows, columns // Q4_1.values * Q4_1.bytes), np.uint8)
     kernels.round_to_q4_1(weights, data)
     order = np.arange(rows, dtype=np.int32)
-    return Stored(Path(name), name, "Q4_1", data, order, columns, lambda: weights, lambda: None)
+    return Stored(Path(name), name, Q4_1.name, data, order, columns, lambda: weights, lambda: None)
 
 
 def below_one_another(packing: Packing, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:

@@ -13,11 +13,12 @@ class Type(NamedTuple):
     bytes: int
 
 
+Q4_1 = Type("Q4_1", 32, 20)
 COMMON = {
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
     2: Type("Q4_0", 32, 18),
-    3: Type("Q4_1", 32, 20),
+    3: Q4_1,
     6: Type("Q5_0", 32, 22),
     7: Type("Q5_1", 32, 24),
     8: Type("Q8_0", 32, 34),

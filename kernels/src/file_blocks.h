@@ -1,0 +1,37 @@
+// The formats of files: their names, and the inputs and bytes of a block of each.
+#pragma once
+
+#include <stdexcept>
+
+#include "layout.h"
+
+namespace outpace {
+
+/// Inputs and bytes of one block of a file.
+struct FileBlock {
+    int inputs;
+    int bytes;
+};
+
+struct FileFormat {
+    Format format;
+    const char* name;
+    FileBlock block;
+};
+
+inline constexpr FileFormat kFileFormats[] = {
+    {Format::q4_0, "Q4_0", {32, 18}},   {Format::q4_1, "Q4_1", {32, 20}},   {Format::q5_0, "Q5_0", {32, 22}},
+    {Format::q5_1, "Q5_1", {32, 24}},   {Format::q8_0, "Q8_0", {32, 34}},   {Format::iq4_nl, "IQ4_NL", {32, 18}},
+    {Format::q4_k, "Q4_K", {256, 144}}, {Format::q5_k, "Q5_K", {256, 176}}, {Format::q6_k, "Q6_K", {256, 210}},
+    {Format::u4_32, "U4_32", {32, 20}}, {Format::u4_64, "U4_64", {64, 36}},
+};
+
+constexpr const FileFormat& file_format(Format format) {
+    for (const FileFormat& one : kFileFormats)
+        if (one.format == format) return one;
+    throw std::invalid_argument("int8 is no format of a file");
+}
+
+constexpr FileBlock file_block(Format format) { return file_format(format).block; }
+
+}  // namespace outpace
