@@ -17,6 +17,7 @@ from outpace.distill import own_prompts
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import Job, WriterOptions, Written
 from outpace.models.files.find import resolve
+from outpace.models.files.lock import only_one
 from outpace.models.text.tokenizer import Tokenizer
 
 SMALL = WriterOptions(rows=8, max_tokens=12, top=4)
@@ -118,6 +119,25 @@ def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) 
             file.unlink(missing_ok=True)
     with pytest.raises(UserError, match="no chat template"):
         write(bare, 2, tmp_path)
+
+
+def test_two_processes_at_the_same_prompts(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused before it reads what is there, for the first goes on writing."""
+    monkeypatch.setattr(own_prompts, "Writer", Says(["hello world or well"] * 3, target))
+    command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
+    with only_one(tmp_path / "prompts.jsonl"):
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        assert left.value.code == 2
+        told = "".join(capsys.readouterr().err.split())
+        assert "another process is writing prompts in".replace(" ", "") in told
+        assert not (tmp_path / "prompts.jsonl").exists()
+    with pytest.raises(SystemExit) as left:
+        main(command)
+    assert left.value.code == 0
+    assert len(read_prompts(tmp_path / "prompts.jsonl")) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from outpace.core.errors import UserError, check_whole
+from outpace.distill.alone import alone
 from outpace.distill.progress import StageProgress
 from outpace.distill.prompts import read_prompts
 from outpace.distill.text import load_target
@@ -36,10 +37,18 @@ def write_prompts(
     those that are there. Each ends where the target would hand over, and none stands there twice.
 
     The file follows from the target, `options.seed` and `options.rows`: messages are kept in the order in which they
-    end. UserError for a target that has no chat template, or that writes no messages.
+    end. UserError for a target that has no chat template, or that writes no messages, and where another process writes
+    to this file.
     """
     check_whole("write_prompts", number, 1, 10**7)
     file = folder / FILE
+    with alone(file, "writing prompts"):
+        return _written(target, number, file, options, device, progress)
+
+
+def _written(
+    target: Path, number: int, file: Path, options: WriterOptions, device: str, progress: StageProgress
+) -> Path:
     known = dict.fromkeys(read_prompts(file)) if file.is_file() and file.stat().st_size else {}
     if len(known) >= number:
         return file
@@ -51,7 +60,6 @@ def write_prompts(
         raise UserError(f"a message begins with {len(head)} tokens, the target's context has {model.max_positions}")
     writer = Writer(model, tokenizer.stop_ids, replace(options, max_tokens=longest, top=1))
     before, started = len(known), time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as stream:
         for tried, written in enumerate(writer.answers(_jobs(head, before)), 1):
             text = _message(tokenizer, written.tokens.tolist())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.distill.alone import alone
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.card import Making, model_card
 from outpace.distill.check import check
@@ -29,7 +28,6 @@ from outpace.distill.text import TextPlan, write_text
 from outpace.distill.train import CURVE, Trainer
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
-from outpace.models.files.lock import only_one
 from outpace.models.files.packed import pack
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
@@ -68,7 +66,7 @@ def text_stage(options: DistillOptions, target: Path, name: str, progress: Stage
         options.prompts, options.writer, options.tokens, seconds, options.device, temperatures=options.temperatures
     )
     started = time.monotonic()
-    with _alone(options.out / TEXT, "writing text"):
+    with alone(options.out / TEXT, "writing text"):
         try:
             write_text(target, name, options.out / TEXT, plan, lambda figures: progress("text", figures))
         finally:
@@ -79,7 +77,7 @@ def text_stage(options: DistillOptions, target: Path, name: str, progress: Stage
 
 def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> Path:
     """Trains the draft from the start or from its last checkpoint, and writes it. Its folder."""
-    with _alone(options.out / TRAINING, "training a draft"):
+    with alone(options.out / TRAINING, "training a draft"):
         return _trained(options, target, progress)
 
 
@@ -160,17 +158,6 @@ def pack_run(run: Path, target: Path, out: Path) -> None:
     """Packs a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
     draft = run / DRAFT if (run / DRAFT).is_dir() else run
     pack(draft, target, out, [run / name for name in (JUDGEMENT, PLOT, f"{TRAINING}/{CURVE}")])
-
-
-@contextmanager
-def _alone(folder: Path, work: str) -> Iterator[None]:
-    """UserError where another process is at the same work in this folder: one would overwrite what the other made."""
-
-    def taken() -> None:
-        raise UserError(f"another process is {work} in {folder}: wait for it, end it, or choose another --out")
-
-    with only_one(folder, taken):
-        yield
 
 
 def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
