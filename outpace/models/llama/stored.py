@@ -9,15 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.gguf.types import Q4_1
 from outpace.models.llama.packing import Packing
 
 PANEL = 32  # outputs that the kernels pack together
+
+
+class Type(NamedTuple):
+    """A format of a file: its name, and how many values and bytes a block of it holds."""
+
+    name: str
+    values: int
+    bytes: int
+
+
+Q4_1 = Type("Q4_1", 32, 20)  # to which floats are rounded
 
 
 @dataclass(frozen=True)

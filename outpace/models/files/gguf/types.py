@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from outpace.models.llama.stored import Q4_1, Type
 
-
-class Type(NamedTuple):
-    """Its name, and how many values and bytes a block of it holds."""
-
-    name: str
-    values: int
-    bytes: int
-
-
-Q4_1 = Type("Q4_1", 32, 20)
 COMMON = {
     0: Type("F32", 1, 4),
     1: Type("F16", 1, 2),
