@@ -59,6 +59,19 @@ def test_nothing_else_stays() -> None:
         assert (learnt["growth"], learnt["trust"]) == ({}, {})
 
 
+@pytest.mark.parametrize("drafter", ["model", "both"])
+def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
+    with engine_of(QuickToy(), drafter) as engine:
+        made = engine.drafting.drafter
+        run = engine.submit(make_request([1, 2, 3], max_tokens=30), auto, auto.Options())
+        while run.finish_reason is None:
+            engine.step()
+        before = made.remember()
+        time_rounds(engine, [1], WHOLE)
+        assert made.remember() == before
+        assert before != make_drafter(drafter, engine.target).remember(), "it had learnt something"
+
+
 def test_it_ends_when_its_time_is_over() -> None:
     target = Counting()
     with engine_of(target) as engine:

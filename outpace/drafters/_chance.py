@@ -150,5 +150,6 @@ class Choices:
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
+        self._picks.work_in()
         for name, model in self._models.items():
             model.recall(kept[name])

@@ -43,12 +43,17 @@ def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS)
     except UserError:  # no memory for even so short a text
         return
     run.storage.is_broken = True  # its keys and values are nothing to start from
+    drafters = engine.drafting.drafters
+    learnt = {name: drafter.remember() for name, drafter in drafters.items()}
     end = time.perf_counter() + seconds
     while run.finish_reason is None and len(run.history.steps) < len(_ROWS) and time.perf_counter() < end:
         engine.step()
     engine.abort(run)
     engine.sweep()
     engine.costs.forget_rates()
+    for name, drafter in drafters.items():  # those that did not fail
+        if learnt[name] is not None:
+            drafter.recall(learnt[name])  # below one word alone a draft's chances come true too seldom
 
 
 def decode(place: Place, options: Options) -> Coroutine:
