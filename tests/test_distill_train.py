@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,7 @@ from outpace.distill.start import Shape, new_student
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import from_dict
+from outpace.models.load import load_draft, load_model
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,9 @@ def test_judgement_and_its_files(target: Path, made: Path) -> None:
     assert {row.temperature for row in found.rows} == {0.0, 0.8}
     assert all(1.0 <= row.chain <= 5.0 and row.chain <= row.tree + 0.3 for row in found.rows)
     assert all(4 <= len(row.by_position) <= POSITIONS and row.prompts == 12 for row in found.rows)
-    assert re.fullmatch(r"(native kernels|torch), (weights in \w+|the file's own weights), threads \d+", found.where)
+    own = load_model(str(target))
+    drafts = load_draft(str(made / "draft"), own).precision
+    assert f", target: weights in {own.precision}, draft: weights in {drafts}, threads" in found.where
     assert set(found.predicted) == set(range(1, POSITIONS + 1))
     assert json.loads((made / "judgement.json").read_text())["cost"] > 0
     assert "chain 4" in (made / "draft" / "README.md").read_text()

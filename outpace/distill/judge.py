@@ -16,6 +16,7 @@ from outpace.core.stats import Figures, Positions, rates, together
 from outpace.distill.progress import Progress
 from outpace.models.base import chain
 from outpace.models.load import Loaded
+from outpace.models.options import FILE
 
 POSITIONS = 8  # the chain by which acceptance by position is measured
 CHAIN, TREE, TREE_WIDTH, TREE_DEPTH = 4, 16, 4, 6
@@ -95,8 +96,10 @@ def judge(
             progress({"judged": len(rows) / total, "chain": rows[-1].chain, "tree": rows[-1].tree})
     speed = _speed(target.model, draft.model)
     kernels = "native kernels" if target.model.instruction_set else "torch"
-    weights = "the file's own weights" if target.precision == "file" else f"weights in {target.precision}"
-    where = f"{kernels}, {weights}, threads {torch.get_num_threads()}"
+    held = [
+        "the file's own weights" if one.precision == FILE else f"weights in {one.precision}" for one in (target, draft)
+    ]
+    where = f"{kernels}, target: {held[0]}, draft: {held[1]}, threads {torch.get_num_threads()}"
     return Judgement(target.name, draft.name, tuple(rows), speed, predicted_speedups(rows, speed), where)
 
 
