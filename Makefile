@@ -7,18 +7,18 @@ JOBS ?= 2
 # What Python compiles of the tests and of outpace is kept, whatever the shell says: hundreds of processes import it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all check check-native mutations mutations-native same-text test-clients bench docs rooms clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs rooms clean
 
-demo: .venv/installed .venv/installed-kernels
+demo: .venv/installed .venv/installed-kernels  # two prompts, four methods: texts and speeds; also what `make` does
 	.venv/bin/outpace demo
 
-test: .venv/installed-dev .venv/installed-kernels
+test: .venv/installed-dev .venv/installed-kernels  # the tests, JOBS=2 at once
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-test-all: .venv/installed-dev .venv/installed-kernels  # the long searches too
+test-all: .venv/installed-dev .venv/installed-kernels  # the tests with their long searches
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m ""
 
-check: .venv/installed-dev
+check: .venv/installed-dev  # formatting, linting and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
@@ -38,7 +38,7 @@ same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchm
 test-clients: .venv/installed-dev .venv/installed-kernels  # clients of others, each in an environment of its own
 	$(RUN) tests/clients/run.py
 
-bench: .venv/installed-bench
+bench: .venv/installed-bench  # plain decoding beside transformers
 	$(RUN) bench/plain_against_transformers.py
 
 docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhere is an error
@@ -47,8 +47,11 @@ docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhe
 rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew; docs/methods.md too
 	$(PYTHON) tests/rooms.py
 
-clean:
+clean:  # removes .venv and what tools keep
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info
+
+help:  # lists these targets
+	@awk -F ':.*  [#] ' '/^[a-z-]+:.*  [#] / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

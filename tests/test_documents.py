@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,3 +93,10 @@ def test_all_packages_have_one_version_and_the_changelog_knows_it() -> None:
     assert set(versions().values()) == {outpace.__version__}
     changes = (HOUSE / "CHANGELOG.md").read_text()
     assert is_dated(outpace.__version__) or f"## [Unreleased]: {outpace.__version__}" in changes
+
+
+@pytest.mark.skipif(shutil.which("make") is None or shutil.which("awk") is None, reason="make or awk is not installed")
+def test_make_help_says_what_every_target_is_for() -> None:
+    done = subprocess.run(["make", "help"], cwd=HOUSE, capture_output=True, text=True, check=True)
+    [phony] = re.findall(r"^\.PHONY: (.*)$", (HOUSE / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^make ([\w-]+) +\S", done.stdout, re.MULTILINE)) == set(phony.split())
