@@ -70,6 +70,7 @@ class LLM(AbstractContextManager["LLM"]):
             worker. `draft_threads`: CPU threads that it takes.
         nodes: tree nodes that one pass verifies at most; None: 32 where they are planned, else 8.
         profile: "auto" begins with what was learnt about this pair on this machine before, and keeps what it learns.
+            Where nothing is known it times some rounds while it loads, for 0.2 s at most.
 
     Serving:
         batch: requests that are answered at once; the others wait.
