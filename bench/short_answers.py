@@ -3,8 +3,8 @@
 Run: python bench/short_answers.py --data FOLDER [--tokens 16 32 64] [--prompts 6] [--rounds 5] [--save FILE.json]
 FOLDER holds prompts as docs/benchmarks.md describes them. Three ways in turn on every prompt: plain decoding; `auto`
 that knows no more of the machine than it times while it loads (a new LLM for every answer, no profile); `auto` that
-begins with what an LLM before it learnt on other prompts. Nothing of one answer is reused by another. Medians by prompt, pooled by the sums of the
-medians; the worst prompt beside it. One JSON line last; exit 1 where a text differs.
+begins with what an LLM before it learnt on other prompts. Nothing of one answer is reused by another. Medians by
+prompt, pooled by the sums of the medians; the worst prompt beside it. One JSON line last; exit 1 where a text differs.
 """
 
 from __future__ import annotations
