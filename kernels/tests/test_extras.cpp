@@ -79,6 +79,11 @@ void test_taps(Model& model, const Sizes& sizes) {
         check(same(projected.data(), plain.data() + static_cast<std::size_t>(shown.rows[place]) * sizes.vocabulary,
                    projected.size()), "scores of the last layer's hidden states");
     }
+    const auto together = project(model, shown.at(0, 0), 4);
+    for (int place = 0; place < 4; ++place)
+        check(same(together.data() + static_cast<std::size_t>(place) * sizes.vocabulary,
+                   plain.data() + static_cast<std::size_t>(shown.rows[place]) * sizes.vocabulary, sizes.vocabulary),
+              "scores of several hidden states at once");
 }
 
 /// Behind a gap a tree scores as behind the shorter text, and what is committed stays as it is.
