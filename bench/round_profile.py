@@ -3,7 +3,9 @@ how many different Python functions a round runs: behind a pass the code itself 
 
 Run: python bench/round_profile.py --draft FOLDER [--tokens 96] [--threads 2] [--bandwidth 35] [--quantile 0.5].
 Target and draft by the native runtime. Every part is wrapped from here; nested parts are taken out of those around
-them. A part's figure is the `--quantile` over all rounds: the median, or a lower one where the machine is shared.
+them. Rounds are asked for step by step; bench/whole_rounds.py compares that with what `auto` does, rounds that the
+kernels carry out in one call. A part's figure is the `--quantile` over all rounds: the median, or a lower one where the
+machine is shared.
 CARD's drafter works in a thread of its own: its turns have a table of their own. One JSON line last.
 """
 
@@ -36,6 +38,7 @@ from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
 from outpace.engine import engine, passes
+from outpace.engine.carrying import Carriers
 from outpace.engine.request import Running
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules import greedy, gumbel
@@ -124,7 +127,7 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
     for drafter in (model_drafter.ModelDrafter, Ngram):
         yield drafter, "grow", "grow"
         yield drafter, "observe", "observe"
-    yield engine.Drafting, "observe", "observe"
+    yield engine.Drafting, "follow", "observe"
     yield TokenTree, "copy", "tree copy"
     for name in ("query", "late", "correct", "insert"):
         yield CandidateCache, name, "cache"
@@ -141,9 +144,10 @@ def watching(clock: Clock, target: Any, draft: Any) -> Iterator[None]:
         setattr(where, name, value)
 
     for model, name in ((target, "target"), (draft, "draft")):
-        put(model, "_team", lambda team=model._team, part=f"{name}: native call": Watched(clock, part, team()))
+        put(model, "team", lambda team=model.team, part=f"{name}: native call": Watched(clock, part, team()))
     for where, name, part in seams(target, draft):
         put(where, name, clock.timed(part, getattr(where, name)))
+    put(Carriers, "may_carry", lambda *_: None)
     put(engine.Engine, "step", clock.timed("the rest", engine.Engine.step, is_lap=True))
     put(DraftLoop, "grow", clock.timed("turn's rest", DraftLoop.grow, is_lap=True))
     try:

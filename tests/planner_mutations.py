@@ -16,7 +16,7 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _costs, _recent, _row_times, _sources, auto
+from outpace.decoders import _chances, _costs, _mean, _planner, _recent, _row_times, _sources
 from outpace.decoders.base import Place
 
 
@@ -63,13 +63,13 @@ def corrected_in_any_case(init: Original) -> Original:
     def mutated(self: Any, costs: Any, sources: Any) -> None:
         init(self, costs, sources)
         for source in sources:
-            self._trust.setdefault(source.name, _costs.Mean(1.0, 2.0))
+            self._trust.setdefault(source.name, _mean.Mean(1.0, 2.0))
 
     return mutated
 
 
 def of_a_few_rounds(trust: Original) -> Original:
-    return lambda self, source: _costs.Mean(self.trust(source).value, 2.0, 0.8)
+    return lambda self, source: _mean.Mean(self.trust(source).value, 2.0, 0.8)
 
 
 def adding_up(reach: Original) -> Original:
@@ -199,19 +199,19 @@ PLANNER_MUTATIONS = [
     mutation("planner: a drafter's chances are taken at their word", _chances.Chances, "of", blindly_trusting),
     mutation("planner: fitted chances are corrected too", _chances.Chances, "__init__", corrected_in_any_case),
     mutation("planner: a few bad rounds end a draft", _costs.Costs, "trust_of_one", of_a_few_rounds),
-    mutation("planner: unlikely leaves add up", auto._Planner, "_reach", adding_up),
-    mutation("planner: rows cost nothing", auto._Planner, "_best", rows_for_nothing),
-    mutation("planner: one more layer whatever it costs", auto._Planner, "pays", always_deeper),
+    mutation("planner: unlikely leaves add up", _planner.Planner, "_reach", adding_up),
+    mutation("planner: rows cost nothing", _planner.Planner, "_best", rows_for_nothing),
+    mutation("planner: one more layer whatever it costs", _planner.Planner, "pays", always_deeper),
     mutation("planner: all nodes are the first source's", _chances.Chances, "learn", of_one_source),
-    mutation("planner: nothing is tried again", auto._Planner, "_is_due", lambda f: lambda self, grower: False),
-    mutation("planner: what failed is tried as often as before", auto._Planner, "learn", as_often_as_before),
+    mutation("planner: nothing is tried again", _planner.Planner, "_is_due", lambda f: lambda self, grower: False),
+    mutation("planner: what failed is tried as often as before", _planner.Planner, "learn", as_often_as_before),
     mutation(
         "planner: a crowd's trials start anew with each request",
         _costs.Costs,
         "tried",
         lambda f: lambda *parts, pays: None,
     ),
-    mutation("planner: the whole tree is verified", auto._Planner, "chosen", whole_trees),
+    mutation("planner: the whole tree is verified", _planner.Planner, "chosen", whole_trees),
     mutation("planner: any prompt is worth reading", _sources.Grower, "is_worth_reading", lambda f: lambda self: True),
     mutation("planner: nothing is explored", _sources.Grower, "explores", lambda f: lambda self: False),
     mutation("planner: it explores whatever that gave", _sources.Grower, "judged", lambda f: lambda self, price: None),
@@ -226,12 +226,12 @@ PLANNER_MUTATIONS = [
         "costs: what a busy machine took is kept", _row_times.RowTimes, "_forget_old", lambda f: lambda self: None
     ),
     mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
-    mutation("planner: copies' rows cost nothing", auto._Planner, "_learn_copies", rows_unpaid),
+    mutation("planner: copies' rows cost nothing", _planner.Planner, "_learn_copies", rows_unpaid),
     mutation("costs: reading is part of a step", _costs.Costs, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", _costs.Costs, "draft", of_one_request),
     mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
     mutation("costs: a prompt's pass says nothing of rows", _row_times.RowTimes, "read", lambda f: lambda *parts: None),
     mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
-    mutation("costs: nothing is forgotten", _costs.Mean, "learn", never_forgetting),
+    mutation("costs: nothing is forgotten", _mean.Mean, "learn", never_forgetting),
     mutation("costs: a source was asked just now", _costs.Costs, "idle", lambda f: lambda self, source: 0.0),
 ]

@@ -13,8 +13,9 @@ from doubles import make_request
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders import auto
-from outpace.decoders._costs import Costs, Mean
+from outpace.decoders import _planner, auto
+from outpace.decoders._costs import Costs
+from outpace.decoders._mean import Mean
 from outpace.decoders.base import Load, Place
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
@@ -34,6 +35,7 @@ def place_of(request: Any, budget: int, costs: Costs, sources: tuple[Source, ...
         costs=costs,
         last_token=RIGHT,
         sources=sources,
+        carries=None,
     )
 
 
@@ -181,7 +183,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
         costs = Costs()
         for rows in (1, 2, 4, 8) * 3:
             costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
-        planner = auto._Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+        planner = _planner.Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
         planner.begin()
         tree = tree_of(DRAFT)
         for token, chance in enumerate(chances):
@@ -240,13 +242,13 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
     costs, guesses = Costs(), Source("prediction", False)
     place = place_of(None, 16, costs, (COPIES, guesses, DRAFT))
-    planner = auto._Planner(place, auto.Options())
+    planner = _planner.Planner(place, auto.Options())
     for _ in range(20):
         tree = TokenTree(RIGHT)
         planner.begin()
         for copier, token in zip(planner.copiers, (WRONG, RIGHT), strict=True):
             costs.drafted(0.01 if copier.source == COPIES else 0.04, 1, copier.source)
-            planner.copies_pay(copier)
+            copier.is_asked = True
             tree.planter = copier.source.name
             tree.add(0, token, math.log(0.5))
             planner.copied(tree, copier)
@@ -267,7 +269,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
     for _ in range(3):
         for rows in range(1, 9):
             costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
-    planner = auto._Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
+    planner = _planner.Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
     for _ in range(20):
         tree = tree_of(copies)
         planner.begin()
@@ -301,7 +303,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
             costs.round(1, rows, 1, seconds, 0.0)
     place = place_of(None, 8, costs)
-    planner = auto._Planner(place, auto.Options())
+    planner = _planner.Planner(place, auto.Options())
     planner.begin()
     tree = tree_of(DRAFT)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
@@ -334,7 +336,7 @@ def test_requests_share_the_rows_that_cost_little() -> None:
         for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
             costs.round(4, rows, 4, seconds, 0.0)
     places = [Place(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)]
-    planners = [auto._Planner(place, auto.Options()) for place in places]
+    planners = [_planner.Planner(place, auto.Options()) for place in places]
     for _ in range(3):
         rows = [chosen_rows(planner, place, 0.9, 7) for planner, place in zip(planners, places, strict=True)]
         assert sum(rows) == load.rows == 8
@@ -350,12 +352,12 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
             costs.round(4, rows, 4, seconds, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 4, 3
-    planner = auto._Planner(place, auto.Options())
+    planner = _planner.Planner(place, auto.Options())
     asked = 0
     for _ in range(200):
         planner.begin()
         tree = tree_of(COPIES)
-        if not planner.is_plain and planner.copies_pay(planner.copiers[0]):
+        if not planner.is_plain and planner.copiers[0].is_asked:
             asked += 1
             costs.drafted(0.001, 1, COPIES)
             tree.add(tree.add(0, RIGHT, math.log(0.95)), RIGHT, math.log(0.9))
@@ -375,7 +377,7 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
     for _ in range(answers):
         place = place_of(make_request((1,)), 8, costs, (DRAFT,))
         place.requests, place.rows_of_others = requests, requests - 1
-        planner = auto._Planner(place, auto.Options())
+        planner = _planner.Planner(place, auto.Options())
         for _ in range(60):
             planner.begin()
             tree = tree_of(DRAFT)
@@ -402,7 +404,7 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
         costs.round(8, 8, 8, 6.0, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 8, 7
-    planner = auto._Planner(place, auto.Options())
+    planner = _planner.Planner(place, auto.Options())
     planner.begin()
     assert not planner.is_plain
     for _ in range(3):

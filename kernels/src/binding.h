@@ -31,4 +31,7 @@ void bind_forward(nb::class_<Model>& model);
 /// `rank`.
 void bind_rank(nb::module_& m);
 
+/// A pair's rounds, what they take and give.
+void bind_pair(nb::module_& m);
+
 }  // namespace outpace

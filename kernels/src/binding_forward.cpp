@@ -126,13 +126,15 @@ std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, cons
     forest.wanted = wanted.data();
     forest.num_wanted = static_cast<int>(wanted.size());
     const nb::gil_scoped_release release;
+    std::vector<Offer> best(count > 0 ? wanted.size() : 0);
+    if (count > 0)
+        forest.after = [&](int row) {
+            best[row] = best_of(model.kernels(),
+                                {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
+                                 1.0, nullptr, count > 1},
+                                count);
+        };
     model.forward(forest, scores.data());
-    std::vector<Offer> best;
-    for (std::size_t row = 0; count > 0 && row < wanted.size(); ++row)
-        best.push_back(best_of(model.kernels(),
-                               {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
-                                1.0, nullptr, count > 1},
-                               count));
     return best;
 }
 

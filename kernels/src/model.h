@@ -1,6 +1,7 @@
 // A Llama-family model: one call is a forward of a whole forest of token trees.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -64,6 +65,7 @@ struct Forest {
     int num_wanted;
     Taps taps{};
     const bool* skipped = nullptr;  // [layers, 2]: the residual passes by a layer's attention, by its MLP
+    std::function<void(int)> after{};  // may be empty: what is done with each wanted row's scores; it must not throw
 };
 
 class Model {

@@ -114,6 +114,7 @@ void Model::Pass::run(Team::Member& member) {
     }
     show(model_.num_layers(), member);
     score(forest_.wanted, forest_.num_wanted, member);
+    if (forest_.after) team_.share(member, forest_.num_wanted, forest_.after);
 }
 
 void Model::Pass::project(const float* hidden, Team::Member& member) {

@@ -29,7 +29,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// How many phases `run` has at most.
-    int phases() const { return 8 * model_.num_layers() + 3 + forest_.taps.num_layers; }
+    int phases() const { return 8 * model_.num_layers() + 4 + forest_.taps.num_layers; }
 
     /// What every member of the team runs.
     void run(Team::Member& member);

@@ -94,10 +94,10 @@ class TokenTree:
             return None
         above = self.scores[parent]
         node_id = self.next_id if node_id is None else node_id
-        self._append([parent], [token], [score if score < above else above], [role], [node_id])
+        self.append([parent], [token], [score if score < above else above], [role], [node_id])
         return node
 
-    def _append(
+    def append(
         self,
         parents: Sequence[int],
         tokens: Sequence[int],
@@ -140,7 +140,7 @@ class TokenTree:
             fresh = [child for child in fresh if child[2] >= bound]
         if fresh:
             parents, tokens, path_scores, roles = zip(*fresh, strict=True)
-            self._append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
+            self.append(parents, tokens, path_scores, roles, range(self.next_id, self.next_id + len(fresh)))
 
     def chain(self, parent: int, tokens: Sequence[int], scores: Sequence[float]) -> int:
         """Adds picked tokens with these path scores, one below the other, as `add` would one by one; the first of them
@@ -151,7 +151,7 @@ class TokenTree:
         above = range(first, first + len(tokens) - 1)
         siblings.update(dict.fromkeys(above, Siblings.PICKED))
         ids = range(self.next_id, self.next_id + len(tokens))
-        self._append([parent, *above], tokens, scores, [Role.PRIMARY] * len(tokens), ids)
+        self.append([parent, *above], tokens, scores, [Role.PRIMARY] * len(tokens), ids)
         return first
 
     def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
@@ -217,7 +217,7 @@ class TokenTree:
                 scores.append(self.scores[node] - self.scores[root])
                 tree.siblings[index[parent]] = self.siblings[parent]
             tokens, ids = [*map(self.tokens.__getitem__, rest)], [*map(self.ids.__getitem__, rest)]
-            tree._append(parents, tokens, scores, [*map(self.roles.__getitem__, rest)], ids)
+            tree.append(parents, tokens, scores, [*map(self.roles.__getitem__, rest)], ids)
             tree.sources[1:] = map(self.sources.__getitem__, rest)
         for node, drawn in self.drawn.items():
             if node in index:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from outpace.core.banned_text import BannedText
+from outpace.core.carried import Carries
+from outpace.core.carried import CarryOut as CarryOut
 from outpace.core.chance import Chance
 from outpace.core.chances import Chances
 from outpace.core.constraint import Constraint
@@ -21,6 +21,7 @@ from outpace.core.scores import Offer as Offer
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -153,7 +154,6 @@ def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> li
 
 class Verdict(NamedTuple):
     """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
-
     `next_token` is None where the path ends on a late child, which has no score row yet. `relaxed`: of the accepted
     tokens, those that the exact rule would have rejected with the same random numbers.
     """
@@ -202,7 +202,7 @@ class Commit(NamedTuple):
     hit: str | None = None  # CARD: where the next token stood (primary, secondary, late) or "miss"
 
 
-Ask = Draft | Verify | Await | Commit
+Ask = Draft | Verify | Await | Commit | CarryOut
 
 
 class Observation(NamedTuple):
@@ -228,7 +228,7 @@ class DraftState:
     has_company: bool = False
 
 
-class Drafter(TakesOrders):
+class Drafter(TakesOrders, Carries):
     """Whatever proposes. Its one verb is `grow`; who calls it, and when, is the difference between the methods."""
 
     name = "drafter"  # its file's

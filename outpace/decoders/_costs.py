@@ -1,7 +1,6 @@
-"""What rounds cost and what they give, learnt while they run: the numbers by which the planner chooses.
-
-Everything is a median or a running mean over the recent past, so that a machine which others use too is followed. What
-was never measured is taken to go on as what is known does: so it is tried, and then it is known.
+"""What rounds cost and what they give, learnt while they run: the numbers by which the planner chooses. All of them are
+medians or running means over the recent past, so that a machine which others use too is followed. What was never
+measured is taken to go on as what is known does: so it is tried, and then it is known.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from outpace.core.carried import PassTimes
 from outpace.core.types import Source
+from outpace.decoders._mean import Mean
 from outpace.decoders._recent import Recent
 from outpace.decoders._row_times import RowTimes
 
-_FADE = 0.95  # of the past's weight in running means, a round
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
 _EVERY = 12  # of so many rounds one may be for the sake of knowing its time
@@ -24,20 +24,7 @@ GROWS = 0.6  # of the chance at the leaves that a layer is held to put below the
 _ONE_FADE = 0.97  # of the past's weight in how far one request's drafts are trusted: a few bad rounds are chance
 _ONE_GROWTH_FADE = 0.93  # the same in what layers gave it: a draft that turns bad and promises little is left too
 _FAILURES = 5  # that are counted
-_LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
-
-
-class Mean:
-    """A running ratio of two sums, which starts from a prior worth `weight`."""
-
-    def __init__(self, prior: float, weight: float, fade: float = _FADE) -> None:
-        self._above, self._below, self._fade = prior * weight, weight, fade
-        self.value = prior if weight else 0.0
-
-    def learn(self, above: float, below: float = 1.0) -> None:
-        self._above = self._above * self._fade + above
-        self._below = self._below * self._fade + below
-        self.value = self._above / self._below if self._below else 0.0
+LAYERS = 4  # of a draft, whose growth is known apart; deeper ones go with the last
 
 
 class Prices(NamedTuple):
@@ -61,6 +48,7 @@ class Costs:
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them
         self._tried = 0  # the last round that was for the sake of knowing its time
+        self._planned = -1  # rounds that were seen when the last plan was made
         self._draft = defaultdict[str, Recent](Recent)  # by source and requests: a request's share of a step
         self._readers: set[str] = set()  # see `reads`
         self._is_step = True  # see `stepped`
@@ -84,8 +72,13 @@ class Costs:
         """Rounds so far."""
         return self._rounds.seen
 
-    def round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
-        """A round is over: `tokens` written by all requests, `drafting` seconds of it before the target's pass."""
+    def round(
+        self, requests: int, rows: int, tokens: int, seconds: float, drafting: float, is_first: bool = True
+    ) -> None:
+        """A round is over: `tokens` written by all requests, `drafting` seconds of it before the pass; of rounds of one
+        plan `is_first` is the first."""
+        if is_first:
+            self._planned = self.seen
         self.latest_round, self.latest_pass = seconds, seconds - drafting
         self._elapsed += seconds - drafting
         known = self._prices.get(requests)
@@ -93,13 +86,25 @@ class Costs:
             self._prices.clear()
         self._rates[requests].learn(tokens, seconds)
 
+    def is_turn(self, every: int) -> bool:
+        """Whether the next plan is that of which there is one in so many rounds."""
+        return self.seen // every > self._planned // every
+
     def is_worth_trying(self, rows: int) -> bool:
         """Whether the time of so many rows is not known, or not any more; one round in `_EVERY` at most."""
-        is_known = self._rounds.knows(rows) and not self._rounds.is_stale(rows)
-        due = self.seen - self._tried >= _EVERY and not is_known
+        due = self.seen - self._tried >= _EVERY and self._rounds.is_untimed(rows)
         if due:
-            self._tried = self.seen
+            self.tries()
         return due
+
+    def tries(self) -> None:
+        """In the next round rows are verified for the sake of knowing their time."""
+        self._tried = self.seen
+
+    def pass_times(self, rows: int) -> PassTimes:
+        """What is known of rounds over up to so many rows, for whoever plans some of them."""
+        untimed = self._rounds.untimed(rows // 2 + 1) if self.seen - self._tried >= _EVERY else ()  # half are tried
+        return PassTimes(self._rounds.table(rows), self._rounds.widest, untimed)
 
     def prices(self, requests: int) -> Prices:
         """What holds in the next round of so many requests: the same answer to all of them, and taken anew in one of
@@ -113,7 +118,7 @@ class Costs:
 
     def is_stale(self, requests: int) -> bool:
         """Whether all of so many requests should write plainly for once, because none did for long."""
-        return self._rounds.seen % _EVERY == 0 and self._rounds.is_stale(requests)
+        return self.is_turn(_EVERY) and self._rounds.is_stale(requests)
 
     def trust(self, source: str) -> Mean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
@@ -145,7 +150,7 @@ class Costs:
         many requests write; at first what it was with about as many."""
         known = self._growth.setdefault(source.name, {})
         if requests not in known:
-            before = known[_nearest(known, requests)] if known else [Mean(GROWS, 2.0)] * _LAYERS
+            before = known[_nearest(known, requests)] if known else [Mean(GROWS, 2.0)] * LAYERS
             known[requests] = [Mean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
         layers = known[requests]
         return layers[min(layer, len(layers) - 1)]
@@ -252,8 +257,7 @@ class Costs:
         self._prices.clear()
 
     def speedup(self, requests: int) -> float:
-        """Over plain decoding of so many requests: what is written lately, by what their plain rounds would write; 0:
-        unknown."""
+        """Over plain decoding of so many requests: what is written lately, by what these would write; 0: unknown."""
         plain = self.target(requests)
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 

@@ -28,6 +28,8 @@ class RowTimes:
         self._beyond: float | None = None  # the curve's `_slope`
         self._widest: int | None = None  # bucket that has a time
         self._more: dict[int, list[float]] = {}  # see `more`
+        self._table: list[float] = []  # see `table`
+        self._untimed: list[bool] = []  # see `untimed`
         self.seen = 0  # rounds
 
     def learn(self, rows: int, seconds: float) -> bool:
@@ -47,11 +49,12 @@ class RowTimes:
         """A pass over so many tokens of prompts, and nothing else, is over."""
         if tokens >= _WIDE:
             self._wide.append((tokens, seconds))
-            self._beyond, self._more = None, {}
+            self._beyond, self._more, self._table = None, {}, []
 
     def _renew(self) -> None:
         """What was derived from the times is derived anew when it is asked for."""
-        self._curve, self._beyond, self._more, self._widest = None, None, {}, None
+        self._curve, self._beyond, self._more, self._table, self._widest = None, None, {}, [], None
+        self._untimed = []
 
     def _forget_old(self) -> None:
         """Of more rows than any lately: their times may be those of a machine that was busy then. They are tried anew
@@ -68,6 +71,16 @@ class RowTimes:
     def is_stale(self, rows: int) -> bool:
         """Whether a pass over so many rows was timed, and then not for long."""
         return self.seen - self._last.get(_bucket(rows), self.seen) > _STALE
+
+    def is_untimed(self, rows: int) -> bool:
+        """Whether the time of so many rows is not known, or not any more."""
+        return not self.knows(rows) or self.is_stale(rows)
+
+    def untimed(self, rows: int) -> Sequence[bool]:
+        """The same of 1, 2, ... up to `rows` rows at least, as it was when times were last told anew."""
+        if len(self._untimed) < rows:
+            self._untimed = [*map(self.is_untimed, range(1, rows + 1))]
+        return self._untimed
 
     @property
     def has_slope(self) -> bool:
@@ -99,11 +112,35 @@ class RowTimes:
             known = self._more[rows] = [self.target(rows + more) - base for more in range(1, count + 1)]
         return known[:count]
 
-    def most_more(self, others: int) -> int:
-        """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
+    def table(self, rows: int) -> Sequence[float]:
+        """Seconds of rounds over 1, 2, ... up to `rows` rows at least."""
+        if len(self._table) < rows:
+            self._table = self._laid_out(rows)
+        return self._table
+
+    def _laid_out(self, rows: int) -> list[float]:
+        """`target` of 1, 2, ... rows, along the curve's straight pieces."""
+        first = self.target(1)
+        counts, seconds = self._curve or ([], [])
+        table = [first] * min(counts[0] if counts else rows, rows)
+        for place in range(1, len(counts)):
+            rise = (seconds[place] - seconds[place - 1]) / (counts[place] - counts[place - 1])
+            table += [seconds[place - 1] + rise * more for more in range(1, counts[place] - counts[place - 1] + 1)]
+        if len(table) < rows and counts:
+            rise = self.target(counts[-1] + 1) - seconds[-1]
+            table += [seconds[-1] + rise * more for more in range(1, rows - len(table) + 1)]
+        return table
+
+    @property
+    def widest(self) -> int:
+        """The most rows that were timed."""
         if self._widest is None:
             self._widest = max(self._times, default=0)
-        return max(_FIRST, 2 * self._widest - others - 1)
+        return self._widest
+
+    def most_more(self, others: int) -> int:
+        """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
+        return max(_FIRST, 2 * self.widest - others - 1)
 
     def remember(self) -> dict[str, float]:
         """What a profile keeps."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.types import Source
-from outpace.decoders._costs import Mean
+from outpace.decoders._costs import LAYERS
+from outpace.decoders._mean import Mean
 from outpace.decoders.base import Place
 
 _SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source that gains nothing is asked again: at first, and at last
@@ -56,6 +57,11 @@ class Copier:
         self._skipped += 1
         return self._skipped >= self._wait or repeats.follow() >= self._enough
 
+    @property
+    def rests(self) -> int:
+        """Rounds until it is asked again, if nothing repeats."""
+        return max(self._wait - self._skipped, 1)
+
     def skipped(self, rounds: int) -> None:
         """So many more rounds are over in which it was not asked."""
         self._skipped += rounds
@@ -100,11 +106,25 @@ class Grower:
     def growth(self) -> Mean:
         """Of the chance at the leaves, what the next layer puts below them: in this request, which begins with what it
         was in others; in company the same for all."""
+        return self._growth_of(self.layers)
+
+    @property
+    def growths(self) -> list[float]:
+        """The same of each layer from the first on; the last holds for all deeper ones."""
+        known = max(LAYERS, max(self._growth, default=0) + 1)
+        return [self._growth_of(layer).value for layer in range(known)]
+
+    @property
+    def explored(self) -> int:
+        """Rounds to come whose first layer is grown to see what it gives in this text."""
+        return _EXPLORED - self._rounds if self.explores() else 0
+
+    def _growth_of(self, layer: int) -> Mean:
         if self._place.requests > 1:
-            return self._costs.growth(self.source, self.layers, self._place.requests)
-        if self.layers not in self._growth:
-            self._growth[self.layers] = self._costs.growth_of_one(self.source, self.layers)
-        return self._growth[self.layers]
+            return self._costs.growth(self.source, layer, self._place.requests)
+        if layer not in self._growth:
+            self._growth[layer] = self._costs.growth_of_one(self.source, layer)
+        return self._growth[layer]
 
     def gave(self, worth: float, at_leaves: float) -> None:
         """So much the next layer has put below leaves with this chance."""

@@ -6,49 +6,28 @@ Our own: each draft layer and each verified row must bring more tokens than its 
 A node is worth the chance that the target walks it. Of a tree the best n nodes are verified, n where their chances less
 the price of their rows are most: this is the tree's worth. One more layer of the draft is grown while the worth that it
 adds outweighs its seconds. The drafter's chances are trusted as far as they came true, and taken at their word where
-the drafter fits them itself. Rows are tried from few to many,
-twice as many as are known at most. Where a layer does not pay it is tried again now and then, so seldom that all
-trials together cost a small share of the time.
+the drafter fits them itself. Rows are tried from few to many, twice as many as are known at most. Where a layer does
+not pay it is tried again now and then, so seldom that all trials together cost a small share of the time. The choices
+are `_planner.py`'s; where target and draft can, they carry out some rounds by its plan in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from math import inf, log
 from typing import Any
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.carried import Carried
+from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, Verify
-from outpace.decoders._chances import Chances
-from outpace.decoders._costs import GROWS, Costs
-from outpace.decoders._sources import Copier, Grower, Repeats
+from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
+from outpace.decoders._ahead import PlannerAhead
+from outpace.decoders._planner import UNPLANNED, Planner
+from outpace.decoders._planner import Options as Options
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True
 COST = "as speculative, while that pays; host time for planning"
 NEEDS = "drafter"
-_LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
-_BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
-_DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
-_PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
-_CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
-_UNPLANNED = 3  # plain rounds that may follow one in which nobody was asked
-_UNPAID = 0.25  # of what a row must bring: a node that is less likely than that is not even planted
-_UNKNOWN = 2  # layers at most before the draft's time is known, and the price
-
-
-@dataclass(frozen=True)
-class Options:
-    """`deepest`: the most draft layers in a round; `trials`: the share of time for trying again what did not pay."""
-
-    deepest: int = 16
-    trials: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_whole("deepest", self.deepest, 1, 256)
-        check_range("trials", self.trials, 0.0, 1.0)
 
 
 def decode(place: Place, options: Options) -> Coroutine:
@@ -57,220 +36,70 @@ def decode(place: Place, options: Options) -> Coroutine:
         raise UserError(
             "method auto prunes drafts by token and by time, which a rule that judges drawn tokens does not allow"
         )
-    planner = _Planner(place, options)
+    planner = PlannerAhead(place, options)
     tree = TokenTree(place.last_token)
     try:
         while True:
             planner.begin()
+            if done := (yield from _carry_out(tree, planner, place)):
+                tree = yield from _commit(tree, done, planner, place.request.rule)
+                continue
             if not planner.is_plain:
                 yield from _grow(tree, planner)
             if len(tree) > 1 and len(nodes := planner.chosen(tree)) < len(tree):
                 tree = tree.copy(nodes)
-            more = 0 if planner.asks else place.left if planner.is_plain else _UNPLANNED
+            more = 0 if planner.asks else place.left if planner.is_plain else UNPLANNED
             picks = yield Verify(tree, more)
             verdict = place.request.rule.walk(tree, picks)
-            if planner.asks:
-                planner.learn(tree, verdict.path)
-            else:
-                planner.wrote(len(verdict.path))
+            planner.is_over(tree, verdict.path)
             tree = yield Commit(tree, verdict)
     finally:
         planner.end()
 
 
-def _grow(tree: TokenTree, planner: _Planner) -> Generator[Any, Any, None]:
-    """Layers while they pay: first what costs no model, then the models'."""
+def _carry_out(tree: TokenTree, planner: PlannerAhead, place: Place) -> Generator[Any, Any, Sequence[Carried] | None]:
+    """Whole rounds in one call, where that can be done; else the copies of the round are in the tree."""
+    leaves_copies = place.carries is not None and planner.leaves_copies(place.carries)
+    if not leaves_copies:
+        yield from _copy(tree, planner)
+    plan = None if place.carries is None else planner.plan(tree)
+    done: Sequence[Carried] | None = None
+    if plan is not None and (plan.drafts or place.requests > 1):
+        done = yield CarryOut(tree, plan)
+    if leaves_copies and not done:
+        yield from _copy(tree, planner)
+    return done
+
+
+def _commit(
+    tree: TokenTree, done: Sequence[Carried], planner: PlannerAhead, rule: Rule
+) -> Generator[Any, Any, TokenTree]:
+    """Rounds that were carried out, one after the other; the next round's root."""
+    for number, carried in enumerate(done):
+        if number:
+            planner.goes_on()
+        tree = carried.onto(tree, *planner.names)
+        planner.carried(carried)
+        verdict = rule.walk(tree, carried.picks)
+        if verdict.path != carried.path:
+            raise RuntimeError(f"the kernels walked {carried.path} where the rule walks {verdict.path}")
+        planner.is_over(tree, verdict.path)
+        tree = yield Commit(tree, verdict)
+    return tree
+
+
+def _copy(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
+    """What costs no model, where it pays."""
     for copier in planner.copiers:
-        if planner.copies_pay(copier):
+        if copier.is_asked:
             yield Draft(tree, copier.source)
             planner.copied(tree, copier)
+
+
+def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
+    """Layers of the models, while they pay."""
     for grower in planner.growers:
         while planner.pays(tree, grower):
             if not (yield Draft(tree, grower.source)):
                 break
             planner.grown(tree, grower)
-
-
-class _Planner:
-    """The choices of one request, by the engine's costs and what this request's drafts were worth so far."""
-
-    def __init__(self, place: Place, options: Options) -> None:
-        self._place, self._options = place, options
-        self._costs: Costs = place.costs
-        self._chances = Chances(self._costs, place.sources)  # of this round's nodes
-        copiers = [source for source in place.sources if not source.runs_model]
-        self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
-        self._repeats = Repeats(place.committed)
-        self.growers = [Grower(source, options.deepest, place) for source in place.sources if source.runs_model]
-        self._worth = 0.0  # of this round's tree
-        self._copied = 0.0  # the chance that the walk comes to a copy in it
-        self._price = 0.0  # tokens that a second is worth in this round
-        self._row = 0.0  # tokens that one of a few more rows is worth in it
-        self._seconds = 0.0  # of rounds so far
-        self._plain = 0.0  # seconds of a plain round
-        self._at_leaves = 1.0
-        self._rounds = 0
-        self._is_look = False  # this round asks in a crowd, whatever pays or not
-        self.is_plain = False  # this round writes plainly in any case
-        self.asks = False  # somebody for drafts in this round
-
-    def begin(self) -> None:
-        """A round begins: the prices that hold in it. It is plain where that has no price yet, and where so many write
-        at once that one more row costs a good part of a token: what may still be gained is not worth the host's time,
-        but for who copies."""
-        requests = self._place.requests
-        prices = self._costs.prices(requests)
-        self._price, self._plain = _DOUBT * prices.second, prices.plain
-        is_crowded = requests > 1 and self._price * prices.row > _CROWDED
-        self._is_look = is_crowded and self._costs.seen % _LOOKS == 0
-        gains = self._is_look or not is_crowded or any(map(self._gains, self.copiers))
-        is_new = self._rounds < _PLAIN and not prices.is_known
-        self.is_plain = self._place.budget < 2 or is_new or self._costs.is_stale(requests) or not gains
-        self._rounds, self.asks = self._rounds + 1, False
-        if self.is_plain:
-            return
-        self._worth = self._copied = 0.0
-        self._row = self._price * self._costs.more(self._place.rows_of_others + 1, _BEAM)[-1] / _BEAM
-        self._chances.begin()
-        for grower in self.growers:
-            grower.layers, grower.is_trial = 0, False
-        for copier in self.copiers:
-            copier.is_asked = False
-
-    def _gains(self, copier: Copier) -> bool:
-        """Whether a source that runs no model gives more than it takes of the host's time."""
-        return copier.gain.value > self._price * self._costs.draft(copier.source)
-
-    def copies_pay(self, copier: Copier) -> bool:
-        """Whether a source that runs no model is asked: where it gains nothing, in a round now and then."""
-        copier.is_asked = asks = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
-        self.asks = self.asks or asks
-        return asks
-
-    def copied(self, tree: TokenTree, copier: Copier) -> None:
-        """The source has added what it has."""
-        self._copied = sum(map(self._chances.of(tree).__getitem__, tree.children(0)))
-
-    def pays(self, tree: TokenTree, grower: Grower) -> bool:
-        """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
-        requests = self._place.requests
-        cost = self._price * self._costs.draft(grower.source, requests)
-        if grower.is_trial or grower.layers >= (self._options.deepest if cost else _UNKNOWN):
-            return False
-        if not grower.has_read and not grower.is_worth_reading():
-            return False
-        self._at_leaves = self._reach(tree, grower)
-        if grower.growth.value * self._at_leaves > cost or (self._at_leaves > _LITTLE and grower.explores()):
-            return self._asks(tree, grower)
-        grower.is_trial = self._is_due(grower)
-        return grower.is_trial and self._asks(tree, grower)
-
-    def _asks(self, tree: TokenTree, grower: Grower) -> bool:
-        """A layer is asked for, which is no mere step where text is read that was written without the draft."""
-        if not grower.layers:
-            trust = self._chances.trust(grower.source)
-            tree.least = log(_UNPAID * self._row / trust) if self._row > 0.0 < trust else -inf
-            if not grower.is_following:
-                self._costs.reads(grower.source)
-        self.asks = True
-        return True
-
-    def grown(self, tree: TokenTree, grower: Grower) -> None:
-        """The model has added a layer."""
-        grower.has_read = True
-        # Beside copies a layer adds what they leave to add, which says nothing of other rounds.
-        if self._copied <= _LITTLE:
-            chances, before = sorted(self._chances.of(tree)[1:], reverse=True), self._worth
-            rows, self._worth = self._best(chances[: self._place.budget - 1])
-            most = self._costs.most_more(self._place.rows_of_others)
-            is_cut = len(chances) >= rows > most  # by what is known, not by what pays
-            if not is_cut:
-                grower.gave(self._worth - before, self._at_leaves)
-        self._costs.stepped(grower.source, self._place.requests)
-        if grower.is_trial and not grower.layers:
-            grower.trial_cost = self._costs.latest_draft
-        grower.layers += 1
-
-    def _is_due(self, grower: Grower) -> bool:
-        """Whether a layer that does not pay is tried again."""
-        cost = self._costs.draft(grower.source, self._place.requests)
-        if not grower.layers:
-            cost = max(grower.trial_cost, 3 * cost) + grower.reading
-        is_told = not grower.layers or self._copied <= _LITTLE  # beside copies a deeper layer says nothing
-        failures = max(grower.failures, self._costs.failures(grower.source, self._place.requests))
-        share = self._options.trials / 2 ** (0 if grower.layers else failures)
-        idle = self._seconds - grower.grown[grower.layers] if grower.layers else self._costs.idle(grower.source)
-        return is_told and cost * self._place.requests < share * idle
-
-    def chosen(self, tree: TokenTree) -> list[int]:
-        """The nodes that are verified, the root included, closed under ancestors: those with the best trusted chances.
-        Now and then fewer than pay, to know what so few cost."""
-        chances = self._chances.of(tree)
-        order = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)[: self._place.budget - 1]
-        return sorted([0, *order[: self._count([*map(chances.__getitem__, order)]) - 1]])
-
-    def _count(self, chances: Sequence[float]) -> int:
-        """How many rows are verified, the root's included, of nodes with these falling chances."""
-        for grower in self.growers:
-            if grower.tries:
-                return 2
-        others = self._place.rows_of_others
-        best, _ = self._best(chances)
-        fewer = (best + 1) // 2
-        return fewer if best > 1 and self._costs.is_worth_trying(others + fewer) else best
-
-    def _best(self, chances: Sequence[float]) -> tuple[int, float]:
-        """How many rows pay, the root's included, and what they bring above their price."""
-        return self._costs.best(chances, self._place.rows_of_others, self._price)
-
-    def wrote(self, rounds: int) -> None:
-        """So many plain rounds are over, in which nobody was asked."""
-        self._seconds += self._plain * rounds
-        for grower in self.growers:
-            grower.is_following = False
-        for copier in self.copiers:
-            copier.skipped(rounds - 1)
-
-    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """The target has judged the tree and walked this path."""
-        self._seconds += self._plain
-        for grower in self.growers:
-            grower.is_following = grower.layers > 0
-            grower.grown[: grower.layers] = [self._seconds] * grower.layers
-            if grower.layers:
-                grower.failures = grower.failures + 1 if grower.tries else 0
-                if self._place.requests > 1:
-                    self._costs.tried(grower.source, self._place.requests, pays=not grower.tries)
-                grower.judged(self._price)
-        self._chances.learn(tree, path)
-        for copier in self.copiers:
-            if copier.is_asked:
-                self._learn_copies(copier, tree, path)
-
-    def end(self) -> None:
-        """The request is over."""
-        self._chances.work_in()
-
-    def _learn_copies(self, copier: Copier, tree: TokenTree, path: Sequence[int]) -> None:
-        """What a source without a model gave, and what its rows cost."""
-        name, gain, count = copier.source.name, 0.0, len(tree) - 1
-        if rows := tree.sources.count(name):
-            seconds = self._costs.more(self._place.rows_of_others + 1, count)[-1] / count
-            gain = [*map(tree.sources.__getitem__, path)].count(name) - self._price * seconds * rows
-        copier.gain.learn(gain)
-        copier.asked(self._gains(copier), self._repeats)
-        self._costs.copies(name, self._place.requests).learn(gain)
-
-    def _reach(self, tree: TokenTree, grower: Grower) -> float:
-        """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
-        first of all beside the copies below the root; of each what is above the price of a row there, for four unlikely
-        leaves give less than one that is as likely as all of them."""
-        chances, least = self._chances.of(tree), self._row / GROWS
-        leaves = sorted(map(chances.__getitem__, tree.leaves()), reverse=True)[:_BEAM]
-        if not grower.layers:
-            beside = 1.0 - sum(map(chances.__getitem__, tree.children(0)))
-            leaves.append(self._chances.trust(grower.source) * beside)
-        reach = 0.0
-        for chance in leaves:
-            reach += max(0.0, chance - least)
-        return reach

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Place:
     rows: int = 1  # of this request, see `Load`
     load: Load = field(default_factory=lambda: Load(1), repr=False)  # of all requests
     left: int = 1  # tokens that may still be written
+    carries: Collection[str] | None = None  # whole rounds may be asked for, with copies by these sources; None: not
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
     turn_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average

@@ -17,8 +17,9 @@ from outpace.candidates.cache import CandidateCache
 from outpace.core.errors import check_range, check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Source, Verify
-from outpace.decoders._costs import Costs, Mean
+from outpace.decoders._costs import Costs
 from outpace.decoders._ledger import Ledger
+from outpace.decoders._mean import Mean
 from outpace.decoders.base import Coroutine, Place
 
 LOSSLESS = True

@@ -8,7 +8,7 @@ temperature that says how far p and q lie apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import truediv
 from typing import Any
@@ -142,6 +142,10 @@ class Choices:
                 tokens, values = offers[node]
                 picks.append((choice, values, tokens.index(written) if written in tokens else None))
         self._picks.add(picks)
+
+    def note(self, choice: ChoiceModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
+        """The target picked the proposal of this number, of those of these values; below 0: none of them."""
+        self._picks.add([(choice, values, number if number >= 0 else None) for values, number in picked])
 
     def remember(self) -> dict[str, Any]:
         """What a profile keeps."""

@@ -7,10 +7,12 @@ from functools import reduce
 from operator import sub
 from typing import Any
 
+from outpace.core.carried import Carrier
 from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
 from outpace.core.untold import Untold
+from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
 from outpace.drafters._several import Several, SeveralState
 
 
@@ -57,14 +59,28 @@ class Combined(Several):
         for number, part, asked in self._growers.get(source, ()):
             inner = []
             for state, tree in zip(states, trees, strict=True):
-                own = state.parts[number]
-                if (seen := state.untold[number].take()) is not None:
-                    part.observe(own, seen)
+                own = self._told(state, number)
                 own.base, own.has_company = state.base, state.has_company
                 tree.planter = part.name if source is None else source.name
                 inner.append(own)
             part.grow_by(asked, inner, trees)
         return [*map(sub, map(len, trees), before)]
+
+    def carrier(self, target: Any) -> Carrier | None:
+        """That of the one part that runs a model, which copies as the one that copies from the text would."""
+        numbers = [number for number, part in enumerate(self.parts) if part.runs_model]
+        inner = self.parts[numbers[0]].carrier(target) if len(numbers) == 1 else None
+        if not isinstance(inner, ModelCarrier):
+            return None
+        copiers = [(number, part) for number, part in enumerate(self.parts) if isinstance(part, CopiesText)]
+        copier = copiers[0] if len(copiers) == 1 and copiers[0][1].can_be_copied else None
+        return PartCarrier(inner, self._told, numbers[0], copier)
+
+    def _told(self, state: SeveralState, number: int) -> Any:
+        """A part's own state, when it was told what it had not been told yet."""
+        if (seen := state.untold[number].take()) is not None:
+            self.parts[number].observe(state.parts[number], seen)
+        return state.parts[number]
 
     def remember(self) -> list[Any]:
         """What a profile keeps, of each part."""
@@ -88,9 +104,8 @@ class Combined(Several):
 
     def _tell(self, state: SeveralState) -> None:
         """Tells all parts what they were not told yet."""
-        for part, inner, untold in zip(self.parts, state.parts, state.untold, strict=True):
-            if (seen := untold.take()) is not None:
-                part.observe(inner, seen)
+        for number in range(len(self.parts)):
+            self._told(state, number)
 
     def pause(self, state: SeveralState) -> None:
         self._tell(state)

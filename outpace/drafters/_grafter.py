@@ -22,7 +22,7 @@ from outpace.drafters._chance import Rate
 _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
 _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
 _OWN = 6.0  # trials that other requests' rates are worth at the beginning of a request
-_NEVER = 1e-300  # below the chance of any branch
+NEVER = 1e-300  # below the chance of any branch
 _NOTHING: Mapping[int, int] = {}
 _LEAST, _MOST = 0.001, 0.999  # a rate has a logarithm, and no branch is free of doubt
 
@@ -98,7 +98,7 @@ class Grafter(Drafter, Generic[State]):
         """Plants tokens that stand one behind the other, below the root, while the chance that they are reached is at
         least so much. `length` tokens before them are equal; the grade is that of the first token that another branch
         has no part in."""
-        tokens, planted, ids, floor = allowed(state, tokens), state.planted, tree.ids, math.log(least or _NEVER)
+        tokens, planted, ids, floor = allowed(state, tokens), state.planted, tree.ids, math.log(least or NEVER)
         node = place = 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # another branch's part
             kind, below = kind_of(length + place, grade), planted.setdefault(ids[node], {})
@@ -144,6 +144,11 @@ class Grafter(Drafter, Generic[State]):
     def log_rate(self, state: State, kind: int) -> float:
         """Its natural logarithm."""
         return math.log(self.rate(state, kind))
+
+    def log_rates(self, state: State) -> list[float]:
+        """Those of all kinds."""
+        own, log = state.rates, math.log
+        return [log(min(max((own.get(kind) or known).value, _LEAST), _MOST)) for kind, known in enumerate(self._rates)]
 
     def observe(self, state: State, seen: Observation) -> None:
         self.learn(state, seen)

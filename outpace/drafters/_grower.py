@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+from outpace.core.carried import Growing
 from outpace.core.orders import FREE, Orders
 from outpace.core.scores import Held
 from outpace.core.tree import PREFIX, Role, TokenTree
@@ -89,6 +90,7 @@ class Grower:
         self.model, self.window, self._on_base, self._proposed = model, window, on_base, proposed
         self._width, self._tree_nodes = width, tree_nodes
         self._floor = _log(floor)
+        self.growing = Growing(width, proposed, tree_nodes, self._floor)  # the same for who grows in its place
 
     def open(self, request: Request) -> Any:
         """A session of the model for this request; None where the target's is lent for each round."""
@@ -127,7 +129,7 @@ class Grower:
     def score(self, jobs: Sequence[Job]) -> Held:
         """One forward over the jobs' frontiers: scores of their nodes, job after job. Committed tokens that are missing
         travel with them; the frontier's nodes stay pending."""
-        self._catch_up([*map(_STATE, jobs)])
+        self.catch_up([*map(_STATE, jobs)])
         parts = []
         for state, tree, frontier in jobs:
             parts.append(self._part(state, tree, frontier))
@@ -143,13 +145,13 @@ class Grower:
         session = state.session
         if self._on_base or len(state.tokens) - state.start + len(tokens) > session.capacity:
             return None
-        self._catch_up([state])
+        self.catch_up([state])
         missing, pending = state.missing, session.pending
         if len(tokens) > session.free - missing or session.length + missing + pending + len(tokens) > self._most():
             return None
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
-        part = Part(session, self._known(text), parents, range(missing, len(text)))
+        part = Part(session, self.known(text), parents, range(missing, len(text)))
         scores = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
         inside = [token if token < scores.shape[-1] else -1 for token in tokens]
@@ -230,7 +232,7 @@ class Grower:
             self._read_chunk([states[place] for place in sorted(behind)])
         return behind
 
-    def _catch_up(self, states: Sequence[GrowState]) -> None:
+    def catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
         behind = []
         for state in states:
@@ -245,7 +247,7 @@ class Grower:
     def _read_chunk(self, states: Sequence[GrowState]) -> None:
         """Feeds the next chunk of committed tokens that these sessions lack."""
         starts = [state.start + state.session.length for state in states]
-        texts = [self._known(state.tokens[at : at + _CHUNK]) for state, at in zip(states, starts, strict=True)]
+        texts = [self.known(state.tokens[at : at + _CHUNK]) for state, at in zip(states, starts, strict=True)]
         self.model.score_held([chain(state.session, text) for state, text in zip(states, texts, strict=True)])
         for state in states:
             state.session.keep(range(_CHUNK))
@@ -277,9 +279,9 @@ class Grower:
             slots[tree.ids[node]] = slot
             tokens.append(tree.tokens[node])
         best = self._proposed if state.offers_by_score else 0
-        return Part(session, self._known(tokens), parents, range(missing, len(tokens)), best=best)
+        return Part(session, self.known(tokens), parents, range(missing, len(tokens)), best=best)
 
-    def _known(self, tokens: list[int]) -> list[int]:
+    def known(self, tokens: list[int]) -> list[int]:
         """A target padded further than the draft may write ids that the draft has no embedding for."""
         last = self.model.vocab_size - 1
         return tokens if max(tokens) <= last else [min(token, last) for token in tokens]

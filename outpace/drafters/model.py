@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter, sub
 from typing import Any
 
+from outpace.core.carried import Carrier
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given
 from outpace.core.orders import Orders
@@ -20,6 +21,7 @@ from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._ahead import SPARE, Ahead, Burst
+from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._chance import ChoiceModel, Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
@@ -97,6 +99,10 @@ class ModelDrafter(Drafter):
     def reads_at_most(self, source: Source) -> int | None:
         """Its window."""
         return self._grower.window or None
+
+    def carrier(self, target: Model) -> Carrier | None:
+        pair = None if self._ahead.takes_several else target.pair_with(self._grower.model)
+        return None if pair is None else ModelCarrier(pair, self._grower, self._choices)
 
     def open(self, request: Request) -> ModelState:
         choice = self._choices.of(request)

@@ -5,14 +5,20 @@ Prompt lookup decoding (A. Saxena, 2023, github.com/apoorvumang/prompt-lookup-de
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from outpace.core.carried import Copied
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Request
-from outpace.drafters._grafter import Grade, Grafter, GraftState
+from outpace.core.types import Request
+from outpace.drafters._carrier import CopiesText
+from outpace.drafters._grafter import NEVER, Grade, Grafter, GraftState
 from outpace.drafters._index import Index
 
+LONGEST = 3  # tokens of an n-gram that the kernels hold
 _COUNTED = 64  # equal tokens that make a copy no surer than more would
 
 
@@ -38,12 +44,15 @@ class Options:
 
 @dataclass
 class NgramState(GraftState):
-    """Where each n-gram stood so far."""
+    """Where each n-gram stood so far, of as much of the text as was asked about; `made`: the kernels' own index of the
+    same text, where they copy."""
 
     index: Index = field(default_factory=lambda: Index((1,), 1))
+    indexed: int = 0  # tokens that the index has
+    made: Any = None
 
 
-class Ngram(Grafter[NgramState]):
+class Ngram(Grafter[NgramState], CopiesText):
     """Grows one branch from the root for each place where the last tokens stood before, longest match first."""
 
     name = "ngram"
@@ -55,20 +64,36 @@ class Ngram(Grafter[NgramState]):
     def open(self, request: Request) -> NgramState:
         state = NgramState(request, list(request.prompt))
         state.index = Index(range(1, self._options.longest + 1), self._options.window)
-        state.index.extend(request.prompt)
         return state
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
         """Branches from the root; the first is the likeliest."""
         options, grade = self._options, Grade.SURE
+        state.index.extend(state.tokens[state.indexed :])
+        state.indexed = len(state.tokens)
         for length, place in state.index.matches(state.tokens, options.branches, _COUNTED):
             tokens = state.index.after(place, options.copies)
             self.branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Grade.OTHER
 
-    def observe(self, state: NgramState, seen: Observation) -> None:
-        super().observe(state, seen)
-        state.index.extend(seen.tokens)
+    @property
+    def can_be_copied(self) -> bool:  # type: ignore[override]
+        """Whether the kernels hold n-grams of this length."""
+        return self._options.longest <= LONGEST
+
+    def copied(self, state: NgramState, text: Sequence[int], made: Callable[..., Any]) -> Copied:
+        """The kernels' own copier, which knows all of the text."""
+        options = self._options
+        if state.made is None:
+            least = math.log(options.least_chance or NEVER)
+            state.made = made(options.longest, options.copies, options.branches, options.window, least)
+        state.made.extend(text[state.made.size :])
+        return Copied(state.made, self.log_rates(state))
+
+    def note(self, state: NgramState, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
+        for node, below in zip(ids, planted, strict=True):
+            if below:
+                state.planted[node] = dict(below)
 
 
 def build(options: Options, **_: object) -> Ngram:

@@ -23,6 +23,11 @@ class Admission:
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
 
+    @property
+    def may_join(self) -> bool:
+        """Whether somebody waits for whom there is a place."""
+        return bool(self.waiting) and len(self.running) < self._batch
+
     def join(self) -> list[Running]:
         """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
         tried: list[Running] = []

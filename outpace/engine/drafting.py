@@ -63,15 +63,15 @@ class Drafting:
             self.worker.open(run.key, run.request, run.place.candidates)
         elif (drafter := self._of(run)) is not None:
             run.place.sources = drafter.sources_for(run.request)
-            run.draft.state = self._guarded(run.draft.name, drafter.open, run.request)
+            run.draft.state = self.guarded(run.draft.name, drafter.open, run.request)
 
     def pause(self, run: Running) -> None:
         """A request gives its keys and values back until there is room for them."""
-        self._tell(run)
+        self.tell(run)
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
             run.draft.state.base = None
-            self._guarded(run.draft.name, drafter.pause, run.draft.state)
+            self.guarded(run.draft.name, drafter.pause, run.draft.state)
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.pause(run.key)
 
@@ -82,10 +82,10 @@ class Drafting:
 
     def close(self, run: Running) -> None:
         """A request is over."""
-        self._tell(run)
+        self.tell(run)
         drafter = self._of(run)
         if run.draft.state is not None and drafter is not None:
-            self._guarded(run.draft.name, drafter.close, run.draft.state)
+            self.guarded(run.draft.name, drafter.close, run.draft.state)
         run.draft.state = None
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.forget(run.key)
@@ -98,7 +98,7 @@ class Drafting:
         total = self.worker.stored_bytes(beside) if self.worker and beside else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for run, length in texts if run.draft.name == name]
-            total += (self._guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
+            total += (self.guarded(name, drafter.stored_bytes, lengths) or 0) if lengths else 0
         return total
 
     def shut(self) -> None:
@@ -106,7 +106,7 @@ class Drafting:
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):
-            self._guarded(name, self.drafters[name].end)
+            self.guarded(name, self.drafters[name].end)
 
     def serve(self, running: Sequence[Running]) -> None:
         """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""
@@ -155,28 +155,29 @@ class Drafting:
         mine = slice(max(start - seen.ids[0], 0), max(end - seen.ids[0], 0))
         if some := seen.ids[mine]:
             run.draft.told = some[-1] + 1
-            self._guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
+            self.guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
-    def observe(
-        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], root: TokenTree, seen: Seen | None
-    ) -> None:
-        """Notes a verdict on a tree for the drafter in turn, which is told when it is asked next; at once where it is
-        shown what was `seen` in the pass. `tokens` were written, `root` comes behind them."""
-        draft = run.draft
+    def follow(
+        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], seen: Seen | None = None
+    ) -> TokenTree:
+        """The next round's root, behind the `tokens` that were written. The verdict is noted for the drafter in turn,
+        which is told when it is asked next; at once where it is shown what was `seen` in the pass."""
+        draft, root = run.draft, TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
         if draft.state is None:
-            return
+            return root
         if self._of(run) is None:
             draft.state = None  # of a drafter that was given up
-            return
+            return root
         path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
         draft.untold.add(Observation([*map(tree.ids.__getitem__, path)], tokens, root, seen))
         if seen is not None:
-            self._tell(run)
+            self.tell(run)
+        return root
 
-    def _tell(self, run: Running) -> None:
+    def tell(self, run: Running) -> None:
         """Tells a drafter what was written since it was told last."""
         if (drafter := self._of(run)) is not None and (seen := run.draft.untold.take()) is not None:
-            self._guarded(run.draft.name, drafter.observe, run.draft.state, seen)
+            self.guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
     def _of(self, run: Running) -> Drafter | None:
         """A request's drafter in turn, unless it was given up."""
@@ -186,7 +187,7 @@ class Drafting:
         """One growth of all these requests' trees by a source of their drafter, which they are told."""
         added: list[int] | None = None
         for run in runs:
-            self._tell(run)
+            self.tell(run)
         drafter = self._of(runs[0])
         if drafter is not None:
             began = self._clock()
@@ -198,7 +199,7 @@ class Drafting:
                 run.ask.tree.planter = drafter.name if source is None else source.name
                 states.append(run.draft.state)
                 trees.append(run.ask.tree)
-            added = self._guarded(name, drafter.grow_by, source, states, trees)
+            added = self.guarded(name, drafter.grow_by, source, states, trees)
             seconds = self._clock() - began
             self.spent += seconds
             share = drafter.amortised(seconds) if drafter.shares_time else seconds
@@ -208,7 +209,7 @@ class Drafting:
         for run, count in zip(runs, added or [0] * len(runs), strict=True):
             run.advance(count)
 
-    def _guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
+    def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
         """What a drafter answers; one that raises is given up, and decoding goes on plainly."""
         try:
             return call(*arguments)

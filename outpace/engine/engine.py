@@ -22,8 +22,10 @@ from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders._costs import Costs
 from outpace.decoders.base import Load
 from outpace.engine.admission import Admission
+from outpace.engine.carrying import Carriers
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.drafting import Drafting
+from outpace.engine.faults import apart
 from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.passes import Judged, Passes
@@ -67,6 +69,7 @@ class Engine(AbstractContextManager["Engine"]):
         drafts = self.drafting.stored_bytes
         self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
+        self._carriers = Carriers(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())
         self._is_closed = False
@@ -134,6 +137,12 @@ class Engine(AbstractContextManager["Engine"]):
         joined = self._admission.join()
         self.drafting.spent = 0.0
         self._draft()
+        wrote = self._carriers.step(start) or self._judge(start)
+        failed = [run for run in joined if run.finish_reason is not None] if joined else joined
+        return list(dict.fromkeys([*wrote, *failed, *self._admission.sweep()]))
+
+    def _judge(self, start: float) -> list[Running]:
+        """One pass over all trees and what is to be read of texts: those that wrote."""
         drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
         chunks, trees = self._parts()
         try:
@@ -141,15 +150,16 @@ class Engine(AbstractContextManager["Engine"]):
             note_round(self.costs, chunks, trees, drafting, self._clock() - start, passes)
         except BaseException as error:
             self._admission.fail([run for run, _ in [*chunks, *trees]], error)
-        failed = [run for run in joined if run.finish_reason is not None] if joined else joined
-        return list(dict.fromkeys([*[run for run, _ in trees], *failed, *self._admission.sweep()]))
+        return [run for run, _ in trees]
 
     def _draft(self) -> None:
         """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
         try:
             running, load = self._admission.running, Load()
+            carries = self._carriers.may_carry(running)
             for run in running:
                 self._allot(run, load, len(running))
+                run.place.carries = carries
             for run in running:
                 run.begin_round()
             self.drafting.serve(running)
@@ -181,12 +191,12 @@ class Engine(AbstractContextManager["Engine"]):
         asking = []
         for (run, _), its in zip(trees, judged, strict=True):
             run.storage.keep = ()
-            self._apart(run, self._hand, run, its)
+            apart(run, self._hand, run, its)
             asking.append(run)
         self.drafting.serve(asking)
         for run, its in zip(asking, judged, strict=True):
             if isinstance(run.ask, Commit):
-                self._apart(run, self._commit, run, its, passes, seconds, start)
+                apart(run, self._commit, run, its, passes, seconds, start)
             elif run.ask is not None and not isinstance(run.ask, Verify):  # which asks for another pass
                 run.fail(TypeError(f"a decoder answers picks with Commit, not {type(run.ask).__name__}"))
         return passes
@@ -204,17 +214,7 @@ class Engine(AbstractContextManager["Engine"]):
                 return 0
             session = run.storage.session
             most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)
-        may_join = self._admission.waiting and len(trees) < self.options.batch
-        return 0 if chunks or self.worker is not None or may_join else most
-
-    @staticmethod
-    def _apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
-        """A fault in a request's rule, its options or who watches it ends this request alone."""
-        try:
-            call(*arguments)
-        except Exception as error:
-            run.storage.is_broken = True
-            run.fail(error)
+        return 0 if chunks or self.worker is not None or self._admission.may_join else most
 
     @staticmethod
     def _hand(run: Running, judged: Judged) -> None:
@@ -238,9 +238,8 @@ class Engine(AbstractContextManager["Engine"]):
         else:
             run.note_step(ask, rows, len(tokens), target_seconds=seconds, start=start, now=self._clock())
         if run.finish_reason is None:
-            run.root = TokenTree(run.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
+            run.root = self.drafting.follow(run, tree, verdict, tokens, judged.seen)
             run.is_due, run.ask = True, None
-            self.drafting.observe(run, tree, verdict, tokens, run.root, judged.seen)
 
     def _allot(self, run: Running, load: Load, requests: int) -> None:
         """Tells a request how much room there is for it beside the others, and counts it with the load."""

@@ -12,12 +12,14 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from math import inf
 from typing import Any
 
+from outpace.core.carried import Carried, PassTimes, Plan
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, Request, Verify
+from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
@@ -61,6 +63,11 @@ def decode(place: Place, options: Options) -> Coroutine:
     tree, has_read = TokenTree(place.last_token), False
     for rows in cycle(_ROWS):
         rows = min(rows, place.budget)
+        done = None if place.carries is None else (yield CarryOut(tree, _plan(rows, has_read)))
+        if done:
+            tree = yield from _commit(tree, done[0], place)
+            has_read = has_read or rows > 1
+            continue
         if rows > 1:
             yield from _grow(tree, place, has_read)
             has_read = True
@@ -68,6 +75,27 @@ def decode(place: Place, options: Options) -> Coroutine:
             tree = tree.copy(range(rows))
         picks = yield Verify(tree)
         tree = yield Commit(tree, place.request.rule.walk(tree, picks))
+
+
+def _plan(rows: int, has_read: bool) -> Plan:
+    """A round of so many rows, if the draft proposes as many: rows cost nothing."""
+    times, free = PassTimes((0.0,) * (rows + 1), rows, ()), -inf
+    layers = _LAYERS if rows > 1 else 0
+    return Plan(1, has_read, layers, 0, 0.0, 0.0, 1.0, 0.0, free, 0.0, (1.0,), (), (1.0,), times, most=rows)
+
+
+def _commit(tree: TokenTree, carried: Carried, place: Place) -> Generator[Any, Any, TokenTree]:
+    """A round that was carried out, with its layers timed, but where one reads the plain rounds' text; the next
+    round's root."""
+    for source in place.sources:
+        for forward in carried.forwards if source.runs_model else ():
+            if not forward.is_step:
+                place.costs.reads(source)
+            place.costs.drafted(forward.seconds, forward.requests, source)
+            place.costs.stepped(source, 1)
+    tree = carried.onto(tree, "", "")
+    root: TokenTree = yield Commit(tree, place.request.rule.walk(tree, carried.picks))
+    return root
 
 
 def _grow(tree: TokenTree, place: Place, has_read: bool) -> Generator[Any, Any, None]:

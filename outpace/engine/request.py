@@ -72,7 +72,6 @@ class Storage:
 @dataclass(eq=False)
 class Running:
     """One request on its way. `finish_reason` is None until it is over.
-
     `place` is all that its decoder sees; `coroutine` is None until it runs and when it is over.
     """
 
@@ -113,8 +112,7 @@ class Running:
     @property
     def rows(self) -> int:
         """That the last pass had of this request."""
-        steps = self.history.steps
-        return steps[-1].verified_rows if steps else 1
+        return self.history.steps[-1].verified_rows if self.history.steps else 1
 
     @property
     def prefilled(self) -> int:
@@ -137,11 +135,15 @@ class Running:
         """Whether its drafter is still to be told of the prompt."""
         return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
 
+    @property
+    def is_by_score(self) -> bool:
+        """Whether nothing but the best tokens is asked of a pass."""
+        needs = self.draft.needs
+        return self.picks_by_score and self.request.logprobs is None and not (needs.top or needs.layers)
+
     def may_go_on(self) -> bool:
         """Whether nothing but the tokens is asked of a plain round, so that several may be one."""
-        asked, needs = self.request, self.draft.needs
-        is_told = asked.logprobs is not None or asked.rounds or asked.prediction or needs.top or needs.layers
-        return self.picks_by_score and not is_told
+        return self.is_by_score and not (self.request.rounds or self.request.prediction)
 
     def lend(self) -> None:
         """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from outpace.core.carried import Carried
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
 from outpace.decoders._costs import Costs
@@ -47,5 +48,24 @@ def note_round(
         rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
         is_first = is_first or len(steps) == 1
     if trees and not (is_first and costs.knows(rows, 1)):
-        for _ in range(passes):
-            costs.round(len(trees), rows, tokens, seconds / passes, drafting / passes)
+        for number in range(passes):
+            costs.round(len(trees), rows, tokens, seconds / passes, drafting / passes, is_first=number == 0)
+
+
+def note_carried(costs: Costs, asking: Sequence[Running], done: Sequence[Sequence[Carried]], seconds: float) -> None:
+    """The same of rounds that were carried out together in so many seconds: to each its share of what was none of
+    theirs. A request that ended among them ends what is noted."""
+    share = (seconds - sum(row[0].seconds for row in done)) / len(done)
+    for number, row in enumerate(done):
+        rows = tokens = 0
+        is_first = False
+        for run, carried in zip(asking, row, strict=True):
+            steps = run.history.steps
+            before = len(steps) - len(done) + number
+            if run.error is not None or before < 0:
+                return
+            rows, tokens = rows + len(carried.picks), tokens + steps[before].emitted
+            is_first = is_first or before == 0
+        if not (is_first and costs.knows(rows, 1)):
+            drafting = sum(forward.seconds for forward in row[0].forwards)
+            costs.round(len(asking), rows, tokens, row[0].seconds + share, drafting, is_first=number == 0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from outpace.core.carried import Pairs
 from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Needs
 from outpace.core.scores import Held, Scored
@@ -166,7 +167,6 @@ class Part(NamedTuple):
     `parents` point at pending nodes (the session's earlier ones, then these, counted on) or are PREFIX. `wanted` are
     the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
     committed and all others dropped; None leaves what is pending as it is.
-
     `best`: so many best tokens of each wanted row are told with the scores, by a model that can; see `Held`.
 
     The others need a model's `extras`. `shown` are the new nodes whose hidden states are asked for. `length`: only so
@@ -191,7 +191,7 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
     return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
 
 
-class Model(TakesSteps):
+class Model(TakesSteps, Pairs):
     """A language model that scores token trees: what a runtime must offer, and what one may leave out."""
 
     vocab_size: int

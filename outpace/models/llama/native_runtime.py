@@ -24,6 +24,7 @@ from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
 from outpace.models.llama.native_forest import Forest, array_of
 from outpace.models.llama.native_kernels import INSTALL, Options, check_supported, load_kernels, usable_cores
+from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.packing import Packing
 from outpace.models.llama.rows import shown_numbers
@@ -52,6 +53,11 @@ class NativeSession(Session):
         for layer, place in enumerate(out):
             self.store.read(layer, length, place)
         return out
+
+    def advance_to(self, length: int) -> None:
+        """So many tokens are committed by now, as the kernels have told; nothing is pending."""
+        self.length = length
+        self._drop_pending()
 
     def _resize(self, slots: int) -> None:
         self.store.resize(slots)
@@ -82,7 +88,7 @@ class NativeLlama(Model):
         self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
-        self._turns = Turns(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.turns = Turns(config.head_dim, config.rope_theta, config.rope_scaling)
         self.kv_dtype = options.kv_dtype
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         self.heads = self.kernels.Heads(*sizes, held_as(self.kernels, self.kv_dtype), config.rms_norm_eps)
@@ -119,7 +125,7 @@ class NativeLlama(Model):
             self._teams[threads] = self._with(threads)
         self._share.threads = threads
 
-    def _team(self) -> Any:
+    def team(self) -> Any:
         """The kernels' model by which this thread's passes run."""
         return self._teams[getattr(self._share, "threads", self._threads)]
 
@@ -190,7 +196,7 @@ class NativeLlama(Model):
     def open(self, capacity: int, room: int) -> NativeSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
-        self._turns.reach(min(capacity + room, self.max_positions))
+        self.turns.reach(min(capacity + room, self.max_positions))
         return NativeSession(capacity, room, self)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
@@ -217,12 +223,17 @@ class NativeLlama(Model):
         other._skipped = skipped
         return other
 
+    def pair_with(self, draft: Any) -> NativePair | None:
+        if type(self) is not NativeLlama or type(draft) is not NativeLlama or not hasattr(self.kernels, "Pair"):
+            return None
+        return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
+
     def project(self, hidden: Tensor | np.ndarray) -> Held:
         self._need(Extra.PROJECT)
-        model = self._team()
+        model = self.team()
         out = np.empty((len(hidden), model.outputs), np.float32)
         model.project(array_of(hidden), out)
-        return self._held(out, self._known())
+        return self._held(out, self.known())
 
     def _need(self, extra: Extra) -> None:
         if extra not in self.extras:
@@ -236,16 +247,16 @@ class NativeLlama(Model):
         return forest
 
     def _forward(self, forest: Forest) -> Held:
-        model, turns = self._team(), self._turns.table
+        model, turns = self.team(), self.turns.table
         out = np.empty((len(forest.wanted), model.outputs), np.float32)
-        known = self._known()
+        known = self.known()
         if forest.more or not self._takes_lists:
             model.forward(*forest.arrays(turns), out, **forest.more)
             return self._held(out, known)
         rows = (forest.spans, forest.tokens, forest.positions, turns, forest.wanted)
         return self._held(out, known, model.score(*rows, out, forest.best, *known))
 
-    def _known(self) -> tuple[int, np.ndarray | None]:
+    def known(self) -> tuple[int, np.ndarray | None]:
         """How many outputs of the output layer are known tokens, and which; another model may know fewer."""
         ids, vocab = self._ends.held, self.vocab_size
         if ids is None:

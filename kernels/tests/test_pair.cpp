@@ -1,0 +1,128 @@
+// A pair's rounds: the text of plain decoding, whatever the draft proposes, and what both sessions hold afterwards.
+#include <algorithm>
+#include <cmath>
+
+#include "forests.h"
+#include "pair.h"
+
+namespace outpace {
+namespace {
+
+constexpr int kPositions = 96;
+constexpr int kWritten = 30;
+
+/// What rows turn by at every position, as `score` has it.
+std::vector<float> turn_table(int depth) {
+    std::vector<float> turns;
+    for (int position = 0; position < kPositions; ++position)
+        for (int i = 0; i < depth / 2; ++i) {
+            const float half = static_cast<float>(position) / static_cast<float>(i + 1);
+            turns.push_back((1 - half * half) / (1 + half * half));
+            turns.push_back(2 * half / (1 + half * half));
+        }
+    return turns;
+}
+
+std::vector<int> plain_text(Model& model, const Sizes& sizes, std::vector<int> tokens) {
+    for (int count = 0; count < kWritten; ++count) {
+        const std::vector<float> scores = fresh(model, sizes, tokens);
+        tokens.push_back(static_cast<int>(std::max_element(scores.begin(), scores.end()) - scores.begin()));
+    }
+    return tokens;
+}
+
+Plan plan_of(double cost, int budget) {
+    return {{1.0, 1.0}, budget, 6, 0, 0.01, cost, 0.9, 0.01, -9.0, 0.0, {0.8, 0.7}, {true, false}};
+}
+
+/// One request's text, and its sessions, which have all of it but the last token; the draft has read nothing.
+struct Text {
+    std::vector<int> tokens;
+    Store target, draft;
+    Copies copies;
+    Drafted drafted;
+
+    Text(Model& model, const Sizes& sizes, const Sizes& draft_sizes, const std::vector<int>& prompt, const Plan& plan)
+        : tokens(prompt),
+          target(store_of(sizes)),
+          draft(store_of(draft_sizes)),
+          copies({3, 6, 2, 1000, -600.0}),
+          drafted{{&target, static_cast<int>(prompt.size()) - 1}, {&draft, 0}, {prompt.begin(), prompt.end() - 1},
+                  {prompt.back()}, {kNoParent}, {0.0}, {1.0}, plan, 1, false, 60, kWritten, {}, &copies,
+                  std::vector<double>(kCopyKinds, -0.2)} {
+        const int count = static_cast<int>(prompt.size()) - 1;
+        score(model, {{&target, 0, chain(count), 0, {prompt.begin(), prompt.end() - 1}}});
+        copies.extend(prompt);
+    }
+};
+
+/// What a session holds is what a fresh one would.
+bool holds(Model& model, const Sizes& sizes, const Place& place, const std::vector<int>& tokens) {
+    Store store = store_of(sizes);
+    if (place.length) score(model, {{&store, 0, chain(place.length), 0, {tokens.begin(), tokens.begin() + place.length}}});
+    const auto ours = held(*place.store, sizes, place.length), theirs = held(store, sizes, place.length);
+    return same(ours.data(), theirs.data(), ours.size());
+}
+
+/// Tokens that were accepted, of all texts.
+int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& draft_sizes, double cost) {
+    const std::vector<float> turns = turn_table(sizes.depth), draft_turns = turn_table(draft_sizes.depth);
+    const Side one{&target, nullptr, sizes.vocabulary, turns.data(), kPositions, kPositions - 1, sizes.vocabulary - 1};
+    const Side other{&draft,    nullptr, draft_sizes.vocabulary, draft_turns.data(), kPositions, kPositions - 1,
+                     draft_sizes.vocabulary - 1};
+    std::vector<std::unique_ptr<Text>> texts;
+    std::vector<Drafted*> requests;
+    for (int number = 0; number < 3; ++number) {
+        auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
+        prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);  // something to copy
+        texts.push_back(std::make_unique<Text>(target, sizes, draft_sizes, prompt, plan_of(cost, 4 + 2 * number)));
+        requests.push_back(&texts.back()->drafted);
+    }
+    const PassTimes times{{1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8,
+                           2.9, 3.0, 3.1, 3.2, 3.3, 3.4},
+                          8,
+                          {}};
+    const Growing growing{3, 40, -12.0};
+    Pair pair;
+    int accepted = 0;
+    const auto is_nearly_over = [](const Drafted* request) { return request->left < 10; };
+    for (int calls = 0; std::none_of(requests.begin(), requests.end(), is_nearly_over); ++calls) {
+        const auto rounds = pair.carry_out(one, other, growing, 5, times, requests, 1 + calls % 3, 1e9);
+        check(!rounds.empty(), "a pair's rounds");
+        for (const Round& round : rounds)
+            for (std::size_t n = 0; n < texts.size(); ++n) {
+                for (int place : round.outcomes[n].path) texts[n]->tokens.push_back(round.outcomes[n].picks[place]);
+                accepted += static_cast<int>(round.outcomes[n].path.size()) - 1;
+            }
+    }
+    for (const auto& text : texts) {
+        const std::vector<int>& tokens = text->tokens;
+        check(text->drafted.target.length == static_cast<int>(tokens.size()) - 1, "how much of a text is committed");
+        check(holds(target, sizes, text->drafted.target, tokens), "what a target's session holds behind rounds");
+        check(holds(draft, draft_sizes, text->drafted.draft, tokens), "what a draft's session holds behind rounds");
+    }
+    for (int number = 0; number < 3; ++number) {
+        auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
+        prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);
+        const std::vector<int> expected = plain_text(target, sizes, prompt), &got = texts[number]->tokens;
+        const auto count = static_cast<int64_t>(std::min(got.size(), expected.size()));
+        check(got.size() > prompt.size() + 5 && std::equal(got.begin(), got.begin() + count, expected.begin()),
+              "the text of a pair's rounds");
+    }
+    return accepted;
+}
+
+}  // namespace
+
+void test_pair() {
+    const Sizes sizes{97, 48, 80, 2, 6, 2, 8, KvFormat::float32, false};
+    const Sizes other{97, 64, 64, 1, 4, 2, 16, KvFormat::float32, false};
+    const Kernels* kernels = find_kernels("");
+    const auto target = make_model(sizes, kernels, 2), same_one = make_model(sizes, kernels, 2);
+    const auto bad = make_model(other, kernels, 1);
+    check(check_rounds(*target, sizes, *same_one, sizes, 0.001) > 20, "a draft that is right is accepted");
+    check_rounds(*target, sizes, *bad, other, 0.001);
+    check_rounds(*target, sizes, *bad, other, 0.6);
+}
+
+}  // namespace outpace

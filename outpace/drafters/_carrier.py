@@ -1,0 +1,121 @@
+"""Whole rounds of a draft model and its target, carried out by their kernels: what the drafter's own side of a request
+adds to a planner's plan, and how it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outpace.core.carried import NO_COPIES, Carried, Carrier, Carrying, Copied, Growing, Reading
+
+if TYPE_CHECKING:
+    from outpace.drafters._chance import Choices
+    from outpace.drafters._grower import Grower
+
+Parts = Sequence[tuple[Carrying, Reading]]
+
+
+class Pair(Protocol):
+    """Two models that carry out rounds together, as `models/llama/native_pair.py` does."""
+
+    def carry(self, growing: Growing, parts: Parts, rounds: int, seconds: float) -> list[list[Carried]]:
+        """Up to so many rounds of all requests, round by round."""
+
+    def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
+        """What copies from a request's text, as drafter `ngram` does with these options."""
+
+
+class ModelCarrier(Carrier):
+    """Carries out rounds of a `ModelDrafter`, whose sessions and fitted chances are its own."""
+
+    copied: Collection[str] = ()
+
+    def __init__(self, pair: Pair, grower: Grower, choices: Choices) -> None:
+        self.pair, self._grower, self._choices = pair, grower, choices
+
+    def carry(
+        self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
+    ) -> list[list[Carried]]:
+        return self.carry_copied(states, asked, [NO_COPIES] * len(states), rounds, seconds)
+
+    def carry_copied(
+        self,
+        states: Sequence[Any],
+        asked: Sequence[Carrying],
+        copied: Sequence[Copied],
+        rounds: int,
+        seconds: float,
+    ) -> list[list[Carried]]:
+        """The same, with who copies from each request's text."""
+        drafting = [state for state, one in zip(states, asked, strict=True) if one.ask.plan.deepest]
+        self._grower.catch_up(drafting)
+        parts = []
+        for state, one, copies in zip(states, asked, copied, strict=True):
+            if state.session.pending or not state.offers_by_score:
+                return []
+            parts.append((one, self._reading(state, one, copies, rounds)))
+        done = self.pair.carry(self._grower.growing, parts, rounds, seconds)
+        for carried in done:
+            for state, its in zip(states, carried, strict=True):
+                self._choices.note(state.choice, its.picked)
+        return done
+
+    def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
+        """Its chances were told at once."""
+
+    def _reading(self, state: Any, asked: Carrying, copied: Copied, rounds: int) -> Reading:
+        """The draft's side of a request; its session is given the slots."""
+        session, growing, trust = state.session, self._grower.growing, state.choice.trust
+        missing: Sequence[int] = self._grower.known(state.tokens[state.start + session.length :])[:-1]
+        if deepest := asked.ask.plan.deepest:
+            grown = len(missing) + rounds * asked.ask.plan.most + growing.width * deepest
+            session.reserve(min(session.length + grown, session.capacity + session.room))
+        most_depth = session.capacity - len(state.tokens) + state.start
+        return Reading(session, missing, most_depth, trust.temperature, trust.open or 0.0, copied)
+
+
+class CopiesText:
+    """A drafter without a model whose copies the kernels can make, as drafter `ngram` is."""
+
+    name: str
+    can_be_copied = True
+
+    def copied(self, state: Any, text: Sequence[int], made: Callable[..., Any]) -> Copied:
+        """What copies from `text`, the request's: `made(longest, tokens, branches, window, least)` where it is new."""
+        raise NotImplementedError
+
+    def note(self, state: Any, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """What was copied below the nodes with these ids: tokens, and their kinds."""
+        raise NotImplementedError
+
+
+class PartCarrier(Carrier):
+    """The same where other drafters stand beside the model's, of which one may copy from the text."""
+
+    def __init__(
+        self, inner: ModelCarrier, told: Callable[[Any, int], Any], number: int, copier: tuple[int, CopiesText] | None
+    ) -> None:
+        """`told(state, number)`: a part's own state, when it was told what it had not been told yet; the model's is of
+        this number. `copier`: number and drafter of the one that copies."""
+        self._inner, self._told, self._number, self._copier = inner, told, number, copier
+        self.copied = () if copier is None else (copier[1].name,)
+
+    def carry(
+        self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
+    ) -> list[list[Carried]]:
+        parts = [self._told(state, self._number) for state in states]
+        copied = []
+        for state, part, one in zip(states, parts, asked, strict=True):
+            copied.append(self._copies(state, part.tokens) if one.ask.plan.copies else NO_COPIES)
+        return self._inner.carry_copied(parts, asked, copied, rounds, seconds)
+
+    def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
+        if self._copier is not None and carried.planted:
+            self._copier[1].note(state.parts[self._copier[0]], ids, carried.planted)
+
+    def _copies(self, state: Any, text: Sequence[int]) -> Copied:
+        """Who copies from this text in a request's rounds."""
+        assert self._copier is not None
+        number, copier = self._copier
+        return copier.copied(self._told(state, number), text, self._inner.pair.copies)

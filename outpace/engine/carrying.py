@@ -1,0 +1,120 @@
+"""Whole rounds of all requests, carried out by the models' own kernels where these can, and committed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
+from outpace.core.types import Commit
+from outpace.decoders._costs import Costs
+from outpace.engine.admission import Admission
+from outpace.engine.drafting import Drafting
+from outpace.engine.faults import apart
+from outpace.engine.request import Running
+from outpace.engine.timing import note_carried
+from outpace.models.base import Model
+
+_MOST = 8  # rounds in a step
+
+
+class Carriers:
+    """Who carries out rounds, by the name of the drafter. All requests of a step are carried, or none."""
+
+    def __init__(
+        self,
+        target: Model,
+        admission: Admission,
+        drafting: Drafting,
+        costs: Costs,
+        burst: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`burst`: seconds that several rounds in one step may take."""
+        self._admission, self._drafting, self._costs = admission, drafting, costs
+        self._burst, self._clock = burst, clock
+        found = {name: drafter.carrier(target) for name, drafter in drafting.drafters.items()}
+        self._by_name: dict[str | None, Carrier] = {name: one for name, one in found.items() if one is not None}
+
+    def may_carry(self, running: Sequence[Running]) -> Collection[str] | None:
+        """Whether requests that write together may ask for whole rounds: by one drafter, none while a text is read.
+        The sources whose copies are made in these; None: they may not."""
+        if not self._by_name or not running or running[0].draft.name not in self._by_name:
+            return None
+        name = running[0].draft.name
+        for run in running:
+            if run.draft.name != name or not run.is_by_score or run.is_prefilling or run.draft.state is None:
+                return None
+        return self._by_name[name].copied if name in self._drafting.drafters else None
+
+    def step(self, start: float) -> list[Running]:
+        """One step that began at `start`, where all requests ask for whole rounds, somebody is to draft in these, and
+        they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more."""
+        running = [run for run in self._admission.running if run.finish_reason is None]
+        asking = [run for run in running if isinstance(run.ask, CarryOut)]
+        if not asking:
+            return asking
+        try:
+            drafts = any(run.ask.plan.drafts for run in asking if isinstance(run.ask, CarryOut))
+            if drafts and len(asking) == len(running) and self.may_carry(running) is not None:
+                slots = [(run, run.place.budget) for run in running]
+                if self._admission.fit(slots) and (done := self._carry(running)):
+                    self._commit(running, done, start)
+                    return running
+            asking = [run for run in asking if run in self._admission.running]  # one that was paused asks later
+            for run in asking:
+                run.advance(None)
+            self._drafting.serve(asking)
+        except BaseException as error:
+            self._admission.fail(running, error)
+        return []
+
+    def _carry(self, asking: Sequence[Running]) -> list[list[Carried]]:
+        """What these requests ask for, round by round; none where it cannot be carried out."""
+        asked, states, rounds = [], [], _MOST
+        for run in asking:
+            run.storage.settle()
+            self._drafting.tell(run)
+            ask, place, session = run.ask, run.place, run.storage.session
+            assert isinstance(ask, CarryOut)
+            goes_on = run.history.first_token and run.may_go_on() and not self._admission.may_join
+            rounds = min(rounds, ask.plan.rounds if goes_on else 1)
+            asked.append(Carrying(session, ask, place.rows, run.left, list(run.request.stop_ids)))
+            states.append(run.draft.state)
+        name = asking[0].draft.name
+        return self._drafting.guarded(name, self._by_name[name].carry, states, asked, rounds, self._burst) or []
+
+    def _commit(self, asking: Sequence[Running], done: Sequence[Sequence[Carried]], start: float) -> None:
+        """Writes what was carried out since `start`, round after round; each has its share of the time that was none of
+        theirs."""
+        share = (self._clock() - start - sum(row[0].seconds for row in done)) / len(done)
+        for run, mine in zip(asking, zip(*done, strict=True), strict=True):
+            run.advance(mine)
+        for number, row in enumerate(done, 1):
+            for run, carried in zip(asking, row, strict=True):
+                if run.finish_reason is None:
+                    apart(run, self._write, run, carried, carried.seconds + share, number == len(done))
+        for run in asking:
+            run.storage.is_broken = run.storage.is_broken or run.error is not None
+            if run.finish_reason is not None:  # what a stop or the limit cut off is not kept
+                session = run.storage.session
+                session.truncate(min(session.length, len(run.committed)))
+        note_carried(self._costs, asking, done, self._clock() - start)
+
+    def _write(self, run: Running, carried: Carried, seconds: float, is_last: bool) -> None:
+        """Carries out a request's verdict on a round, and lets its coroutine go on to the next one."""
+        ask, now = run.ask, self._clock()
+        if not isinstance(ask, Commit):
+            raise TypeError(f"a decoder answers rounds with Commit, not {type(ask).__name__}")
+        tree, verdict, _ = ask
+        tokens = run.commit(tree, verdict, len(verdict.path) - 1)
+        run.draft.seconds = sum([forward.seconds for forward in carried.forwards])
+        run.note_step(ask, len(carried.picks), len(tokens), carried.target_seconds, now - seconds, now)
+        if run.finish_reason is not None:
+            return
+        carrier, ids = self._by_name[run.draft.name], [tree.ids[node] for node in verdict.path]
+        carrier.settle(run.draft.state, ids, carried)
+        root = self._drafting.follow(run, tree, verdict, tokens)
+        if is_last:
+            run.root, run.is_due, run.ask = root, True, None
+        else:
+            run.advance(root)

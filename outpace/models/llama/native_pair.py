@@ -1,0 +1,105 @@
+"""A target and its draft, both by the native kernels: whole rounds of drafting and verifying in one call.
+
+Behind a pass of a small model the host's own code is cold, for the weights have driven it out of the caches: a round
+with four layers of the draft took half a millisecond of Python, as long as three of these layers. The kernels do the
+same in `kernels/src/pair.cpp` and `planned_tree.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, Reading
+from outpace.models.llama.turns import Turns
+
+
+class Native(Protocol):
+    """What is asked of a model of `native_runtime.py`."""
+
+    kernels: Any
+    turns: Turns
+    max_positions: int
+    vocab_size: int
+
+    def team(self) -> Any:
+        """The kernels' model by which this thread's passes run."""
+
+    def known(self) -> tuple[int, Any]:
+        """How many outputs of the output layer are known tokens, and which."""
+
+
+class NativePair:
+    """Rounds of two models whose kernels are the same package's."""
+
+    def __init__(self, target: Native, draft: Native) -> None:
+        self._models = target, draft
+        self._kernels, self._pair = target.kernels, target.kernels.Pair()
+        self._sides: dict[tuple[int, int], Any] = {}
+
+    def carry(
+        self, growing: Growing, parts: Sequence[tuple[Carrying, Reading]], rounds: int, seconds: float
+    ) -> list[list[Carried]]:
+        """Up to so many rounds of all requests, round by round, none of which begins when `seconds` would be exceeded;
+        none at all where a row of scores has no order. Both models' sessions are told what they then hold."""
+        kernels = self._kernels
+        drafted = [self._drafted(asked, reading) for asked, reading in parts]
+        plan = next(asked.ask.plan for asked, _ in parts if asked.ask.plan.drafts)
+        times = kernels.PassTimes(*plan.times)
+        grown = kernels.Growing(growing.width, growing.tree_nodes, growing.floor)
+        target, draft = map(self._side, self._models)
+        done = self._pair.carry_out(target, draft, grown, growing.proposed, times, drafted, rounds, seconds)
+        for (asked, reading), one in zip(parts, drafted, strict=True):
+            asked.session.advance_to(one.target_length)
+            reading.session.advance_to(one.draft_length)
+        return [_carried(round_) for round_ in done]
+
+    def _side(self, model: Native) -> Any:
+        """A model with what its rows are read by, as it is at the moment."""
+        team, turns = model.team(), model.turns.table
+        key = id(team), id(turns)
+        if key not in self._sides:
+            held, names = model.known()
+            last = model.max_positions - 1, model.vocab_size - 1
+            self._sides[key] = team, turns, self._kernels.Side(team, names, held, turns, *last)
+        return self._sides[key][2]
+
+    def _drafted(self, asked: Carrying, reading: Reading) -> Any:
+        tree, plan = asked.ask
+        given = self._kernels.Plan(
+            reading.temperature,
+            reading.open,
+            plan.most,
+            plan.deepest,
+            plan.explores,
+            plan.price,
+            plan.cost,
+            plan.trust,
+            plan.row,
+            plan.least,
+            plan.copied,
+            plan.growth,
+            plan.due,
+        )
+        nodes = (tree.tokens, tree.parents, tree.scores, plan.chances)
+        target, draft = asked.session, reading.session
+        sessions = (target.store, target.length, draft.store, draft.length)
+        end = (asked.rows, plan.follows, reading.most_depth, asked.left, asked.stops, *reading.copied)
+        return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end)
+
+    def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
+        """What copies from one request's text, of which it knows nothing yet."""
+        return self._kernels.Copies(longest, tokens, branches, window, least)
+
+
+def _carried(round_: Any) -> list[Carried]:
+    """What a round of the kernels gave to each request."""
+    forwards = [Forward(*one) for one in round_.forwards]
+    times = round_.copy_seconds, round_.target_seconds, round_.seconds
+    return [_outcome(one, forwards, times) for one in round_.outcomes]
+
+
+def _outcome(one: Any, forwards: Sequence[Forward], times: tuple[float, float, float]) -> Carried:
+    nodes = (one.known, one.tokens, one.parents, one.scores, one.copied, one.picks, one.path)
+    layers = [Layer(*layer) for layer in one.layers]
+    return Carried(*nodes, layers, one.is_trial, one.is_fewer, one.picked, one.planted, forwards, *times)

@@ -1,0 +1,326 @@
+"""Whole rounds that the native kernels carry out: the trees and texts of rounds that are asked for step by step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+from doubles import make_request
+from test_bursts import Clock
+from test_native import TINIES, tiny
+
+from outpace.core.carried import Carried
+from outpace.core.needs import Given
+from outpace.core.types import LogprobsOptions, Request
+from outpace.decoders import auto, autoregressive
+from outpace.decoders._costs import Costs
+from outpace.drafters import model as draft_model
+from outpace.drafters import ngram
+from outpace.drafters._combined import Combined
+from outpace.engine.carrying import Carriers
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
+from outpace.models.base import chain
+from outpace.models.llama.native_pair import NativePair
+from outpace.models.llama.native_runtime import NativeLlama
+
+kernels = pytest.importorskip("outpace_kernels")
+LONG = 1000.0  # seconds: as many rounds as there can be
+CHEAP, DEAR = {"1": 1.0, "2": 1.01, "8": 1.05, "16": 1.1}, {"1": 1.0, "2": 1.1, "4": 1.5, "8": 2.5}
+
+
+@pytest.fixture(scope="module")
+def target() -> NativeLlama:
+    if not hasattr(kernels, "Pair"):
+        pytest.skip("outpace-kernels is older than these tests")
+    return tiny(TINIES["tiny"])
+
+
+@pytest.fixture(scope="module")
+def draft(target: NativeLlama) -> NativeLlama:
+    """The target without its last layer: right in some places, and wrong in others."""
+    return target.shallow(range(target.num_layers - 1))
+
+
+@pytest.fixture
+def stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is timed: whoever plans goes by what he is told."""
+
+    def seen(costs: Costs, *_: object, is_first: bool = True) -> None:
+        costs._planned = costs.seen if is_first else costs._planned
+        costs._rounds.seen += 1
+
+    monkeypatch.setattr(Costs, "round", seen)
+    monkeypatch.setattr(Costs, "stepped", lambda *_: None)
+    monkeypatch.setattr(Costs, "read", lambda *_: None)
+
+
+def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = None, **options: Any) -> Any:
+    model = draft_model.build(draft_model.Options(**options), given=Given(draft=draft, target=target))
+    return Combined([ngram.build(ngram.Options(branches=2)), model]) if copies else model
+
+
+def asked(count: int, seed: int = 0, **options: Any) -> list[Request]:
+    """Requests whose prompts repeat themselves here and there."""
+    chance = random.Random(100 * count + seed)
+    found = []
+    for _ in range(count):
+        words = [chance.randrange(97) for _ in range(chance.randint(3, 12))]
+        prompt = [*words, *words[: chance.randint(0, len(words))], *words[-2:]]
+        found.append(make_request(prompt, max_tokens=chance.randint(20, 60), **options))
+    return found
+
+
+class Ways:
+    """The same requests with whole rounds and without; `carried` are the former's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, target: NativeLlama, draft: NativeLlama) -> None:
+        self._patch, self.target, self.draft = monkeypatch, target, draft
+        self.carried: list[Carried] = []
+        carry = NativePair.carry
+
+        def watched(pair: NativePair, *given: Any) -> list[list[Carried]]:
+            done = carry(pair, *given)
+            self.carried += [one for row in done for one in row]
+            return done
+
+        monkeypatch.setattr(NativePair, "carry", watched)
+
+    def runs(
+        self,
+        requests: Sequence[Request],
+        carries: bool,
+        copies: bool = True,
+        burst: float = 0.0,
+        rows: dict[str, float] | None = None,
+        step: float = 0.05,
+        nodes: int = 8,
+        decoder: Any = auto,
+        batch: int = 4,
+        **options: Any,
+    ) -> tuple[list[Running], int]:
+        """Their ends, and in how many steps."""
+        drafter = drafter_of(self.draft, copies, self.target, **options)
+        settings = EngineOptions(chunk=16, batch=batch, burst=burst, nodes=nodes)
+        with self._patch.context() as patch, Engine(self.target, drafter, options=settings, clock=Clock()) as engine:
+            if not carries:
+                patch.setattr(Carriers, "may_carry", lambda *_: None)
+            profile = {"rounds": rows or CHEAP, "draft": {"model": step, "ngram": 0.001}, "trust": {}, "growth": {}}
+            engine.costs.recall(profile)
+            runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
+            steps = 0
+            while any(run.finish_reason is None for run in runs):
+                engine.step()
+                steps += 1
+        assert not [run.error for run in runs if run.error]
+        return runs, steps
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch, target: NativeLlama, draft: NativeLlama) -> Ways:
+    return Ways(monkeypatch, target, draft)
+
+
+def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
+    with Engine(target) as engine:
+        run = engine.submit(replace(request, rounds=False), autoregressive, autoregressive.Options())
+        while run.finish_reason is None:
+            engine.step()
+    return run.tokens
+
+
+@pytest.mark.usefixtures("stated")
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("rows", [CHEAP, DEAR])
+@pytest.mark.parametrize("step", [0.01, 0.2])
+def test_rounds_are_those_that_are_asked_for_step_by_step(
+    ways: Ways, copies: bool, rows: dict[str, float], step: float
+) -> None:
+    """Their trees, by whom each node was planted, and the walks: prices, and all that is learnt, are the same then."""
+    met: Counter[str] = Counter()
+    for seed in range(6):
+        (request,) = asked(1, seed, rounds=True)
+        given = {"copies": copies, "rows": rows, "step": step, "width": 2 + seed % 3, "nodes": 6 + seed}
+        (slow,), _ = ways.runs([request], carries=False, **given)
+        before = len(ways.carried)
+        (fast,), _ = ways.runs([request], carries=True, **given)
+        assert fast.tokens == slow.tokens == plain_tokens(ways.target, request)
+        assert fast.history.rounds == slow.history.rounds
+        assert fast.history.sources == slow.history.sources
+        assert [step[:6] for step in fast.history.steps] == [step[:6] for step in slow.history.steps]
+        for one in ways.carried[before:]:
+            met["rounds"] += 1
+            met["layers"] += len(one.layers) > 1
+            met["fewer"] += one.is_fewer
+            met["accepted"] += len(one.path) > 1
+            met["copied"] += any(one.copied)
+    assert met["rounds"] > 20
+    assert met["accepted"] > 5
+    assert met["copied"] > 5 or not copies
+    assert met["layers"] > 5 or step > 0.1
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("stops", [frozenset(), frozenset(range(60, 75))])
+def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int]) -> None:
+    """Some rounds in a step, with others beside them, behind one another where the batch is full, up to stop tokens."""
+    requests = asked(count, stop_ids=stops)
+    single, many = ways.runs(requests, carries=True)
+    assert ways.carried
+    together, few = ways.runs(requests, carries=True, burst=LONG)
+    assert few < many or sum(len(run.tokens) for run in single) < 4 * count
+    for request, one, other in zip(requests, single, together, strict=True):
+        assert one.tokens == other.tokens == plain_tokens(ways.target, request)
+        assert one.finish_reason == other.finish_reason
+        assert sum(step.emitted for step in other.history.steps) == len(other.history.sources) == len(other.tokens)
+
+
+def test_a_watcher_ends_the_text_in_the_midst_of_rounds(ways: Ways) -> None:
+    """As a stop string does; what was walked behind it is forgotten."""
+    (request,) = asked(1)
+    text = plain_tokens(ways.target, request)
+    for most in (3, 7, 11, len(text) - 1):
+        written: list[int] = []
+
+        def watch(tokens: Sequence[int], drafted: int, written: list[int] = written, most: int = most) -> int | None:
+            written += tokens
+            return len(tokens) - (len(written) - most) if len(written) >= most else None
+
+        with Engine(ways.target, drafter_of(ways.draft, True), options=EngineOptions(burst=LONG)) as engine:
+            run = engine.submit(request, auto, auto.Options(), watch=watch)
+            while run.finish_reason is None:
+                engine.step()
+            assert (run.tokens, run.finish_reason) == (text[:most], "stop")
+            again = engine.submit(replace(request, prompt=(*request.prompt, *text[:most])), auto, auto.Options())
+            while again.finish_reason is None:
+                engine.step()
+        rest = replace(request, prompt=(*request.prompt, *text[:most]))
+        assert again.tokens == plain_tokens(ways.target, rest), "what is kept of a text that ended is not that text"
+
+
+@pytest.mark.usefixtures("stated")
+def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
+    """Bit by bit, after rounds that accepted branches of trees."""
+    compared = 0
+    for seed in range(4):
+        (request,) = asked(1, seed)
+        drafter = drafter_of(ways.draft, True)
+        with Engine(ways.target, drafter, options=EngineOptions(burst=4.0), clock=Clock()) as engine:
+            engine.costs.recall({"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}})
+            run = engine.submit(replace(request, max_tokens=60), auto, auto.Options())
+            while len(run.tokens) < 40:
+                engine.step()
+                own = run.draft.state.parts[1] if run.draft.state is not None else None
+                if own is None or own.session.pending or run.storage.session.pending:
+                    continue
+                sessions = (ways.target, run.storage.session, 0), (ways.draft, own.session, own.start)
+                for model, session, start in sessions:
+                    length = session.length
+                    other = model.open(length + 8, 8)
+                    model.score([chain(other, run.committed[start : start + length])])
+                    other.keep(range(length))
+                    assert np.array_equal(session.read(length), other.read(length))
+                    compared += length > 0
+    assert compared > 20
+    assert any(one.path != [*range(len(one.path))] for one in ways.carried), "no branch was walked that had to be moved"
+
+
+@pytest.mark.parametrize("options", [{"logprobs": LogprobsOptions(2)}, {"temperature": 0.8, "rule": "gumbel"}])
+def test_who_asks_for_more_than_the_best_tokens_is_served_step_by_step(ways: Ways, options: dict[str, Any]) -> None:
+    """And so is who writes beside."""
+    request, other = make_request([5, 6, 7, 5, 6], max_tokens=25, **options), asked(1)[0]
+    ways.runs([request], carries=True)
+    assert not ways.carried
+    runs, _ = ways.runs([request, replace(other, max_tokens=60)], carries=True, burst=LONG)
+    assert len(runs[0].tokens) == 25
+    assert runs[1].tokens == plain_tokens(ways.target, replace(other, max_tokens=60))
+    assert ways.carried, "the other one goes on alone"
+
+
+def test_a_drafter_that_fails_costs_speed_only(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    (request,) = asked(1)
+    carry, calls = NativePair.carry, [0]
+
+    def failing(pair: NativePair, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 2:
+            raise MemoryError("no memory for a draft")
+        return carry(pair, *given)
+
+    monkeypatch.setattr(NativePair, "carry", failing)
+    with pytest.warns(UserWarning, match="no memory for a draft"):
+        (run,), _ = ways.runs([request], carries=True)
+    assert run.tokens == plain_tokens(ways.target, request)
+
+
+def test_rounds_that_cannot_be_carried_out_are_asked_for(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a row of scores has no order."""
+    requests = asked(3)
+    monkeypatch.setattr(NativePair, "carry", lambda *_: [])
+    runs, _ = ways.runs(requests, carries=True, batch=1)
+    assert [run.tokens for run in runs] == [plain_tokens(ways.target, request) for request in requests]
+    assert sum(run.history.drafted["model"] for run in runs) > 0
+
+
+@pytest.mark.parametrize("is_target", [True, False])
+def test_rows_without_an_order_are_not_carried_out(target: NativeLlama, draft: NativeLlama, is_target: bool) -> None:
+    """The kernels tell of no such round, and nothing of it is committed."""
+    tensors = dict(reference.random_tensors(TINIES["tiny"]))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 3e38
+    broken = NativeLlama.from_tensors(TINIES["tiny"], tensors.__getitem__)
+    models = (broken, draft) if is_target else (target, broken)
+    sessions = [model.open(40, 40) for model in models]
+    sides = []
+    for model, session in zip(models, sessions, strict=True):
+        session.reserve(40)
+        held, names = model.known()
+        sides.append(kernels.Side(model.team(), names, held, model.turns.table, 39, model.vocab_size - 1))
+    layers = 0 if is_target else 2
+    plan = kernels.Plan(1.0, 1.0, 4, layers, 0, 0.0, 0.0, 1.0, 0.0, -1e9, 0.0, [1.0], [])
+    nodes = ([3], [-1], [0.0], [1.0])
+    stores = (sessions[0].store, 0, sessions[1].store, 0)
+    drafted = kernels.Drafted(*stores, [], nodes, plan, 1, True, 9, 20, [], None, [])
+    times, growing = kernels.PassTimes([1.0, 1.0, 1.0, 1.0, 1.0], 4, []), kernels.Growing(2, 8, -9.0)
+    assert kernels.Pair().carry_out(*sides, growing, 4, times, [drafted], 3, 9.0) == []
+    assert (drafted.target_length, drafted.draft_length) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"budget": 0}, "budget is at least 1"),
+    ],
+)
+def test_wrong_plans_are_refused(change: dict[str, Any], message: str) -> None:
+    given = {"temperature": 1.0, "open": 1.0, "budget": 4, "deepest": 2, "explores": 0, "price": 1.0, "cost": 1.0}
+    given |= {"trust": 1.0, "row": 0.1, "least": -9.0, "copied": 0.0, "growth": [0.5], "due": []} | change
+    with pytest.raises(ValueError, match=message):
+        kernels.Plan(**given)
+
+
+def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
+    store = target.open(8, 8).store
+    plan = kernels.Plan(1.0, 1.0, 4, 2, 0, 1.0, 1.0, 1.0, 0.1, -9.0, 0.0, [0.5], [])
+    rest = (plan, 1, True, 9, 20, [], None, [])
+    for nodes, message in [
+        (([], [], [], []), "for every node"),
+        (([1, 2], [-1], [0.0, 0.0], [1.0, 1.0]), "for every node"),
+        (([1, 2], [-1, 1], [0.0, 0.0], [1.0, 1.0]), "before its child"),
+        (([1], [0], [0.0], [1.0]), "before its child"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kernels.Drafted(store, 0, store, 0, [], nodes, *rest)
+    with pytest.raises(ValueError, match="1 to 3 tokens"):
+        kernels.Copies(4, 10, 2, 100, -9.0)
+    with pytest.raises(ValueError, match="out of range"):
+        kernels.Copies(3, 10, 2, 100, -9.0).extend([1 << 21])
+    copies = kernels.Copies(3, 10, 2, 100, -9.0)
+    with pytest.raises(ValueError, match="for every kind"):
+        kernels.Drafted(store, 0, store, 0, [], ([1], [-1], [0.0], [1.0]), *rest[:-2], copies, [0.0])
