@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outpace.core.errors import check_range, check_whole
 
-BURST = 0.01  # seconds of plain rounds in one, that nobody who reads along notices
+BURST = 0.016  # seconds of rounds in one step: less than a picture of a screen stands
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class EngineOptions:
     """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
     tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
     what is free); `reuse`: a prompt that begins like a text that is there does not read that again; `burst`: seconds of
-    plain rounds that one step may take, so that the host's work is done once for all of them."""
+    rounds that one step may take, plain ones or such as are carried out whole, so that the host's work is done for all of
+    them together."""
 
     nodes: int = 8
     rows: int = 64
