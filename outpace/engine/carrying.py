@@ -15,6 +15,7 @@ from outpace.engine.timing import note_carried
 from outpace.models.base import Model
 
 _MOST = 8  # rounds in a step
+_FEW = 4  # requests: of more, seldom all draft, and each would plan in vain
 
 
 class Carriers:
@@ -36,9 +37,9 @@ class Carriers:
         self._by_name: dict[str | None, Carrier] = {name: one for name, one in found.items() if one is not None}
 
     def may_carry(self, running: Sequence[Running]) -> Collection[str] | None:
-        """Whether requests that write together may ask for whole rounds: by one drafter, none while a text is read.
-        The sources whose copies are made in these; None: they may not."""
-        if not self._by_name or not running or running[0].draft.name not in self._by_name:
+        """Whether requests that write together may ask for whole rounds: a few, by one drafter, none while a text is
+        read. The sources whose copies are made in these; None: they may not."""
+        if not self._by_name or not 0 < len(running) <= _FEW or running[0].draft.name not in self._by_name:
             return None
         name = running[0].draft.name
         for run in running:

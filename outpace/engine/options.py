@@ -14,7 +14,7 @@ class EngineOptions:
     """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
     tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
     what is free); `reuse`: a prompt that begins like a text that is there does not read that again; `burst`: seconds of
-    rounds that one step may take, plain ones or such as are carried out whole, so that the host's work is done for all of
+    rounds that one step may take, plain ones or whole ones by the kernels, so that the host's work is done for all of
     them together."""
 
     nodes: int = 8
