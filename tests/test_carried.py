@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +21,15 @@ from outpace.core.needs import Given
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive
 from outpace.decoders._costs import Costs
+from outpace.drafters import _carrier, _grower, ngram
 from outpace.drafters import model as draft_model
-from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
 from outpace.engine.carrying import Carriers
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.history import TARGET
 from outpace.engine.request import Running
 from outpace.models.base import chain
+from outpace.models.llama import turns
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_runtime import NativeLlama
 
@@ -161,6 +164,7 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
             met["accepted"] += len(one.path) > 1
             met["copied"] += any(one.copied)
     assert met["rounds"] > 20
+    assert met["fewer"] > 0 or step > 0.1
     assert met["accepted"] > 5
     assert met["copied"] > 5 or not copies
     assert met["layers"] > 5 or step > 0.1
@@ -314,6 +318,7 @@ def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
         (([1, 2], [-1], [0.0, 0.0], [1.0, 1.0]), "for every node"),
         (([1, 2], [-1, 1], [0.0, 0.0], [1.0, 1.0]), "before its child"),
         (([1], [0], [0.0], [1.0]), "before its child"),
+        (([1, 2], [-1, 0], [0.0, 0.0], [0.5, 0.6]), "as its parent at most"),
     ]:
         with pytest.raises(ValueError, match=message):
             kernels.Drafted(store, 0, store, 0, [], nodes, *rest)
@@ -324,3 +329,130 @@ def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
     copies = kernels.Copies(3, 10, 2, 100, -9.0)
     with pytest.raises(ValueError, match="for every kind"):
         kernels.Drafted(store, 0, store, 0, [], ([1], [-1], [0.0], [1.0]), *rest[:-2], copies, [0.0])
+
+
+@pytest.mark.parametrize("block", [1, 7, 32])
+def test_no_position_is_asked_for_behind_the_table(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Which reaches as far as sessions do and no further, where it is made in small pieces."""
+    monkeypatch.setattr(turns, "BLOCK", block)
+    model = tiny(TINIES["tiny"])
+    ways = Ways(monkeypatch, model, model.shallow(range(model.num_layers - 1)))
+    for seed in range(4):
+        requests = asked(2, seed)
+        runs, _ = ways.runs(requests, carries=True, burst=LONG, step=0.01)
+        assert [run.tokens for run in runs] == [plain_tokens(model, request) for request in requests]
+    assert ways.carried
+
+
+def test_what_is_noted_of_rounds_is_what_they_were(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and tokens of each, in their order, by the engine's costs and by the requests' own records."""
+    noted: list[tuple[int, int]] = []
+    inner = Costs.round
+
+    def watched(costs: Costs, requests: int, rows: int, tokens: int, *more: Any, **options: Any) -> None:
+        noted.append((rows, tokens))
+        inner(costs, requests, rows, tokens, *more, **options)
+
+    monkeypatch.setattr(Costs, "round", watched)
+    for seed in range(6):
+        noted.clear()
+        ways.carried.clear()
+        (run,), _ = ways.runs(asked(1, seed), carries=True, burst=LONG, step=0.01)
+        walked = [(len(one.picks), len(one.path)) for one in ways.carried]
+        steps = [(step.verified_rows, step.emitted) for step in run.history.steps]
+        cut = len(run.tokens) - sum(tokens for _, tokens in steps[:-1])
+        assert steps[-1][1] == cut
+        assert sum(step.accepted for step in run.history.steps) == len(run.history.sources) - run.history.sources.count(
+            TARGET
+        )
+        rest = iter([*steps[:-1], (steps[-1][0], max(steps[-1][1], walked[-1][1]))])
+        assert all(one in rest for one in walked), "what was carried out is not in the record, in its order"
+        rest = iter(steps)
+        assert all(one in rest for one in noted), "what the costs were told is not in the record, in its order"
+        assert len(noted) >= len(walked) - 2
+
+
+def test_fewer_rows_than_pay_are_tried_once_in_a_call(ways: Ways) -> None:
+    """To know what so few cost; not in every round of it."""
+    calls: list[list[bool]] = []
+    inner = NativePair.carry
+
+    def watched(pair: NativePair, *given: Any) -> list[list[Carried]]:
+        done = inner(pair, *given)
+        calls.append([row[0].is_fewer for row in done])
+        return done
+
+    ways._patch.setattr(NativePair, "carry", watched)
+    for seed in range(8):
+        ways.runs(asked(1, seed), carries=True, rows={"1": 1.0, "16": 1.01}, step=0.01, burst=LONG)
+    assert any(map(any, calls))
+    assert max(map(sum, calls)) == 1
+
+
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("context", [40, 64, 4096])
+def test_a_draft_with_a_shorter_context_stops_there(target: NativeLlama, context: int, window: int) -> None:
+    """Long before the text does, and without a warning."""
+    draft = target.shallow(range(target.num_layers - 1))
+    draft.max_positions = min(context, target.max_positions)
+    for length in (5, 30, 50, 90):
+        prompt = [7 * n % 97 for n in range(length)]
+        request = make_request([*prompt, *prompt[:5]], max_tokens=80)
+        drafter = drafter_of(draft, True, target, draft_window=window)
+        with Engine(target, drafter, options=EngineOptions(burst=LONG)) as engine, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run = engine.submit(request, auto, auto.Options())
+            while run.finish_reason is None:
+                engine.step()
+        assert run.tokens == plain_tokens(target, request)
+
+
+def test_a_long_text_that_the_draft_has_not_read_keeps_nobody_waiting(ways: Ways) -> None:
+    """The draft reads one chunk of it a step where others write, as it does step by step."""
+    chunk = _grower.CHUNK
+    ways._patch.setattr(_grower, "CHUNK", 8)
+    ways._patch.setattr(_carrier, "CHUNK", 8)
+    reads: Counter[int] = Counter()
+    inner, steps = _grower.Grower._read_chunk, [0]
+
+    def watched(grower: Any, states: Any) -> None:
+        reads[steps[0]] += 1
+        inner(grower, states)
+
+    ways._patch.setattr(_grower.Grower, "_read_chunk", watched)
+    first, second = asked(1)[0], make_request([11 * n % 97 for n in range(200)], max_tokens=40)
+    options = EngineOptions(chunk=256, batch=4, burst=LONG)
+    with Engine(ways.target, drafter_of(ways.draft, True), options=options, clock=Clock()) as engine:
+        engine.costs.recall({"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}})
+        runs = [engine.submit(replace(one, max_tokens=60), auto, auto.Options()) for one in (first, second)]
+        while any(run.finish_reason is None for run in runs):
+            steps[0] += 1
+            engine.step()
+    assert chunk > 8
+    assert reads
+    assert max(reads.values()) <= 2
+    assert runs[1].tokens == plain_tokens(ways.target, replace(second, max_tokens=60))
+
+
+def test_requests_that_pause_for_want_of_memory_write_their_texts(ways: Ways) -> None:
+    requests = asked(4, 1)
+    slots = ways.target.session_bytes(128) + ways.draft.session_bytes(512)
+    drafter = drafter_of(ways.draft, True)
+    options = EngineOptions(chunk=16, batch=4, burst=4.0, kv_memory=2.2 * slots / 2**30, reuse=False)
+    with Engine(ways.target, drafter, options=options, clock=Clock()) as engine:
+        runs = [engine.submit(replace(one, max_tokens=90), auto, auto.Options()) for one in requests]
+        while any(run.finish_reason is None for run in runs):
+            engine.step()
+    assert ways.carried
+    for request, run in zip(requests, runs, strict=True):
+        assert run.tokens == plain_tokens(ways.target, replace(request, max_tokens=90))
+
+
+def test_a_missing_request_is_refused() -> None:
+    model = tiny(TINIES["tiny"])
+    model.open(8, 8)
+    held, names = model.known()
+    side = kernels.Side(model.team(), names, held, model.turns.table, 7, model.vocab_size - 1)
+    times = kernels.PassTimes([1.0], 1, [])
+    with pytest.raises(ValueError, match="a request is missing"):
+        kernels.Pair().carry_out(side, side, kernels.Growing(2, 8, -9.0), 4, times, [None], 1, 1.0)

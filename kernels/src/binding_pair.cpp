@@ -73,6 +73,9 @@ void init_drafted(Drafted* place, Store* target, int target_length, Store* draft
     for (std::size_t node = 0; node < size; ++node)
         require(node ? parents[node] >= 0 && parents[node] < static_cast<int>(node) : parents[0] == kNoParent,
                 "a parent stands before its child, and the root has none");
+    for (std::size_t node = 1; node < size; ++node)
+        require(scores[node] <= scores[parents[node]] && chances[node] <= chances[parents[node]],
+                "a child is as likely as its parent at most");
     require(target_length >= 0 && draft_length >= 0, "lengths are at least 0");
     require(!copies || log_rates.size() == kCopyKinds, "copies have a rate for every kind");
     new (place) Drafted{{target, target_length}, {draft, draft_length}, std::move(missing), std::move(tokens),
@@ -84,11 +87,8 @@ std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& dra
                          const PassTimes& times, const std::vector<Drafted*>& requests, int most, double seconds) {
     require(proposed >= 2, "a draft proposes two tokens at least");
     require(!times.seconds.empty(), "the time of a pass over one row is to be known");
+    for (const Drafted* request : requests) require(request != nullptr, "a request is missing");
     const Side one = target.side(), other = draft.side();
-    for (const Drafted* request : requests)
-        for (const auto& [side, place] : {std::pair{&one, request->target}, std::pair{&other, request->draft}})
-            require(side->positions > std::min(place.store->slots() + growing.tree_nodes, side->last_position),
-                    "turns has too few positions");
     const nb::gil_scoped_release release;
     return pair.carry_out(one, other, growing, proposed, times, requests, most, seconds);
 }

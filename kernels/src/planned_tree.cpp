@@ -8,7 +8,7 @@
 namespace outpace {
 namespace {
 
-// The same numbers as in outpace/decoders/auto.py, decoders/_row_times.py, drafters/model.py and core/steps.py.
+// The same numbers as in outpace/decoders/_planner.py, _row_times.py, drafters/model.py and core/steps.py.
 constexpr double kLittle = 0.5;
 constexpr int kBeam = 4;
 constexpr int kUnknown = 2;
@@ -186,7 +186,7 @@ void PlannedTree::finish_layer(const PassTimes& times, int others) {
     if (copied_ <= kLittle) {  // beside copies a layer adds what they leave to add
         const std::vector<double> falling = falling_chances();
         const BestRows best = best_rows(falling, times, others, plan_.price);
-        const bool is_cut = static_cast<int>(falling.size()) >= best.rows && best.rows > most_more(times, others);
+        const bool is_cut = size() - 1 >= best.rows && best.rows > most_more(times, others);
         grown.worth = best.worth - worth_;
         grown.counts = !is_cut;
         worth_ = best.worth;
@@ -194,7 +194,7 @@ void PlannedTree::finish_layer(const PassTimes& times, int others) {
     grown_.push_back(grown);
 }
 
-std::vector<int> PlannedTree::choose(const PassTimes& times, int others, bool& fewer) const {
+std::vector<int> PlannedTree::choose(const PassTimes& times, int others, bool wanted, bool& fewer) const {
     std::vector<int> order(size() - 1);
     std::iota(order.begin(), order.end(), 1);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return chances_[a] > chances_[b]; });
@@ -204,7 +204,7 @@ std::vector<int> PlannedTree::choose(const PassTimes& times, int others, bool& f
     if (!(is_trial_ && grown_.size() == 1)) {
         rows = best_rows(falling_chances(), times, others, plan_.price).rows;
         const std::size_t half = (rows + 1) / 2, all = others + half;
-        fewer = rows > 1 && all <= times.untimed.size() && times.untimed[all - 1];
+        fewer = wanted && rows > 1 && all <= times.untimed.size() && times.untimed[all - 1];
         if (fewer) rows = static_cast<int>(half);
     }
     if (static_cast<int>(order.size()) > rows - 1) order.resize(rows - 1);

@@ -1,5 +1,5 @@
 // A round's token tree while it is planned: which nodes the draft expands next, whether one more layer of them pays, and
-// which nodes are verified. What outpace/decoders/auto.py and outpace/drafters/model.py do in Python, number by number.
+// which nodes are verified. What outpace/decoders/_planner.py and outpace/drafters/model.py do in Python, number by number.
 #pragma once
 
 #include <cstdint>
@@ -96,8 +96,8 @@ class PlannedTree {
     void finish_layer(const PassTimes& times, int others);
 
     /// The nodes that are verified, the root first, parents before children. `fewer` says whether fewer than pay are,
-    /// to know what so few cost.
-    std::vector<int> choose(const PassTimes& times, int others, bool& fewer) const;
+    /// to know what so few cost, which they may be where it is `wanted`.
+    std::vector<int> choose(const PassTimes& times, int others, bool wanted, bool& fewer) const;
 
     int child(int node, int64_t token) const;
     const std::vector<Grown>& grown() const { return grown_; }

@@ -2,7 +2,7 @@
 
 A planner says what holds for the rounds to come (`Plan`); the pair grows the tree by the draft, chooses what is
 verified, verifies it, and goes on with the next round. Nothing that the host does stands between these. The numbers
-are those of the slow way, in which a decoder asks for each of these steps: `decoders/auto.py` has both.
+are those of the slow way, in which a decoder asks for each of these steps (`decoders/auto.py`, `_planner.py`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Plan(NamedTuple):
     most, each of which must bring more than `cost`, where `growth` by layer is what it brings for each chance at the
     leaves; `explores`: rounds that grow a first layer to see what it gives; `due`: by layer, whether it is grown as a
     trial. `price`: tokens that a second is worth. `trust` of the draft's chances, `chances` of the tree's nodes, and
-    `copied`, the chance that the walk comes to one that stands there. `row`: what a node must be worth so that one
-    below it may pay; `least`: path scores that are not even planted. `most`: nodes that may be verified, the root
-    included. `copies`: each round begins with copies. `drafts`: it expects to draft, so that it is worth carrying out.
+    `copied`, the chance that the walk comes to a node that stood there before the draft grew. `row`: what a node must
+    be worth so that one below it may pay; `least`: nodes with path scores below it are not planted, but for the best
+    below each node. `most`: nodes that may be verified, the root included. `copies`: each round begins with copies.
+    `drafts`: it expects to draft, so that it is worth carrying out.
     """
 
     rounds: int

@@ -97,11 +97,13 @@ class PlannerAhead(Planner):
         for grower in self.growers:
             grower.layers, grower.is_trial = 0, False
         for copier in self.copiers:
-            copier.skipped(1)
-            self.asks = self.asks or copier.is_asked
+            if copier.is_asked:
+                self.asks = True
+            else:
+                copier.skipped(1)
 
     def _due_layers(self, grower: Grower) -> list[bool]:
-        """The same of each layer before any is grown."""
+        """Whether each layer is due for a trial, as it stands before any is grown."""
         cost, share = self._costs.draft(grower.source, self._place.requests), self._options.trials
         bound = cost * self._place.requests
         deeper = [bound < share * (self._seconds - last) for last in grower.grown[1:]]

@@ -122,7 +122,7 @@ class RowTimes:
         """`target` of 1, 2, ... rows, along the curve's straight pieces."""
         first = self.target(1)
         counts, seconds = self._curve or ([], [])
-        table = [first] * min(counts[0] if counts else rows, rows)
+        table = [first] * (counts[0] if counts else rows)
         for place in range(1, len(counts)):
             rise = (seconds[place] - seconds[place - 1]) / (counts[place] - counts[place - 1])
             table += [seconds[place - 1] + rise * more for more in range(1, counts[place] - counts[place - 1] + 1)]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outpace.core.carried import NO_COPIES, Carried, Carrier, Carrying, Copied, Growing, Reading
+from outpace.drafters._grower import CHUNK
 
 if TYPE_CHECKING:
     from outpace.drafters._chance import Choices
@@ -48,11 +49,11 @@ class ModelCarrier(Carrier):
         seconds: float,
     ) -> list[list[Carried]]:
         """The same, with who copies from each request's text."""
-        drafting = [state for state, one in zip(states, asked, strict=True) if one.ask.plan.deepest]
-        self._grower.catch_up(drafting)
         parts = []
         for state, one, copies in zip(states, asked, copied, strict=True):
             if state.session.pending or not state.offers_by_score:
+                return []
+            if one.ask.plan.deepest and not self._is_close(state):
                 return []
             parts.append((one, self._reading(state, one, copies, rounds)))
         done = self.pair.carry(self._grower.growing, parts, rounds, seconds)
@@ -62,17 +63,24 @@ class ModelCarrier(Carrier):
         return done
 
     def settle(self, state: Any, ids: Sequence[int], carried: Carried) -> None:
-        """Its chances were told at once."""
+        """There is nothing to do: `carry` has noted what was picked already."""
+
+    def _is_close(self, state: Any) -> bool:
+        """Whether the draft has read nearly all of a text, and its context has room behind that. What is more than one
+        chunk is read where that is timed, and where others need not wait for all of it."""
+        self._grower.begin(state)
+        return state.missing <= CHUNK and state.room >= 0
 
     def _reading(self, state: Any, asked: Carrying, copied: Copied, rounds: int) -> Reading:
         """The draft's side of a request; its session is given the slots."""
-        session, growing, trust = state.session, self._grower.growing, state.choice.trust
-        missing: Sequence[int] = self._grower.known(state.tokens[state.start + session.length :])[:-1]
-        if deepest := asked.ask.plan.deepest:
-            grown = len(missing) + rounds * asked.ask.plan.most + growing.width * deepest
+        session, growing, trust, plan = state.session, self._grower.growing, state.choice.trust, asked.ask.plan
+        missing = list[int]()
+        if plan.deepest:
+            missing = self._grower.known(state.tokens[state.start + session.length :])[:-1]
+            expanded = min(growing.width * plan.deepest, growing.tree_nodes)
+            grown = len(missing) + rounds * plan.most + expanded
             session.reserve(min(session.length + grown, session.capacity + session.room))
-        most_depth = session.capacity - len(state.tokens) + state.start
-        return Reading(session, missing, most_depth, trust.temperature, trust.open or 0.0, copied)
+        return Reading(session, missing, state.room, trust.temperature, trust.open or 0.0, copied)
 
 
 class CopiesText:

@@ -22,7 +22,7 @@ from outpace.drafters._outcomes import for_outcomes
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import offers_by_score
 
-_CHUNK = 256  # prompt tokens a forward
+CHUNK = 256  # prompt tokens a forward
 _FULL = 3
 _STATE = itemgetter(0)  # of a job
 _HAS_COMPANY = attrgetter("has_company")
@@ -32,7 +32,6 @@ _HAS_COMPANY = attrgetter("has_company")
 class GrowState(DraftState):
     """`slots`: which pending node of the session holds a tree node (by id); `open`: the nodes to be expanded among the
     first `seen` of the tree, a heap of (-W, node); `start`: where in the text the session's tokens begin.
-
     Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
     the root, which is a node) and the pending nodes are exactly those of `slots`.
     """
@@ -53,6 +52,11 @@ class GrowState(DraftState):
         """Committed tokens before the root that the session lacks."""
         return len(self.tokens) - 1 - self.start - self.session.length
 
+    @property
+    def room(self) -> int:
+        """How deep below the root nodes may be expanded; below 0 where a model with a shorter context has stopped."""
+        return self.session.capacity - len(self.tokens) + self.start
+
 
 class Job(NamedTuple):
     """One request's share of a forward."""
@@ -69,7 +73,6 @@ def most_bytes(model: Model, tokens: Sequence[float]) -> int:
 
 class Grower:
     """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`.
-
     With a `window` a session begins with the text's last `window` tokens, and anew before it holds more than `_FULL`
     times that.
     """
@@ -97,7 +100,7 @@ class Grower:
         if self._on_base:
             return None
         capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
-        return self.model.open(capacity, self._tree_nodes + self._width + _CHUNK)
+        return self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that sessions for texts of so many tokens each take."""
@@ -129,10 +132,8 @@ class Grower:
     def score(self, jobs: Sequence[Job]) -> Held:
         """One forward over the jobs' frontiers: scores of their nodes, job after job. Committed tokens that are missing
         travel with them; the frontier's nodes stay pending."""
-        self.catch_up([*map(_STATE, jobs)])
-        parts = []
-        for state, tree, frontier in jobs:
-            parts.append(self._part(state, tree, frontier))
+        self._catch_up([*map(_STATE, jobs)])
+        parts = [self._part(*job) for job in jobs]
         held = self.model.score_held(parts)
         for (state, _, frontier), part in zip(jobs, parts, strict=True):
             if missing := len(part.tokens) - len(frontier):
@@ -145,7 +146,7 @@ class Grower:
         session = state.session
         if self._on_base or len(state.tokens) - state.start + len(tokens) > session.capacity:
             return None
-        self.catch_up([state])
+        self._catch_up([state])
         missing, pending = state.missing, session.pending
         if len(tokens) > session.free - missing or session.length + missing + pending + len(tokens) > self._most():
             return None
@@ -194,7 +195,7 @@ class Grower:
         count = len(tree)
         if count >= self._tree_nodes:
             return []
-        room = state.session.capacity - len(state.tokens) + state.start  # a model with a shorter context stops there
+        room = state.room
         width = min(state.orders.width or self._width, self._width)
         if state.orders.outcomes:
             tips = for_outcomes(tree, state.slots, state.orders.outcomes, width)
@@ -225,34 +226,34 @@ class Grower:
         behind = set[int]()
         for place, state in enumerate(states):
             if state.has_company and not self._on_base:
-                self._begin(state)
-                if state.missing > _CHUNK:
+                self.begin(state)
+                if state.missing > CHUNK:
                     behind.add(place)
         if behind:
             self._read_chunk([states[place] for place in sorted(behind)])
         return behind
 
-    def catch_up(self, states: Sequence[GrowState]) -> None:
+    def _catch_up(self, states: Sequence[GrowState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
         behind = []
         for state in states:
             if not state.session.pending:  # else it lacks nothing
-                self._begin(state)
-                if state.missing > _CHUNK:
+                self.begin(state)
+                if state.missing > CHUNK:
                     behind.append(state)
         while behind:
             self._read_chunk(behind)
-            behind = [state for state in behind if state.missing > _CHUNK]
+            behind = [state for state in behind if state.missing > CHUNK]
 
     def _read_chunk(self, states: Sequence[GrowState]) -> None:
         """Feeds the next chunk of committed tokens that these sessions lack."""
         starts = [state.start + state.session.length for state in states]
-        texts = [self.known(state.tokens[at : at + _CHUNK]) for state, at in zip(states, starts, strict=True)]
+        texts = [self.known(state.tokens[at : at + CHUNK]) for state, at in zip(states, starts, strict=True)]
         self.model.score_held([chain(state.session, text) for state, text in zip(states, texts, strict=True)])
         for state in states:
-            state.session.keep(range(_CHUNK))
+            state.session.keep(range(CHUNK))
 
-    def _begin(self, state: GrowState) -> None:
+    def begin(self, state: GrowState) -> None:
         """A session that holds nothing, or whose text has gone on too far, begins with the text's window."""
         if self._is_full(state, state.missing):
             state.session.truncate(0)

@@ -31,7 +31,7 @@ class Carriers:
         clock: Callable[[], float],
     ) -> None:
         """`burst`: seconds that several rounds in one step may take."""
-        self._admission, self._drafting, self._costs = admission, drafting, costs
+        self._target, self._admission, self._drafting, self._costs = target, admission, drafting, costs
         self._burst, self._clock = burst, clock
         found = {name: drafter.carrier(target) for name, drafter in drafting.drafters.items()}
         self._by_name: dict[str | None, Carrier] = {name: one for name, one in found.items() if one is not None}
@@ -57,7 +57,7 @@ class Carriers:
         try:
             drafts = any(run.ask.plan.drafts for run in asking if isinstance(run.ask, CarryOut))
             if drafts and len(asking) == len(running) and self.may_carry(running) is not None:
-                slots = [(run, run.place.budget) for run in running]
+                slots = [(run, run.ask.plan.most) for run in running if isinstance(run.ask, CarryOut)]
                 if self._admission.fit(slots) and (done := self._carry(running)):
                     self._commit(running, done, start)
                     return running
@@ -71,6 +71,7 @@ class Carriers:
 
     def _carry(self, asking: Sequence[Running]) -> list[list[Carried]]:
         """What these requests ask for, round by round; none where it cannot be carried out."""
+        self._target.share_cores(leave=0)
         asked, states, rounds = [], [], _MOST
         for run in asking:
             run.storage.settle()
@@ -87,6 +88,7 @@ class Carriers:
     def _commit(self, asking: Sequence[Running], done: Sequence[Sequence[Carried]], start: float) -> None:
         """Writes what was carried out since `start`, round after round; each has its share of the time that was none of
         theirs."""
+        before = [len(run.history.steps) for run in asking]
         share = (self._clock() - start - sum(row[0].seconds for row in done)) / len(done)
         for run, mine in zip(asking, zip(*done, strict=True), strict=True):
             run.advance(mine)
@@ -99,7 +101,7 @@ class Carriers:
             if run.finish_reason is not None:  # what a stop or the limit cut off is not kept
                 session = run.storage.session
                 session.truncate(min(session.length, len(run.committed)))
-        note_carried(self._costs, asking, done, self._clock() - start)
+        note_carried(self._costs, asking, done, before, self._clock() - start)
 
     def _write(self, run: Running, carried: Carried, seconds: float, is_last: bool) -> None:
         """Carries out a request's verdict on a round, and lets its coroutine go on to the next one."""
@@ -108,7 +110,7 @@ class Carriers:
             raise TypeError(f"a decoder answers rounds with Commit, not {type(ask).__name__}")
         tree, verdict, _ = ask
         tokens = run.commit(tree, verdict, len(verdict.path) - 1)
-        run.draft.seconds = sum([forward.seconds for forward in carried.forwards])
+        run.draft.seconds += carried.copy_seconds + sum([forward.seconds for forward in carried.forwards])
         run.note_step(ask, len(carried.picks), len(tokens), carried.target_seconds, now - seconds, now)
         if run.finish_reason is not None:
             return

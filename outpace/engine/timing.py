@@ -52,20 +52,27 @@ def note_round(
             costs.round(len(trees), rows, tokens, seconds / passes, drafting / passes, is_first=number == 0)
 
 
-def note_carried(costs: Costs, asking: Sequence[Running], done: Sequence[Sequence[Carried]], seconds: float) -> None:
+def note_carried(
+    costs: Costs,
+    asking: Sequence[Running],
+    done: Sequence[Sequence[Carried]],
+    before: Sequence[int],
+    seconds: float,
+) -> None:
     """The same of rounds that were carried out together in so many seconds: to each its share of what was none of
-    theirs. A request that ended among them ends what is noted."""
+    theirs. `before`: how many steps each request had then. What follows a round in which a request ended before its
+    last one is not noted."""
     share = (seconds - sum(row[0].seconds for row in done)) / len(done)
+    noted = 0
     for number, row in enumerate(done):
         rows = tokens = 0
-        is_first = False
-        for run, carried in zip(asking, row, strict=True):
+        for run, carried, first in zip(asking, row, before, strict=True):
             steps = run.history.steps
-            before = len(steps) - len(done) + number
-            if run.error is not None or before < 0:
+            if run.error is not None or first + number >= len(steps):
                 return
-            rows, tokens = rows + len(carried.picks), tokens + steps[before].emitted
-            is_first = is_first or before == 0
-        if not (is_first and costs.knows(rows, 1)):
-            drafting = sum(forward.seconds for forward in row[0].forwards)
-            costs.round(len(asking), rows, tokens, row[0].seconds + share, drafting, is_first=number == 0)
+            rows, tokens = rows + len(carried.picks), tokens + steps[first + number].emitted
+        if 0 in before and not number and costs.knows(rows, 1):
+            continue
+        drafting = row[0].copy_seconds + sum(forward.seconds for forward in row[0].forwards)
+        costs.round(len(asking), rows, tokens, row[0].seconds + share, drafting, is_first=not noted)
+        noted += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, Reading
+from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, PassTimes, Reading
 from outpace.models.llama.turns import Turns
 
 
@@ -44,8 +44,7 @@ class NativePair:
         none at all where a row of scores has no order. Both models' sessions are told what they then hold."""
         kernels = self._kernels
         drafted = [self._drafted(asked, reading) for asked, reading in parts]
-        plan = next(asked.ask.plan for asked, _ in parts if asked.ask.plan.drafts)
-        times = kernels.PassTimes(*plan.times)
+        times = kernels.PassTimes(*max((asked.ask.plan.times for asked, _ in parts), key=_reach))
         grown = kernels.Growing(growing.width, growing.tree_nodes, growing.floor)
         target, draft = map(self._side, self._models)
         done = self._pair.carry_out(target, draft, grown, growing.proposed, times, drafted, rounds, seconds)
@@ -90,6 +89,11 @@ class NativePair:
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
         """What copies from one request's text, of which it knows nothing yet."""
         return self._kernels.Copies(longest, tokens, branches, window, least)
+
+
+def _reach(times: PassTimes) -> int:
+    """Rows that these times tell of."""
+    return len(times.seconds)
 
 
 def _carried(round_: Any) -> list[Carried]:

@@ -1,0 +1,145 @@
+// One request's round: its rows in the draft's forwards and in the target's pass, and what becomes of them.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "pair.h"
+
+namespace outpace {
+
+/// A forest that is put together, and its scores.
+class Rows {
+  public:
+    explicit Rows(const Side& side) : side_(side), depth_(side.model->shape().heads.depth) {}
+
+    /// One session's rows: `depths` below its committed tokens. sees [tokens, pending + tokens].
+    void add(const Place& place, int pending, const std::vector<int>& tokens, const std::vector<int>& depths,
+             std::vector<char> sees) {
+        sees_.push_back(std::move(sees));
+        forest_.spans.push_back({place.store, place.length, pending, static_cast<int>(tokens.size()),
+                                 reinterpret_cast<const bool*>(sees_.back().data())});
+        for (std::size_t n = 0; n < tokens.size(); ++n) {
+            tokens_.push_back(std::min(tokens[n], side_.last_token));
+            const int position = std::min(place.length + depths[n], side_.last_position);
+            if (position >= side_.positions) throw std::invalid_argument("a position is out of range");
+            const float* turn = side_.turns + static_cast<int64_t>(position) * depth_;
+            turns_.insert(turns_.end(), turn, turn + depth_);
+        }
+    }
+
+    int rows() const { return static_cast<int>(tokens_.size()); }
+
+    /// Scores of these rows; the best `count` tokens of each, by the logarithms of their shares where they are several.
+    /// False: a row has no order.
+    bool run(const std::vector<int>& wanted, int count, Block<float>& scores, std::vector<Proposals>& best) {
+        forest_.tokens = tokens_.data();
+        forest_.turns = turns_.data();
+        forest_.rows = rows();
+        forest_.wanted = wanted.data();
+        forest_.num_wanted = static_cast<int>(wanted.size());
+        const std::size_t outputs = side_.model->outputs();
+        scores.reserve(wanted.size() * outputs);
+        best.resize(wanted.size());
+        forest_.after = [&](int row) {
+            std::vector<Ranked> found(std::min(count, side_.held));
+            const Ranking task{scores.data() + row * outputs, side_.names, side_.held, 1.0, nullptr, count > 1};
+            found.resize(side_.model->kernels().rank(task, static_cast<int>(found.size()), found.data()));
+            for (const Ranked& one : found) {
+                best[row].tokens.push_back(one.token);
+                best[row].values.push_back(one.value);
+            }
+        };
+        side_.model->forward(forest_, scores.data());
+        for (const Proposals& one : best)
+            if (one.tokens.empty()) return false;
+        return true;
+    }
+
+  private:
+    const Side& side_;
+    const int depth_;
+    Forest forest_{};
+    std::vector<std::vector<char>> sees_;
+    std::vector<int> tokens_;
+    std::vector<float> turns_;
+};
+
+/// One request in a round.
+struct Turn {
+    Drafted& request;
+    PlannedTree tree;
+    std::vector<int> parents{};    // by pending node of the draft's session: its parent among them, or none
+    std::vector<int> depths{};     // the same: below what is committed
+    std::vector<Proposals> offers{};  // the same: what is proposed below it
+    std::vector<int> frontier{};
+    std::vector<int> nodes{};  // that are verified
+    bool is_done = false;      // the draft has nothing more for it
+    bool fewer = false;
+    std::vector<Planted> planted{};  // below each node that was there when all copies stood
+
+    Turn(Drafted& one, const Growing& growing)
+        : request(one), tree(one.plan, growing, one.tokens, one.parents, one.scores, one.chances) {}
+
+    /// Whether the draft's session has slots for the next forward.
+    bool has_slots() const {
+        const std::size_t nodes = request.missing.size() + parents.size() + frontier.size();
+        return request.draft.length + static_cast<int>(nodes) <= request.draft.store->slots();
+    }
+
+    /// The rows of the next forward of the draft: what it has not read, and the frontier.
+    void add_to(Rows& rows, std::vector<int>& wanted) {
+        const int missing = static_cast<int>(request.missing.size()), pending = static_cast<int>(parents.size());
+        const int count = missing + static_cast<int>(frontier.size()), columns = pending + count;
+        std::vector<int> tokens(request.missing), below(missing);
+        std::iota(below.begin(), below.end(), 0);
+        std::vector<char> sees(static_cast<std::size_t>(count) * columns, 0);
+        for (int row = 0; row < missing; ++row) std::fill_n(sees.begin() + row * columns, row + 1, 1);
+        for (std::size_t n = 0; n < frontier.size(); ++n) {  // where tokens are missing nothing is pending
+            const int node = frontier[n], above = node ? tree.slot(tree.parent(node)) : kNoParent;
+            wanted.push_back(rows.rows() + missing + static_cast<int>(n));
+            tree.expand(node, static_cast<int>(parents.size()));
+            tokens.push_back(tree.token(node));
+            below.push_back(missing + tree.depth(node));
+            char* row = sees.data() + (missing + n) * columns;
+            std::fill_n(row, missing, 1);
+            for (int slot = static_cast<int>(parents.size()), next; slot != kNoParent; slot = next) {
+                next = slot == static_cast<int>(parents.size()) ? above : parents[slot];
+                row[missing + slot] = 1;
+            }
+            parents.push_back(above);
+        }
+        rows.add(request.draft, pending, tokens, below, std::move(sees));
+    }
+
+    /// The forward is over, with what it proposes below the frontier; how many nodes that adds.
+    int take(const std::vector<Proposals>& proposals) {
+        request.draft.length += static_cast<int>(request.missing.size());
+        request.missing.clear();
+        offers.insert(offers.end(), proposals.begin(), proposals.end());
+        return tree.hang(frontier, proposals);
+    }
+
+    /// The rows of the target's pass.
+    void add_chosen(Rows& rows, std::vector<int>& wanted) const {
+        const int count = static_cast<int>(nodes.size());
+        std::vector<int> tokens, below, places(tree.size(), -1);
+        std::vector<char> sees(static_cast<std::size_t>(count) * count, 0);
+        for (int n = 0; n < count; ++n) {
+            const int node = nodes[n];
+            places[node] = n;
+            tokens.push_back(tree.token(node));
+            below.push_back(tree.depth(node));
+            for (int above = node; above != kNoParent; above = tree.parent(above)) sees[n * count + places[above]] = 1;
+            wanted.push_back(rows.rows() + n);
+        }
+        rows.add(request.target, 0, tokens, below, std::move(sees));
+    }
+
+    Outcome outcome(const std::vector<int>& picks) const;
+    void commit(const Outcome& outcome);
+};
+
+}  // namespace outpace
