@@ -22,7 +22,7 @@ _BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell
 _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it looks
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
-UNPLANNED = 3  # plain rounds that may follow one in which nobody was asked
+UNPLANNED = 7  # plain rounds that may follow one in which nobody was asked
 _UNPAID = 0.25  # of what a row must bring: a node that is less likely than that is not even planted
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
