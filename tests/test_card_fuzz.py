@@ -22,6 +22,7 @@ from doubles import (
     within,
     write,
 )
+from light import Wrapped
 from turns import in_turn
 
 from outpace.candidates.inline import InlineWorker, SimulatedClock
@@ -155,13 +156,17 @@ def test_thread_that_raises_mid_text(verb: str, method: str) -> None:
     target = TARGETS[0]
     requests = [make_request((1, 2, 3), "gumbel", 30, temperature=1.0, seed=seed) for seed in range(3)]
     before = set(threading.enumerate())
-    drafter = sleepy(failing(make_drafter("model", target), verb, 2), 0)
+    calls: Counter[str] = Counter()
+    failed = failing(make_drafter("model", target), verb, 2)
+    drafter = sleepy(Wrapped(failed, lambda called: calls.update([called])), 0)
     run, messages = collect_warnings(lambda: decode(requests, method, drafter, worker="thread", target=target))
     assert run.texts == [write(target, request) for request in requests]
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    if method == "planned" and calls[verb] <= 2:  # on a busy machine it may find that drafting does not pay
+        return
     assert isinstance(run.failure, DrafterDiedError)
     assert len(messages) == 1
     assert "DrafterDiedError" in messages[0]
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
 def test_requests_after_the_worker_died_are_decoded_plainly() -> None:
