@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "model.h"
+#include "proposals.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,7 +24,7 @@ using Tokens = Array<const int64_t, 1>;
 using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
 
 /// The best `count` tokens of a row; none where it has no order.
-Offer best_of(const Kernels& kernels, const Ranking& task, int count);
+Offer offer_of(const Kernels& kernels, const Ranking& task, int count);
 
 /// The passes of a model: `forward`, `score` and `project`.
 void bind_forward(nb::class_<Model>& model);

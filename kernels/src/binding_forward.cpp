@@ -129,7 +129,7 @@ std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, cons
     std::vector<Offer> best(count > 0 ? wanted.size() : 0);
     if (count > 0)
         forest.after = [&](int row) {
-            best[row] = best_of(model.kernels(),
+            best[row] = offer_of(model.kernels(),
                                 {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
                                  1.0, nullptr, count > 1},
                                 count);

@@ -107,7 +107,7 @@ std::vector<std::tuple<Values, int>> picked_of(const Outcome& outcome) {
 
 std::vector<std::tuple<double, int, bool>> forwards_of(const Round& round) {
     std::vector<std::tuple<double, int, bool>> forwards;
-    for (const Forward& one : round.layers) forwards.emplace_back(one.seconds, one.requests, one.is_step);
+    for (const Forward& one : round.forwards) forwards.emplace_back(one.seconds, one.requests, one.is_step);
     return forwards;
 }
 

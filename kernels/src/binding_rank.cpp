@@ -2,8 +2,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "binding.h"
 
@@ -27,25 +27,19 @@ std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>
     static const Kernels* kernels = find_kernels("");
     std::vector<Offer> best;
     for (std::size_t row = 0; row < rows; ++row)
-        best.push_back(best_of(*kernels,
-                               {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
-                                tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
-                                keys.empty() ? nullptr : &keys[row], whole},
-                               count));
+        best.push_back(offer_of(*kernels,
+                                {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
+                                 tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
+                                 keys.empty() ? nullptr : &keys[row], whole},
+                                count));
     return best;
 }
 
 }  // namespace
 
-Offer best_of(const Kernels& kernels, const Ranking& task, int count) {
-    std::vector<Ranked> best(std::min(count, task.held));
-    best.resize(kernels.rank(task, static_cast<int>(best.size()), best.data()));
-    Offer offer;
-    for (const Ranked& one : best) {
-        std::get<0>(offer).push_back(one.token);
-        std::get<1>(offer).push_back(one.value);
-    }
-    return offer;
+Offer offer_of(const Kernels& kernels, const Ranking& task, int count) {
+    Proposals best = best_of(kernels, task, count);
+    return {std::move(best.tokens), std::move(best.values)};
 }
 
 void bind_rank(nb::module_& m) {

@@ -85,7 +85,7 @@ bool Rounds::grow(std::vector<Turn>& turns, Round& round) {
             before.push_back(turn->tree.size());
         }
         if (!expand(asking)) return false;
-        round.layers.push_back({since(start), static_cast<int>(asking.size()), is_step});
+        round.forwards.push_back({since(start), static_cast<int>(asking.size()), is_step});
         for (std::size_t n = 0; n < asking.size(); ++n) {
             asking[n]->is_done = asking[n]->tree.size() == before[n];
             if (!asking[n]->is_done) asking[n]->tree.finish_layer(times_, others(turns, *asking[n]));

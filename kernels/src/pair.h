@@ -73,7 +73,7 @@ struct Forward {
 
 struct Round {
     std::vector<Outcome> outcomes;  // by request
-    std::vector<Forward> layers;
+    std::vector<Forward> forwards;
     double copy_seconds, target_seconds, seconds;
 };
 

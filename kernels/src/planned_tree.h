@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "proposals.h"
+
 namespace outpace {
 
 constexpr int kNoParent = -1;  // of the root
@@ -43,12 +45,6 @@ struct Growing {
     int width;       // nodes of a request in a forward, and children of each
     int tree_nodes;  // the largest tree
     double floor;    // path scores below this are not expanded
-};
-
-/// Tokens that the draft proposes below a node, best first, and the logarithms of their shares.
-struct Proposals {
-    std::vector<int64_t> tokens;
-    std::vector<double> values;
 };
 
 /// What a layer gave, for whoever learns from it.

@@ -19,7 +19,6 @@ void keep(Place& place, const std::vector<int>& path) {
 
 }  // namespace
 
-
 /// What the round gave, where the target writes `picks` behind the verified nodes.
 Outcome Turn::outcome(const std::vector<int>& picks) const {
     Outcome out{};

@@ -44,13 +44,9 @@ class Rows {
         scores.reserve(wanted.size() * outputs);
         best.resize(wanted.size());
         forest_.after = [&](int row) {
-            std::vector<Ranked> found(std::min(count, side_.held));
-            const Ranking task{scores.data() + row * outputs, side_.names, side_.held, 1.0, nullptr, count > 1};
-            found.resize(side_.model->kernels().rank(task, static_cast<int>(found.size()), found.data()));
-            for (const Ranked& one : found) {
-                best[row].tokens.push_back(one.token);
-                best[row].values.push_back(one.value);
-            }
+            best[row] = best_of(side_.model->kernels(),
+                                {scores.data() + row * outputs, side_.names, side_.held, 1.0, nullptr, count > 1},
+                                count);
         };
         side_.model->forward(forest_, scores.data());
         for (const Proposals& one : best)
@@ -71,8 +67,7 @@ class Rows {
 struct Turn {
     Drafted& request;
     PlannedTree tree;
-    std::vector<int> parents{};    // by pending node of the draft's session: its parent among them, or none
-    std::vector<int> depths{};     // the same: below what is committed
+    std::vector<int> parents{};  // by pending node of the draft's session: its parent among them, or none
     std::vector<Proposals> offers{};  // the same: what is proposed below it
     std::vector<int> frontier{};
     std::vector<int> nodes{};  // that are verified

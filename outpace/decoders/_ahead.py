@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from outpace.core.carried import Carried, Plan, resting
+from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.tree import TokenTree
-from outpace.decoders._costs import GROWS
-from outpace.decoders._planner import LITTLE, UNPLANNED, Planner
+from outpace.core.types import Source
+from outpace.decoders._costs import GROWS, Costs
+from outpace.decoders._planner import UNPLANNED, Planner
 from outpace.decoders._sources import Grower
+
+
+def note_forward(costs: Costs, source: Source, forward: Forward, requests: int) -> None:
+    """What a forward took that was carried out, while so many requests write."""
+    if not forward.is_step:
+        costs.reads(source)
+    costs.drafted(forward.seconds, forward.requests, source)
+    costs.stepped(source, requests)
 
 
 class PlannerAhead(Planner):
@@ -66,9 +75,8 @@ class PlannerAhead(Planner):
 
     def _first_layer_pays(self, tree: TokenTree, grower: Grower) -> bool:
         """Whether a layer would be grown."""
-        reach = self._reach(tree, grower)
-        pays = grower.growth.value * reach > self._price * self._costs.draft(grower.source, self._place.requests)
-        return pays or (reach > LITTLE and grower.explores()) or self._is_due(grower)
+        cost = self._price * self._costs.draft(grower.source, self._place.requests)
+        return self._brings(grower, self._reach(tree, grower), cost) or self._is_due(grower)
 
     def carried(self, carried: Carried) -> None:
         """A round was carried out by the plan."""
@@ -76,10 +84,7 @@ class PlannerAhead(Planner):
         if carried.planted:
             costs.drafted(carried.copy_seconds, self._place.requests, self.copiers[0].source)
         for layer, forward in zip(carried.layers, carried.forwards, strict=False):
-            if not forward.is_step:
-                costs.reads(grower.source)
-            costs.drafted(forward.seconds, forward.requests, grower.source)
-            costs.stepped(grower.source, self._place.requests)
+            note_forward(costs, grower.source, forward, self._place.requests)
             if layer.counts:
                 grower.gave(layer.worth, layer.at_leaves)
             grower.has_read = True

@@ -105,10 +105,15 @@ class Planner:
         if not grower.has_read and not grower.is_worth_reading():
             return False
         self._at_leaves = self._reach(tree, grower)
-        if grower.growth.value * self._at_leaves > cost or (self._at_leaves > LITTLE and grower.explores()):
+        if self._brings(grower, self._at_leaves, cost):
             return self._asks(tree, grower)
         grower.is_trial = self._is_due(grower)
         return grower.is_trial and self._asks(tree, grower)
+
+    @staticmethod
+    def _brings(grower: Grower, at_leaves: float, cost: float) -> bool:
+        """Whether a layer below leaves with this chance brings more than its cost, or is grown to see what it gives."""
+        return grower.growth.value * at_leaves > cost or (at_leaves > LITTLE and grower.explores())
 
     def _asks(self, tree: TokenTree, grower: Grower) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""

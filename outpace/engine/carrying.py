@@ -51,17 +51,17 @@ class Carriers:
         """One step that began at `start`, where all requests ask for whole rounds, somebody is to draft in these, and
         they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more."""
         running = [run for run in self._admission.running if run.finish_reason is None]
-        asking = [run for run in running if isinstance(run.ask, CarryOut)]
-        if not asking:
-            return asking
+        asks = [(run, run.ask) for run in running if isinstance(run.ask, CarryOut)]
+        if not asks:
+            return []
         try:
-            drafts = any(run.ask.plan.drafts for run in asking if isinstance(run.ask, CarryOut))
-            if drafts and len(asking) == len(running) and self.may_carry(running) is not None:
-                slots = [(run, run.ask.plan.most) for run in running if isinstance(run.ask, CarryOut)]
-                if self._admission.fit(slots) and (done := self._carry(running)):
+            drafts = any(ask.plan.drafts for _, ask in asks)
+            if drafts and len(asks) == len(running) and self.may_carry(running) is not None:
+                slots = [(run, ask.plan.most) for run, ask in asks]
+                if self._admission.fit(slots) and (done := self._carry(asks)):
                     self._commit(running, done, start)
                     return running
-            asking = [run for run in asking if run in self._admission.running]  # one that was paused asks later
+            asking = [run for run, _ in asks if run in self._admission.running]  # one that was paused asks later
             for run in asking:
                 run.advance(None)
             self._drafting.serve(asking)
@@ -69,20 +69,19 @@ class Carriers:
             self._admission.fail(running, error)
         return []
 
-    def _carry(self, asking: Sequence[Running]) -> list[list[Carried]]:
+    def _carry(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
         """What these requests ask for, round by round; none where it cannot be carried out."""
         self._target.share_cores(leave=0)
         asked, states, rounds = [], [], _MOST
-        for run in asking:
+        for run, ask in asks:
             run.storage.settle()
             self._drafting.tell(run)
-            ask, place, session = run.ask, run.place, run.storage.session
-            assert isinstance(ask, CarryOut)
             goes_on = run.history.first_token and run.may_go_on() and not self._admission.may_join
             rounds = min(rounds, ask.plan.rounds if goes_on else 1)
-            asked.append(Carrying(session, ask, place.rows, run.left, list(run.request.stop_ids)))
+            stops = list(run.request.stop_ids)
+            asked.append(Carrying(run.storage.session, ask, run.place.rows, run.left, stops))
             states.append(run.draft.state)
-        name = asking[0].draft.name
+        name = asks[0][0].draft.name
         return self._drafting.guarded(name, self._by_name[name].carry, states, asked, rounds, self._burst) or []
 
     def _commit(self, asking: Sequence[Running], done: Sequence[Sequence[Carried]], start: float) -> None:

@@ -20,6 +20,7 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
+from outpace.decoders._ahead import note_forward
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
@@ -89,10 +90,7 @@ def _commit(tree: TokenTree, carried: Carried, place: Place) -> Generator[Any, A
     round's root."""
     for source in place.sources:
         for forward in carried.forwards if source.runs_model else ():
-            if not forward.is_step:
-                place.costs.reads(source)
-            place.costs.drafted(forward.seconds, forward.requests, source)
-            place.costs.stepped(source, 1)
+            note_forward(place.costs, source, forward, 1)
     tree = carried.onto(tree, "", "")
     root: TokenTree = yield Commit(tree, place.request.rule.walk(tree, carried.picks))
     return root

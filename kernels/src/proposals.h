@@ -1,0 +1,29 @@
+// The best tokens of a row of scores.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+
+namespace outpace {
+
+/// Tokens, best first, and their values.
+struct Proposals {
+    std::vector<int64_t> tokens;
+    std::vector<double> values;
+};
+
+/// The best `count` tokens of a row; none where it has no order.
+inline Proposals best_of(const Kernels& kernels, const Ranking& task, int count) {
+    std::vector<Ranked> best(std::min(count, task.held));
+    best.resize(kernels.rank(task, static_cast<int>(best.size()), best.data()));
+    Proposals found;
+    for (const Ranked& one : best) {
+        found.tokens.push_back(one.token);
+        found.values.push_back(one.value);
+    }
+    return found;
+}
+
+}  // namespace outpace
