@@ -1,6 +1,7 @@
 """Rounds of `auto` that the kernels carry out in one call, beside the same planner's rounds asked for step by step.
 
 Run: python bench/whole_rounds.py --data FOLDER [--prompts 4] [--tokens 128] [--rounds 5] [--batch 1,2,8]
+     [--temperature 0.8] [--top-p 0.95]
 FOLDER holds prompts as docs/benchmarks.md describes them. Plain decoding and both ways in turn on the same prompts,
 each time by a new LLM over the models that are loaded; medians over the rounds. `host`: what a round takes outside of
 the kernels. Prompts' reading counts in tokens/s, as users meet it. One JSON line last; exit 1 where a text differs.
@@ -73,17 +74,19 @@ class Watch:
 SEAMS = ((Engine, "step"), (NativeLlama, "_forward"), (NativePair, "carry"), (Carriers, "may_carry"))
 
 
-def answer(target: Loaded, draft: Loaded, way: str, texts: Sequence[str], batch: int, tokens: int) -> dict[str, Any]:
-    """All prompts by one way, so many at once."""
+def answer(
+    target: Loaded, draft: Loaded, way: str, texts: Sequence[str], batch: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """All prompts by one way, so many at once; `options` as `LLM.generate` takes them."""
     watch = Watch()
     method, own = ("autoregressive", None) if way == PLAIN else ("auto", draft)
     with watch.watching(way), LLM(target, own, method=method, profile=False, reuse=False) as llm:
         prompts = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
-        llm.generate(prompts[:batch], max_tokens=tokens // 2)
+        llm.generate(prompts[:batch], **options)
         watch.seconds.clear()
         began, results = time.perf_counter(), []
         for first in range(0, len(prompts), batch):
-            results += llm.generate(prompts[first : first + batch], max_tokens=tokens)
+            results += llm.generate(prompts[first : first + batch], **options)
         seconds = time.perf_counter() - began
     written = sum(len(result.tokens) for result in results)
     passes = sum(result.figures.passes for result in results)
@@ -104,7 +107,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", default="1", help="so many at once, separated by commas")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     args = parser.parse_args()
+    options = {"max_tokens": args.tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": 1}
     texts = list(read_prompts(args.data, args.prompts).values())
     target = load_model(None)
     draft = load_draft(shipped_draft(target.name), target)
@@ -115,7 +121,7 @@ def main() -> None:
         for turn in range(args.rounds):
             for batch in batches:
                 for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
-                    found[batch, way].append(answer(target, draft, way, texts, batch, args.tokens))
+                    found[batch, way].append(answer(target, draft, way, texts, batch, options))
                     progress.advance(task)
     table = Table("at once", "way", "tokens/s", "over plain", "tokens a pass", "host, us a round and request")
     rows, differing = [], 0

@@ -18,7 +18,7 @@ from test_native import TINIES, tiny
 
 from outpace.core.carried import Carried
 from outpace.core.needs import Given
-from outpace.core.types import LogprobsOptions, Request
+from outpace.core.types import Adjustments, LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive
 from outpace.decoders._costs import Costs
 from outpace.drafters import _carrier, _grower, ngram
@@ -35,6 +35,8 @@ from outpace.models.llama.native_runtime import NativeLlama
 
 kernels = pytest.importorskip("outpace_kernels")
 LONG = 1000.0  # seconds: as many rounds as there can be
+SAMPLED = {"temperature": 0.8, "rule": "gumbel"}
+FILTERED = {"top_k": 30, "top_p": 0.9, "min_p": 0.01}
 CHEAP, DEAR = {"1": 1.0, "2": 1.01, "8": 1.05, "16": 1.1}, {"1": 1.0, "2": 1.1, "4": 1.5, "8": 2.5}
 
 
@@ -69,9 +71,9 @@ def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = No
     return Combined([ngram.build(ngram.Options(branches=2)), model]) if copies else model
 
 
-def asked(count: int, seed: int = 0, **options: Any) -> list[Request]:
+def asked(count: int, number: int = 0, /, **options: Any) -> list[Request]:
     """Requests whose prompts repeat themselves here and there."""
-    chance = random.Random(100 * count + seed)
+    chance = random.Random(100 * count + number)
     found = []
     for _ in range(count):
         words = [chance.randrange(97) for _ in range(chance.randint(3, 12))]
@@ -106,6 +108,7 @@ class Ways:
         nodes: int = 8,
         decoder: Any = auto,
         batch: int = 4,
+        method: Any = None,
         **options: Any,
     ) -> tuple[list[Running], int]:
         """Their ends, and in how many steps."""
@@ -116,7 +119,7 @@ class Ways:
                 patch.setattr(Carriers, "may_carry", lambda *_: None)
             profile = {"rounds": rows or CHEAP, "draft": {"model": step, "ngram": 0.001}, "trust": {}, "growth": {}}
             engine.costs.recall(profile)
-            runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
+            runs = [engine.submit(request, decoder, method or decoder.Options()) for request in requests]
             steps = 0
             while any(run.finish_reason is None for run in runs):
                 engine.step()
@@ -142,14 +145,25 @@ def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("rows", [CHEAP, DEAR])
 @pytest.mark.parametrize("step", [0.01, 0.2])
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | FILTERED])
 def test_rounds_are_those_that_are_asked_for_step_by_step(
-    ways: Ways, copies: bool, rows: dict[str, float], step: float
+    ways: Ways, copies: bool, rows: dict[str, float], step: float, options: dict[str, Any]
 ) -> None:
-    """Their trees, by whom each node was planted, and the walks: prices, and all that is learnt, are the same then."""
+    """Their trees, by whom each node was planted, and the walks: prices, and all that is learnt, are the same then. But
+    what a layer gave is learnt before the next one of its round is asked for there, and behind the round here: so no
+    more layers than are known to give something."""
     met: Counter[str] = Counter()
+    method = auto.Options(deepest=4)
     for seed in range(6):
-        (request,) = asked(1, seed, rounds=True)
-        given = {"copies": copies, "rows": rows, "step": step, "width": 2 + seed % 3, "nodes": 6 + seed}
+        (request,) = asked(1, seed, rounds=True, seed=seed, choice=seed % 2, **options)
+        given = {
+            "copies": copies,
+            "rows": rows,
+            "step": step,
+            "width": 2 + seed % 3,
+            "nodes": 6 + seed,
+            "method": method,
+        }
         (slow,), _ = ways.runs([request], carries=False, **given)
         before = len(ways.carried)
         (fast,), _ = ways.runs([request], carries=True, **given)
@@ -164,7 +178,7 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
             met["accepted"] += len(one.path) > 1
             met["copied"] += any(one.copied)
     assert met["rounds"] > 20
-    assert met["fewer"] > 0 or step > 0.1
+    assert met["fewer"] > 0 or step > 0.1 or options
     assert met["accepted"] > 5
     assert met["copied"] > 5 or not copies
     assert met["layers"] > 5 or step > 0.1
@@ -172,9 +186,12 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("stops", [frozenset(), frozenset(range(60, 75))])
-def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int]) -> None:
-    """Some rounds in a step, with others beside them, behind one another where the batch is full, up to stop tokens."""
-    requests = asked(count, stop_ids=stops)
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | FILTERED | {"seed": 2**63 - 1, "choice": 2**70}])
+def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int], options: dict[str, Any]) -> None:
+    """Some rounds in a step, with others beside them, behind one another where the batch is full, up to stop tokens;
+    greedy ones beside those that are sampled."""
+    requests = asked(count, stop_ids=stops, **options)
+    requests[1::2] = asked(count, stop_ids=stops)[1::2]
     single, many = ways.runs(requests, carries=True)
     assert ways.carried
     together, few = ways.runs(requests, carries=True, burst=LONG)
@@ -235,8 +252,15 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
     assert any(one.path != [*range(len(one.path))] for one in ways.carried), "no branch was walked that had to be moved"
 
 
-@pytest.mark.parametrize("options", [{"logprobs": LogprobsOptions(2)}, {"temperature": 0.8, "rule": "gumbel"}])
-def test_who_asks_for_more_than_the_best_tokens_is_served_step_by_step(ways: Ways, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logprobs": LogprobsOptions(2)},
+        SAMPLED | {"adjustments": Adjustments(min_tokens=25)},
+        {"temperature": 0.8, "rule": "match"},
+    ],
+)
+def test_who_asks_for_more_than_picked_tokens_is_served_step_by_step(ways: Ways, options: dict[str, Any]) -> None:
     """And so is who writes beside."""
     request, other = make_request([5, 6, 7, 5, 6], max_tokens=25, **options), asked(1)[0]
     ways.runs([request], carries=True)
@@ -286,10 +310,12 @@ def test_rows_without_an_order_are_not_carried_out(target: NativeLlama, draft: N
         held, names = model.known()
         sides.append(kernels.Side(model.team(), names, held, model.turns.table, 39, model.vocab_size - 1))
     layers = 0 if is_target else 2
-    plan = kernels.Plan(1.0, 1.0, 4, layers, 0, 0.0, 0.0, 1.0, 0.0, -1e9, 0.0, [1.0], [])
+    plan = kernels.Plan(1.0, 1.0, 1.0, 4, layers, 0, 0.0, 0.0, 1.0, 0.0, -1e9, 0.0, [1.0], [])
     nodes = ([3], [-1], [0.0], [1.0])
     stores = (sessions[0].store, 0, sessions[1].store, 0)
-    drafted = kernels.Drafted(*stores, [], nodes, plan, 1, True, 9, 20, [], None, [])
+    drafted = kernels.Drafted(
+        *stores, [], nodes, plan, 1, True, 9, 20, [], None, [], kernels.Noise(0.0, 0, 0, 0, 1.0, 0.0)
+    )
     times, growing = kernels.PassTimes([1.0, 1.0, 1.0, 1.0, 1.0], 4, []), kernels.Growing(2, 8, -9.0)
     assert kernels.Pair().carry_out(*sides, growing, 4, times, [drafted], 3, 9.0) == []
     assert (drafted.target_length, drafted.draft_length) == (0, 0)
@@ -303,7 +329,16 @@ def test_rows_without_an_order_are_not_carried_out(target: NativeLlama, draft: N
     ],
 )
 def test_wrong_plans_are_refused(change: dict[str, Any], message: str) -> None:
-    given = {"temperature": 1.0, "open": 1.0, "budget": 4, "deepest": 2, "explores": 0, "price": 1.0, "cost": 1.0}
+    given = {
+        "temperature": 1.0,
+        "open": 1.0,
+        "coverage": 1.0,
+        "budget": 4,
+        "deepest": 2,
+        "explores": 0,
+        "price": 1.0,
+        "cost": 1.0,
+    }
     given |= {"trust": 1.0, "row": 0.1, "least": -9.0, "copied": 0.0, "growth": [0.5], "due": []} | change
     with pytest.raises(ValueError, match=message):
         kernels.Plan(**given)
@@ -311,8 +346,8 @@ def test_wrong_plans_are_refused(change: dict[str, Any], message: str) -> None:
 
 def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
     store = target.open(8, 8).store
-    plan = kernels.Plan(1.0, 1.0, 4, 2, 0, 1.0, 1.0, 1.0, 0.1, -9.0, 0.0, [0.5], [])
-    rest = (plan, 1, True, 9, 20, [], None, [])
+    plan = kernels.Plan(1.0, 1.0, 1.0, 4, 2, 0, 1.0, 1.0, 1.0, 0.1, -9.0, 0.0, [0.5], [])
+    rest = (plan, 1, True, 9, 20, [], None, [], kernels.Noise(0.0, 0, 0, 0, 1.0, 0.0))
     for nodes, message in [
         (([], [], [], []), "for every node"),
         (([1, 2], [-1], [0.0, 0.0], [1.0, 1.0]), "for every node"),
@@ -328,7 +363,7 @@ def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
         kernels.Copies(3, 10, 2, 100, -9.0).extend([1 << 21])
     copies = kernels.Copies(3, 10, 2, 100, -9.0)
     with pytest.raises(ValueError, match="for every kind"):
-        kernels.Drafted(store, 0, store, 0, [], ([1], [-1], [0.0], [1.0]), *rest[:-2], copies, [0.0])
+        kernels.Drafted(store, 0, store, 0, [], ([1], [-1], [0.0], [1.0]), *rest[:-3], copies, [0.0], rest[-1])
 
 
 @pytest.mark.parametrize("block", [1, 7, 32])

@@ -155,7 +155,8 @@ def test_offers_are_the_top_of_the_rank(vocab: int, sampling: Sampling, way: str
                 ranked = rule.rank(wide, rows)
                 for (tokens, values), rank, row in zip(best_rows(held, rows, 8), ranked, wide, strict=True):
                     # The kernels divide x - top, the definition x, in float32: it is the rougher of the two.
-                    near = 2.0**-22 if way == "native" else 0.0
+                    # Far from 0 its logarithms are so coarse that it may leave another token at a filter's border.
+                    near = (2.0**-20 if sampling.filters else 2.0**-22) if way == "native" else 0.0
                     rough = near * abs(float(row.max())) / (sampling.temperature or 1.0)
                     expected = [value for value in rank.topk(8).values.tolist() if value > -math.inf]
                     slack = rough + (2e-3 if abs(expected[0]) > 1e3 else 1e-4)

@@ -95,6 +95,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (scores, 2, [1.0, 1.0], [7], ids, True),
         (scores, 2, [1.0, 1.0], [], ids[:5], True),
         (np.zeros((6, 2), np.float32).T, 2, [1.0, 1.0], [], ids, True),
+        (scores, 2, [1.0, 1.0], [], ids, True, [(1, 1.0, 0.0)]),
+        (scores, 2, [1.0, 1.0], [], ids, True, [(1, 1.0, 0.0), (-1, 1.0, 0.0)]),
+        (scores, 2, [1.0, 1.0], [], ids, True, [(1, 0.0, 0.0), (1, 1.0, 0.0)]),
+        (scores, 2, [1.0, 1.0], [], ids, True, [(1, 1.0, 0.0), (1, 1.0, math.nan)]),
     ):
         with pytest.raises(ValueError, match=r"must|has the wrong shape"):
             _ranking.native_rank()(*bad)
@@ -147,6 +151,49 @@ def test_both_ways_offer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         for (tokens, values), (expected, exact) in zip(fast, slow, strict=True):
             assert tokens == expected
             assert values == pytest.approx(exact, abs=1e-5)
+
+
+FILTERS = ((1, 1.0, 0.0), (5, 1.0, 0.0), (40, 0.9, 0.0), (0, 0.95, 0.0), (0, 0.5, 0.0), (0, 0.999, 0.0))
+FILTERS += ((0, 0.001, 0.0), (0, 1.0, 0.05), (0, 0.9, 0.1), (50, 0.95, 0.02), (0, 1.0, 1.0), (100_000, 1.0, 0.0))
+
+
+@needs_kernels
+@pytest.mark.parametrize("held", [1, 2, 17, 64, 130, 2048, 10007])
+def test_filters_leave_what_their_definition_leaves(held: int) -> None:
+    """Where the kernels name a pick it is that of the definition, which is asked for all others; few are too close."""
+    chance, scores = np.random.default_rng(held), kinds(held, held)
+    asked = called = 0
+    for temperature in (0.05, 0.7, 1.0, 2.0, 30.0):
+        for top_k, top_p, min_p in FILTERS:
+            sampling = Sampling(temperature, top_k, top_p, min_p)
+            seeds = chance.integers(1 << 40, size=len(scores)).tolist()
+            rows = [Row(Request((1,), GUMBEL, sampling=sampling, seed=seed), [1] * 9) for seed in seeds]
+            winners = GUMBEL._winners(scores, rows)
+            picks = GUMBEL.run(torch.from_numpy(scores), rows)
+            for kind, (winner, pick) in enumerate(zip(winners, picks, strict=True)):
+                assert winner in (None, pick), (sampling, kind)
+                if min_p < 1.0 and kind != 3:  # where float32 is coarse, and a border that nobody is above
+                    asked, called = asked + 1, called + (winner is not None)
+            assert GUMBEL.reduce(scores, rows) == picks
+    assert called > 0.98 * asked
+
+
+@needs_kernels
+def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by torch, but for the token at a border in one row or another."""
+    scores = torch.randn(60, 3000, generator=torch.Generator().manual_seed(3)) * 4
+    held, same = Held(scores, np.arange(3000) * 3 + 1, 9001), 0
+    for top_k, top_p, min_p in FILTERS:
+        for rule in (GUMBEL, MATCH):
+            sampling = Sampling(0.8, top_k, top_p, min_p)
+            rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(60)]
+            fast = best_rows(held, rows, 6)
+            with monkeypatch.context() as patched:
+                patched.setattr(_ranking, "filters_natively", lambda: False)
+                slow = best_rows(held, rows, 6)
+            for (tokens, values), (others, exact) in zip(fast, slow, strict=True):
+                same += tokens == others and values == pytest.approx(exact, abs=0.01)
+    assert same > 0.99 * 60 * 2 * len(FILTERS)
 
 
 def test_a_winner_is_called_where_it_is_clear() -> None:

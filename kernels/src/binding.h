@@ -26,6 +26,12 @@ using Offer = std::tuple<std::vector<int64_t>, std::vector<double>>;
 /// The best `count` tokens of a row; none where it has no order.
 Offer offer_of(const Kernels& kernels, const Ranking& task, int count);
 
+/// top_k, top_p and min_p.
+using FilterTuple = std::tuple<int, double, double>;
+
+/// Throws std::invalid_argument for what no filter can be.
+Filters filters_of(const FilterTuple& given);
+
 /// The passes of a model: `forward`, `score` and `project`.
 void bind_forward(nb::class_<Model>& model);
 

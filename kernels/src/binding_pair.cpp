@@ -43,13 +43,18 @@ void init_side(HeldSide* place, Model* model, Tokens names, int held, Turns turn
     new (place) HeldSide{model, std::move(names), held, std::move(turns), last_position, last_token};
 }
 
-void init_plan(Plan* place, double temperature, double open, int budget, int deepest, int explores, double price,
+void init_plan(Plan* place, double temperature, double open, double coverage, int budget, int deepest, int explores, double price,
                double cost, double trust, double row, double least, double copied, Values growth,
                std::vector<bool> due) {
     require(temperature > 0.0, "temperature must be above 0");
     require(budget >= 1 && deepest >= 0, "budget is at least 1, deepest at least 0");
-    new (place) Plan{{temperature, open}, budget, deepest, explores, price, cost, trust, row, least, copied,
+    new (place) Plan{{temperature, open, coverage}, budget, deepest, explores, price, cost, trust, row, least, copied,
                      std::move(growth), std::move(due)};
+}
+
+void init_noise(Noise* place, double temperature, uint64_t seed, uint64_t choice, int top_k, double top_p, double min_p) {
+    require(temperature >= 0.0, "temperature is at least 0");
+    new (place) Noise{temperature, seed, choice, filters_of({top_k, top_p, min_p})};
 }
 
 void init_copies(Copies* place, int longest, int tokens, int branches, int window, double least) {
@@ -65,7 +70,7 @@ void extend(Copies& copies, const Numbers& tokens) {
 
 void init_drafted(Drafted* place, Store* target, int target_length, Store* draft, int draft_length, Numbers missing,
                   std::tuple<Numbers, Numbers, Values, Values> tree, const Plan& plan, int rows, bool follows,
-                  int most_depth, int left, Numbers stops, Copies* copies, Values log_rates) {
+                  int most_depth, int left, Numbers stops, Copies* copies, Values log_rates, const Noise& noise) {
     auto& [tokens, parents, scores, chances] = tree;
     const std::size_t size = tokens.size();
     require(size > 0 && parents.size() == size && scores.size() == size && chances.size() == size,
@@ -80,7 +85,7 @@ void init_drafted(Drafted* place, Store* target, int target_length, Store* draft
     require(!copies || log_rates.size() == kCopyKinds, "copies have a rate for every kind");
     new (place) Drafted{{target, target_length}, {draft, draft_length}, std::move(missing), std::move(tokens),
                         std::move(parents), std::move(scores), std::move(chances), plan, rows, follows, most_depth,
-                        left, std::move(stops), copies, std::move(log_rates)};
+                        left, std::move(stops), copies, std::move(log_rates), noise};
 }
 
 std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& draft, const Growing& growing, int proposed,
@@ -118,7 +123,7 @@ void bind_pair(nb::module_& m) {
         .def("__init__", &init_side, "model"_a, "names"_a.none(), "held"_a, "turns"_a, "last_position"_a,
              "last_token"_a, nb::keep_alive<1, 2>());
 
-    nb::class_<Plan>(m, "Plan").def("__init__", &init_plan, "temperature"_a, "open"_a, "budget"_a, "deepest"_a,
+    nb::class_<Plan>(m, "Plan").def("__init__", &init_plan, "temperature"_a, "open"_a, "coverage"_a, "budget"_a, "deepest"_a,
                                     "explores"_a, "price"_a, "cost"_a, "trust"_a, "row"_a, "least"_a, "copied"_a,
                                     "growth"_a, "due"_a);
 
@@ -135,6 +140,9 @@ void bind_pair(nb::module_& m) {
             new (place) Growing{width, tree_nodes, floor};
         }, "width"_a, "tree_nodes"_a, "floor"_a);
 
+    nb::class_<Noise>(m, "Noise")
+        .def("__init__", &init_noise, "temperature"_a, "seed"_a, "choice"_a, "top_k"_a, "top_p"_a, "min_p"_a);
+
     nb::class_<Copies>(m, "Copies")
         .def("__init__", &init_copies, "longest"_a, "tokens"_a, "branches"_a, "window"_a, "least"_a)
         .def_prop_ro("size", &Copies::size)
@@ -143,7 +151,7 @@ void bind_pair(nb::module_& m) {
     nb::class_<Drafted>(m, "Drafted")
         .def("__init__", &init_drafted, "target"_a, "target_length"_a, "draft"_a, "draft_length"_a, "missing"_a,
              "tree"_a, "plan"_a, "rows"_a, "follows"_a, "most_depth"_a, "left"_a, "stops"_a,
-             "copies"_a.none(), "log_rates"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
+             "copies"_a.none(), "log_rates"_a, "noise"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
              nb::keep_alive<1, 14>())
         .def_prop_ro("target_length", [](const Drafted& one) { return one.target.length; })
         .def_prop_ro("draft_length", [](const Drafted& one) { return one.draft.length; });

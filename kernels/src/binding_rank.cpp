@@ -12,15 +12,20 @@ namespace {
 
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // of any stride
 
-/// The best of every row, on the scale of its temperature and noise; an empty row where there is no order.
+/// The best of every row, on the scale of its temperature and noise, of what its filters leave where there are some; an
+/// empty row where there is no order.
 std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
-                        const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole) {
+                        const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole,
+                        const std::vector<FilterTuple>& filters) {
     const std::size_t rows = scores.shape(0), held = scores.shape(1);
     if (count < 1) throw std::invalid_argument("count must be at least 1");
     if (held > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
     if (temperatures.size() != rows || (!keys.empty() && keys.size() != rows))
         throw std::invalid_argument("every row must have a temperature, and a key if any has");
     if (tokens.is_valid() && tokens.size() != held) throw std::invalid_argument("tokens has the wrong shape");
+    if (!filters.empty() && filters.size() != rows) throw std::invalid_argument("every row must have filters if any has");
+    std::vector<Filters> left;
+    for (const FilterTuple& one : filters) left.push_back(filters_of(one));
     for (double temperature : temperatures)
         if (!(temperature > 0)) throw std::invalid_argument("temperatures must be above 0");
     const nb::gil_scoped_release release;
@@ -30,12 +35,21 @@ std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>
         best.push_back(offer_of(*kernels,
                                 {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
                                  tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
-                                 keys.empty() ? nullptr : &keys[row], whole},
+                                 keys.empty() ? nullptr : &keys[row], whole,
+                                left.empty() ? Filters{0, 1.0, 0.0} : left[row]},
                                 count));
     return best;
 }
 
 }  // namespace
+
+Filters filters_of(const FilterTuple& given) {
+    const auto [top_k, top_p, min_p] = given;
+    if (top_k < 0) throw std::invalid_argument("top_k must be at least 0");
+    if (!(top_p > 0.0 && top_p <= 1.0)) throw std::invalid_argument("top_p must be above 0 and at most 1");
+    if (!(min_p >= 0.0 && min_p <= 1.0)) throw std::invalid_argument("min_p must be between 0 and 1");
+    return {top_k, top_p, min_p};
+}
 
 Offer offer_of(const Kernels& kernels, const Ranking& task, int count) {
     Proposals best = best_of(kernels, task, count);
@@ -43,7 +57,8 @@ Offer offer_of(const Kernels& kernels, const Ranking& task, int count) {
 }
 
 void bind_rank(nb::module_& m) {
-    m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a);
+    m.def("rank", &rank, "scores"_a, "count"_a, "temperatures"_a, "keys"_a, "tokens"_a.none(), "whole"_a,
+          "filters"_a = std::vector<FilterTuple>{});
 }
 
 }  // namespace outpace

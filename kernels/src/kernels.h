@@ -141,6 +141,14 @@ struct Attend {
     Activations out;  // every head padded to whole groups
 };
 
+/// Which tokens of a row are left, as outpace/core/sampling.py says; 0, 1 and 0 leave all.
+struct Filters {
+    int top_k;
+    double top_p, min_p;
+
+    bool are_there() const { return top_k || top_p < 1.0 || min_p > 0.0; }
+};
+
 /// A row of scores, and what its tokens are ranked by: x / temperature, and the noise that `key` gives a token.
 struct Ranking {
     const float* scores;    // [held]
@@ -149,6 +157,7 @@ struct Ranking {
     double temperature;
     const uint64_t* key;  // or null: no noise
     bool whole;           // values less the logarithm of the sum of e^(x / temperature)
+    Filters filters = {0, 1.0, 0.0};
 };
 
 struct Ranked {

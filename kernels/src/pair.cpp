@@ -97,17 +97,16 @@ bool Rounds::grow(std::vector<Turn>& turns, Round& round) {
 bool Rounds::expand(std::vector<Turn*> jobs) {
     while (true) {
         Rows rows(draft_);
-        std::vector<int> wanted;
         std::vector<Turn*> again;
         for (Turn* turn : jobs) {
             turn->frontier = turn->tree.frontier(turn->request.most_depth);
             if (turn->frontier.empty() || !turn->has_slots()) continue;
-            turn->add_to(rows, wanted);
+            turn->add_to(rows);
             again.push_back(turn);
         }
         if (again.empty()) return true;
         std::vector<Proposals> best;
-        if (!rows.run(wanted, proposed_, scores_, best)) return false;
+        if (!rows.run(proposed_, scores_, best)) return false;
         jobs.clear();
         auto next = best.begin();
         for (Turn* turn : again) {
@@ -121,14 +120,13 @@ bool Rounds::expand(std::vector<Turn*> jobs) {
 
 bool Rounds::verify(std::vector<Turn>& turns, std::vector<std::vector<int>>& picks) {
     Rows rows(target_);
-    std::vector<int> wanted;
     for (Turn& turn : turns) {
         turn.nodes = turn.tree.choose(times_, others(turns, turn), !has_tried_, turn.fewer);
         has_tried_ |= turn.fewer;
     }
-    for (const Turn& turn : turns) turn.add_chosen(rows, wanted);
+    for (const Turn& turn : turns) turn.add_chosen(rows);
     std::vector<Proposals> best;
-    if (!rows.run(wanted, 1, scores_, best)) return false;
+    if (!rows.run(1, scores_, best)) return false;
     auto next = best.begin();
     for (const Turn& turn : turns) {
         picks.emplace_back();

@@ -7,6 +7,7 @@
 #include "copies.h"
 #include "memory.h"
 #include "model.h"
+#include "noise.h"
 #include "planned_tree.h"
 
 namespace outpace {
@@ -42,6 +43,7 @@ struct Drafted {
     std::vector<int> stops;
     Copies* copies;  // of its text, or null: nothing is copied
     std::vector<double> log_rates;
+    Noise noise;  // that its rows and the draft's are ranked with
 };
 
 /// What the draft proposed below a walked node, and which of it the target wrote.
@@ -81,7 +83,8 @@ struct Round {
 class Pair {
   public:
     /// Up to `most` rounds of all requests together, while they take no more than `seconds`: none begins behind the end
-    /// of a request, and none for which a session has no slots. None is told of where a row of scores has no order.
+    /// of a request, and none for which a session has no slots. None is told of where a row of scores has no order, or
+    /// its winner is too close to call.
     /// What is committed afterwards is told by the places' lengths. One call at a time runs.
     std::vector<Round> carry_out(const Side& target, const Side& draft, const Growing& growing, int proposed,
                                  const PassTimes& times, const std::vector<Drafted*>& requests, int most,

@@ -30,7 +30,8 @@ std::vector<double> log_chances(const ChoiceFit& fit, const std::vector<double>&
         logs.push_back((value - values[0]) / fit.temperature);
         total += std::exp(logs.back());
     }
-    const double coverage = std::max(kLeastCoverage, 1.0 - fit.open * std::max(0.0, 1.0 - shares));
+    const double of_shares = std::max(kLeastCoverage, 1.0 - fit.open * std::max(0.0, 1.0 - shares));
+    const double coverage = fit.open < 0.0 ? fit.coverage : of_shares;
     const double shift = std::log(coverage / total);
     if (static_cast<int>(logs.size()) > count) logs.resize(count);
     for (double& value : logs) value += shift;

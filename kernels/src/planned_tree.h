@@ -14,7 +14,8 @@ constexpr int kNoParent = -1;  // of the root
 /// How the logarithms of the draft's shares become chances that the target picks a token (drafters/_chance.py).
 struct ChoiceFit {
     double temperature;
-    double open;  // what is left open, as a multiple of what the shares leave open
+    double open;      // what is left open, as a multiple of what the shares leave open; below 0: they are no shares
+    double coverage;  // then: the chance that any proposal is picked
 };
 
 /// What holds for a request until the call ends. Seconds are priced in tokens.

@@ -56,19 +56,22 @@ inline double log_of_sum(const Ranking& task, float top, float inverse) {
     return __builtin_log(total);
 }
 
-/// The 31-bit hashes behind a stretch's noise: the same bits as outpace/core/noise.py makes.
+/// The 31-bit hash behind a token's noise: the same bits as outpace/core/noise.py makes.
+inline uint32_t hash_of(uint32_t token, uint64_t key) {
+    uint32_t bits = (token ^ static_cast<uint32_t>(key)) * 0x7feb352du;
+    bits = (bits ^ bits >> 15 ^ static_cast<uint32_t>(key >> 32)) * 0x846ca68bu;
+    bits = (bits ^ bits >> 15) * 0x9e485565u;
+    return (bits ^ bits >> 15) & 0x7fffffffu;
+}
+
+/// Those of a stretch.
 inline void hash_stretch(const Ranking& task, int first, uint32_t* hashes) {
     const int count = task.held - first < kStretch ? task.held - first : kStretch;
     for (int i = 0; i < kStretch; ++i) hashes[i] = static_cast<uint32_t>(first + i);
     if (task.tokens)
         for (int i = 0; i < count; ++i) hashes[i] = static_cast<uint32_t>(task.tokens[first + i]);
-    const auto low = static_cast<uint32_t>(*task.key), high = static_cast<uint32_t>(*task.key >> 32);
-    for (int i = 0; i < kStretch; ++i) {
-        uint32_t bits = (hashes[i] ^ low) * 0x7feb352du;
-        bits = (bits ^ bits >> 15 ^ high) * 0x846ca68bu;
-        bits = (bits ^ bits >> 15) * 0x9e485565u;
-        hashes[i] = (bits ^ bits >> 15) & 0x7fffffffu;
-    }
+    const uint64_t key = *task.key;
+    for (int i = 0; i < kStretch; ++i) hashes[i] = hash_of(hashes[i], key);
 }
 
 /// A hash as a number above 0.
@@ -145,7 +148,11 @@ inline int first_of(const Ranking& task, float top) {
     }
 }
 
+/// The same of what filters leave, see filtering.h.
+int rank_filtered(const Ranking& task, int count, Ranked* best);
+
 int rank(const Ranking& task, int count, Ranked* best) {
+    if (task.filters.are_there()) return rank_filtered(task, count, best);
     const float top = top_score(task);
     if (top == kInfinity) return 0;
     if (count == 1 && !task.key && !task.whole) {

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "product.h"
 #include "ranking.h"
+#include "filtering.h"
 
 namespace outpace {
 

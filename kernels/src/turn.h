@@ -32,25 +32,35 @@ class Rows {
 
     int rows() const { return static_cast<int>(tokens_.size()); }
 
-    /// Scores of these rows; the best `count` tokens of each, by the logarithms of their shares where they are several.
-    /// False: a row has no order.
-    bool run(const std::vector<int>& wanted, int count, Block<float>& scores, std::vector<Proposals>& best) {
+    /// Asks for what follows a row; it decides the token at this position of the text.
+    void want(int row, const Noise& noise, int position) {
+        wanted_.push_back(row);
+        noises_.push_back(&noise);
+        keys_.push_back(noise.key(static_cast<uint64_t>(position)));
+    }
+
+    /// The best `count` tokens of each wanted row, by the logarithms of their shares where they are several, with the
+    /// noise on top where there is some. False: a row has no order, or its one best token is too close to call.
+    bool run(int count, Block<float>& scores, std::vector<Proposals>& best) {
         forest_.tokens = tokens_.data();
         forest_.turns = turns_.data();
         forest_.rows = rows();
-        forest_.wanted = wanted.data();
-        forest_.num_wanted = static_cast<int>(wanted.size());
+        forest_.wanted = wanted_.data();
+        forest_.num_wanted = static_cast<int>(wanted_.size());
         const std::size_t outputs = side_.model->outputs();
-        scores.reserve(wanted.size() * outputs);
-        best.resize(wanted.size());
-        forest_.after = [&](int row) {
-            best[row] = best_of(side_.model->kernels(),
-                                {scores.data() + row * outputs, side_.names, side_.held, 1.0, nullptr, count > 1},
-                                count);
+        scores.reserve(wanted_.size() * outputs);
+        best.resize(wanted_.size());
+        forest_.after = [&](int number) {
+            const Noise& noise = *noises_[number];
+            Ranking task{scores.data() + number * outputs, side_.names, side_.held, 1.0, nullptr, count > 1};
+            if (noise.is_there()) task.temperature = noise.temperature, task.key = &keys_[number], task.filters = noise.filters;
+            best[number] = best_of(side_.model->kernels(), task, noise.is_there() ? std::max(count, 2) : count);
         };
         side_.model->forward(forest_, scores.data());
-        for (const Proposals& one : best)
-            if (one.tokens.empty()) return false;
+        for (std::size_t number = 0; number < best.size(); ++number) {
+            if (best[number].tokens.empty()) return false;
+            if (count == 1 && noises_[number]->is_there() && !is_clear(best[number])) return false;
+        }
         return true;
     }
 
@@ -59,8 +69,10 @@ class Rows {
     const int depth_;
     Forest forest_{};
     std::vector<std::vector<char>> sees_;
-    std::vector<int> tokens_;
+    std::vector<int> tokens_, wanted_;
     std::vector<float> turns_;
+    std::vector<const Noise*> noises_;  // of each wanted row
+    std::vector<uint64_t> keys_;
 };
 
 /// One request in a round.
@@ -78,6 +90,9 @@ struct Turn {
     Turn(Drafted& one, const Growing& growing)
         : request(one), tree(one.plan, growing, one.tokens, one.parents, one.scores, one.chances) {}
 
+    /// The position of the token that follows a node: the root stands behind what the target has committed.
+    int decides(int node) const { return request.target.length + tree.depth(node) + 1; }
+
     /// Whether the draft's session has slots for the next forward.
     bool has_slots() const {
         const std::size_t nodes = request.missing.size() + parents.size() + frontier.size();
@@ -85,7 +100,7 @@ struct Turn {
     }
 
     /// The rows of the next forward of the draft: what it has not read, and the frontier.
-    void add_to(Rows& rows, std::vector<int>& wanted) {
+    void add_to(Rows& rows) {
         const int missing = static_cast<int>(request.missing.size()), pending = static_cast<int>(parents.size());
         const int count = missing + static_cast<int>(frontier.size()), columns = pending + count;
         std::vector<int> tokens(request.missing), below(missing);
@@ -94,7 +109,7 @@ struct Turn {
         for (int row = 0; row < missing; ++row) std::fill_n(sees.begin() + row * columns, row + 1, 1);
         for (std::size_t n = 0; n < frontier.size(); ++n) {  // where tokens are missing nothing is pending
             const int node = frontier[n], above = node ? tree.slot(tree.parent(node)) : kNoParent;
-            wanted.push_back(rows.rows() + missing + static_cast<int>(n));
+            rows.want(rows.rows() + missing + static_cast<int>(n), request.noise, decides(node));
             tree.expand(node, static_cast<int>(parents.size()));
             tokens.push_back(tree.token(node));
             below.push_back(missing + tree.depth(node));
@@ -118,7 +133,7 @@ struct Turn {
     }
 
     /// The rows of the target's pass.
-    void add_chosen(Rows& rows, std::vector<int>& wanted) const {
+    void add_chosen(Rows& rows) const {
         const int count = static_cast<int>(nodes.size());
         std::vector<int> tokens, below, places(tree.size(), -1);
         std::vector<char> sees(static_cast<std::size_t>(count) * count, 0);
@@ -128,7 +143,7 @@ struct Turn {
             tokens.push_back(tree.token(node));
             below.push_back(tree.depth(node));
             for (int above = node; above != kNoParent; above = tree.parent(above)) sees[n * count + places[above]] = 1;
-            wanted.push_back(rows.rows() + n);
+            rows.want(rows.rows() + n, request.noise, decides(node));
         }
         rows.add(request.target, 0, tokens, below, std::move(sees));
     }

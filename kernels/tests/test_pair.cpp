@@ -23,16 +23,33 @@ std::vector<float> turn_table(int depth) {
     return turns;
 }
 
-std::vector<int> plain_text(Model& model, const Sizes& sizes, std::vector<int> tokens) {
-    for (int count = 0; count < kWritten; ++count) {
-        const std::vector<float> scores = fresh(model, sizes, tokens);
-        tokens.push_back(static_cast<int>(std::max_element(scores.begin(), scores.end()) - scores.begin()));
+/// What a row decides. By brute force where there is noise: the least of -log(u) e^(-x / T).
+int picked(const std::vector<float>& scores, const Noise& noise, std::size_t position) {
+    if (!noise.is_there()) return static_cast<int>(std::max_element(scores.begin(), scores.end()) - scores.begin());
+    const uint64_t key = noise.key(position);
+    std::vector<double> race;
+    for (std::size_t token = 0; token < scores.size(); ++token) {
+        uint32_t bits = static_cast<uint32_t>(token) ^ static_cast<uint32_t>(key);
+        bits *= 0x7feb352du;
+        bits ^= bits >> 15 ^ static_cast<uint32_t>(key >> 32);
+        for (uint32_t factor : {0x846ca68bu, 0x9e485565u}) {
+            bits *= factor;
+            bits ^= bits >> 15;
+        }
+        const double share = ((bits & 0x7fffffffu) + 0.5) * 0x1p-31;
+        race.push_back(-std::log1p(-share) * std::exp(-scores[token] / noise.temperature));
     }
+    return static_cast<int>(std::min_element(race.begin(), race.end()) - race.begin());
+}
+
+std::vector<int> plain_text(Model& model, const Sizes& sizes, std::vector<int> tokens, const Noise& noise) {
+    for (int count = 0; count < kWritten; ++count)
+        tokens.push_back(picked(fresh(model, sizes, tokens), noise, tokens.size()));
     return tokens;
 }
 
 Plan plan_of(double cost, int budget) {
-    return {{1.0, 1.0}, budget, 6, 0, 0.01, cost, 0.9, 0.01, -9.0, 0.0, {0.8, 0.7}, {true, false}};
+    return {{1.0, 1.0, 1.0}, budget, 6, 0, 0.01, cost, 0.9, 0.01, -9.0, 0.0, {0.8, 0.7}, {true, false}};
 }
 
 /// One request's text, and its sessions, which have all of it but the last token; the draft has read nothing.
@@ -42,14 +59,15 @@ struct Text {
     Copies copies;
     Drafted drafted;
 
-    Text(Model& model, const Sizes& sizes, const Sizes& draft_sizes, const std::vector<int>& prompt, const Plan& plan)
+    Text(Model& model, const Sizes& sizes, const Sizes& draft_sizes, const std::vector<int>& prompt, const Plan& plan,
+         const Noise& noise)
         : tokens(prompt),
           target(store_of(sizes)),
           draft(store_of(draft_sizes)),
           copies({3, 6, 2, 1000, -600.0}),
           drafted{{&target, static_cast<int>(prompt.size()) - 1}, {&draft, 0}, {prompt.begin(), prompt.end() - 1},
                   {prompt.back()}, {kNoParent}, {0.0}, {1.0}, plan, 1, false, 60, kWritten, {}, &copies,
-                  std::vector<double>(kCopyKinds, -0.2)} {
+                  std::vector<double>(kCopyKinds, -0.2), noise} {
         const int count = static_cast<int>(prompt.size()) - 1;
         score(model, {{&target, 0, chain(count), 0, {prompt.begin(), prompt.end() - 1}}});
         copies.extend(prompt);
@@ -65,17 +83,22 @@ bool holds(Model& model, const Sizes& sizes, const Place& place, const std::vect
 }
 
 /// Tokens that were accepted, of all texts.
-int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& draft_sizes, double cost) {
+int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& draft_sizes, double cost,
+                 double temperature = 0.0) {
     const std::vector<float> turns = turn_table(sizes.depth), draft_turns = turn_table(draft_sizes.depth);
     const Side one{&target, nullptr, sizes.vocabulary, turns.data(), kPositions, kPositions - 1, sizes.vocabulary - 1};
     const Side other{&draft,    nullptr, draft_sizes.vocabulary, draft_turns.data(), kPositions, kPositions - 1,
                      draft_sizes.vocabulary - 1};
     std::vector<std::unique_ptr<Text>> texts;
     std::vector<Drafted*> requests;
+    const auto noise_of = [&](int number) {  // the middle one is greedy in any case
+        return Noise{number == 1 ? 0.0 : temperature, 7u + static_cast<uint64_t>(number), 3};
+    };
     for (int number = 0; number < 3; ++number) {
         auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
         prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);  // something to copy
-        texts.push_back(std::make_unique<Text>(target, sizes, draft_sizes, prompt, plan_of(cost, 4 + 2 * number)));
+        const Plan plan = plan_of(cost, 4 + 2 * number);
+        texts.push_back(std::make_unique<Text>(target, sizes, draft_sizes, prompt, plan, noise_of(number)));
         requests.push_back(&texts.back()->drafted);
     }
     const PassTimes times{{1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8,
@@ -104,7 +127,7 @@ int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& d
     for (int number = 0; number < 3; ++number) {
         auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
         prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);
-        const std::vector<int> expected = plain_text(target, sizes, prompt), &got = texts[number]->tokens;
+        const std::vector<int> expected = plain_text(target, sizes, prompt, noise_of(number)), &got = texts[number]->tokens;
         const auto count = static_cast<int64_t>(std::min(got.size(), expected.size()));
         check(got.size() > prompt.size() + 5 && std::equal(got.begin(), got.begin() + count, expected.begin()),
               "the text of a pair's rounds");
@@ -112,9 +135,21 @@ int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& d
     return accepted;
 }
 
+/// Values that are shares, and such that are none.
+void check_chances() {
+    const auto together = [](const ChoiceFit& fit) {
+        double total = 0.0;
+        for (double value : log_chances(fit, {std::log(0.5), std::log(0.2)}, 2)) total += std::exp(value);
+        return total;
+    };
+    check(std::fabs(together({1.0, 2.0, 0.9}) - 0.4) < 1e-12, "what shares leave open, as a multiple");
+    check(std::fabs(together({1.0, -1.0, 0.9}) - 0.9) < 1e-12, "values that are no shares");
+}
+
 }  // namespace
 
 void test_pair() {
+    check_chances();
     const Sizes sizes{97, 48, 80, 2, 6, 2, 8, KvFormat::float32, false};
     const Sizes other{97, 64, 64, 1, 4, 2, 16, KvFormat::float32, false};
     const Kernels* kernels = find_kernels("");
@@ -123,6 +158,8 @@ void test_pair() {
     check(check_rounds(*target, sizes, *same_one, sizes, 0.001) > 20, "a draft that is right is accepted");
     check_rounds(*target, sizes, *bad, other, 0.001);
     check_rounds(*target, sizes, *bad, other, 0.6);
+    check(check_rounds(*target, sizes, *same_one, sizes, 0.001, 0.7) > 20, "a draft with the same noise is accepted");
+    check_rounds(*target, sizes, *bad, other, 0.001, 1.3);
 }
 
 }  // namespace outpace

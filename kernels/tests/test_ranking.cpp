@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 
 #include "check.h"
 #include "kernels.h"
+#include "noise.h"
 
 namespace outpace {
 namespace {
@@ -43,6 +45,71 @@ std::vector<Ranked> definition(const Ranking& task, double* sum) {
     for (Ranked& one : all) one.value += shift;
     *sum = std::log(total);
     return all;
+}
+
+/// Whether filters leave each place of a row; false where another sum may say otherwise.
+bool left_by(const Ranking& task, std::vector<char>& is_left) {
+    const auto temperature = static_cast<float>(task.temperature);
+    std::vector<float> y;
+    for (int place = 0; place < task.held; ++place) y.push_back(task.scores[place] / temperature);
+    std::vector<float> falling(y);
+    std::sort(falling.begin(), falling.end(), std::greater<>());
+    const Filters& filters = task.filters;
+    const std::size_t most = filters.top_k ? std::min<std::size_t>(filters.top_k, y.size()) : y.size();
+    float floor = falling[most - 1];
+    bool is_clear = true;
+    if (filters.top_p < 1.0) {
+        double total = 0.0, mass = 0.0;
+        for (std::size_t i = 0; i < most; ++i) total += std::exp(static_cast<double>(falling[i]) - falling[0]);
+        std::size_t last = 0;
+        for (;; ++last) {
+            mass += std::exp(static_cast<double>(falling[last]) - falling[0]) / total;
+            is_clear = is_clear && std::fabs(mass - filters.top_p) > 2e-4 + 5e-7 * std::fabs(falling[0]);
+            if (mass >= filters.top_p || last + 1 == most) break;
+        }
+        floor = std::max(floor, falling[last]);
+    }
+    if (filters.min_p > 0.0) {
+        const double least = falling[0] + std::log(filters.min_p);
+        for (float one : y) is_clear = is_clear && std::fabs(one - least) > 1e-5 * (1 + std::fabs(falling[0]));
+        floor = std::max(floor, static_cast<float>(least));
+    }
+    is_left.clear();
+    for (float one : y) is_left.push_back(one >= floor && one > -kInfinity);
+    return is_clear;
+}
+
+/// The best of what filters leave: without noise or with it, as shares or not.
+int check_filters(const Ranking& task, int count) {
+    std::vector<char> is_left;
+    const bool is_clear = left_by(task, is_left);
+    std::vector<float> rest;  // what the definition divides in float32
+    for (int place = 0; place < task.held; ++place)
+        rest.push_back(is_left[place] ? task.scores[place] / static_cast<float>(task.temperature) : -kInfinity);
+    double sum = 0;
+    Ranking bare = task;
+    bare.scores = rest.data();
+    bare.temperature = 1.0;
+    bare.filters = {0, 1.0, 0.0};
+    const std::vector<Ranked> expected = definition(bare, &sum);
+    const std::size_t possible = std::min(expected.size(), static_cast<std::size_t>(count));
+    std::vector<Ranked> first;
+    int found = 0;
+    for (const Kernels* kernels : available_kernels()) {
+        std::vector<Ranked> best(count);
+        best.resize(kernels->rank(task, count, best.data()));
+        check(!is_clear || best.size() == possible, "as many are found as filters leave");
+        for (std::size_t i = 0; is_clear && i < best.size(); ++i) {
+            check(best[i].token == expected[i].token, "the best of what filters leave, in their order");
+            check(std::fabs(best[i].value - expected[i].value) <= 2e-6 * (1 + std::fabs(expected[i].value)),
+                  "values of what filters leave");
+        }
+        if (kernels == available_kernels().front()) first = best;
+        check(first.size() == best.size() && !std::memcmp(first.data(), best.data(), best.size() * sizeof(Ranked)),
+              kernels->name);
+        found += is_clear && !best.empty();
+    }
+    return found;
 }
 
 void check_row(const Ranking& task, int count) {
@@ -92,6 +159,53 @@ void test_rows() {
         }
 }
 
+void test_filters() {
+    std::mt19937 random(12);
+    int found = 0;
+    for (const int held : {1, 2, 17, 64, 130, 1000, 5000})
+        for (int kind = 0; kind < 7; ++kind) {
+            const std::vector<float> x = row_of(kind, held, random);
+            std::vector<int64_t> tokens(held);
+            for (int i = 0; i < held; ++i) tokens[i] = 7 + 3 * i;
+            const uint64_t key = static_cast<uint64_t>(random()) << 32 | random();
+            const Filters some[] = {{1, 1.0, 0.0},  {7, 1.0, 0.0},   {600, 0.9, 0.0}, {0, 0.95, 0.0}, {0, 0.3, 0.0},
+                                    {0, 1.0, 0.07}, {50, 0.8, 0.02}, {9000, 1.0, 0.0}, {0, 0.999, 0.3}};
+            for (const Filters& filters : some)
+                for (int mode = 0; mode < 8; ++mode)
+                    found += check_filters({x.data(), mode & 1 ? tokens.data() : nullptr, held, mode & 2 ? 0.4 : 2.5,
+                                            mode & 4 ? &key : nullptr, mode % 3 != 0, filters},
+                                           std::min(held, 3));
+        }
+    check(found > 2000, "rows of which filters leave something");
+}
+
+/// Where a border is not sure, who may be beyond it wins nothing but as a share.
+void test_borders() {
+    const std::vector<float> x{0.0f, 0.0f, -1.0f};  // shares 0.42, 0.42, 0.16
+    const double half = 1.0 / (1.0 + std::exp(-1.0) / 2.0);
+    Ranked best[3];
+    for (const Kernels* kernels : available_kernels())
+        for (uint64_t key = 1; key < 200; ++key) {
+            const Ranking bare{x.data(), nullptr, 3, 1.0, &key, false};
+            check(kernels->rank(bare, 3, best) == 3, "a row without filters");
+            const bool is_third = best[0].token == 2;
+            Ranking task = bare;
+            task.filters = {0, half, 0.0};  // with the second the share is just reached, or just not
+            check(kernels->rank(task, 3, best) == (is_third ? 0 : 3), "who may be beyond the border does not win");
+            task.whole = true;
+            check(kernels->rank(task, 3, best) >= 2, "as a share it counts, or does not");
+        }
+}
+
+void test_noise() {
+    check(Noise{1.0, 7, 3}.key(20) == 0xef9a5ebbf9d96813u && Noise{1.0, (1ull << 63) - 1, 0}.key(1) == 0x596ee3ef56483a6eu, "keys of rows");
+    const auto is_called = [](std::vector<double> values) {
+        return is_clear({std::vector<int64_t>(values.size()), std::move(values)});
+    };
+    check(is_called({3.0, 2.9}) && is_called({3.0}) && !is_called({3.0, 2.99999}) && !is_called({1e6, 9e5}),
+          "a winner is called where it is clear");
+}
+
 void test_rows_without_an_order() {
     for (const Kernels* kernels : available_kernels())
         for (const float odd : {kInfinity, std::nanf("")})
@@ -109,6 +223,9 @@ void test_rows_without_an_order() {
 
 void test_ranking() {
     test_rows();
+    test_filters();
+    test_borders();
+    test_noise();
     test_rows_without_an_order();
 }
 

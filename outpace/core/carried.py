@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from outpace.core.steps import Trust
 from outpace.core.tree import Role, Siblings, TokenTree
 
 
@@ -128,15 +129,29 @@ class Carried(NamedTuple):
         return tree
 
 
+class Noise(NamedTuple):
+    """By what a request's tokens are picked: the best by x / temperature plus the noise that `core/noise.py` keys by
+    seed, choice and position, of those that the filters of `core/sampling.py` leave; at temperature 0 the best by the
+    scores x alone."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
 class Carrying(NamedTuple):
     """What a pair is told of one request beside its plan: the target's session, which has all of the text but the
-    root, the rows of its last pass, the tokens that may still be written, and those that end it."""
+    root, the rows of its last pass, the tokens that may still be written, those that end it, and its noise."""
 
     session: Any
     ask: CarryOut
     rows: int
     left: int
     stops: Sequence[int]
+    noise: Noise
 
 
 class Copied(NamedTuple):
@@ -163,13 +178,12 @@ class Growing(NamedTuple):
 
 class Reading(NamedTuple):
     """The draft's side of a request: its session, the committed tokens before the root that this lacks, and how deep
-    below the root it may expand. `temperature` and `open`: how its shares become chances (`core/steps.Trust`)."""
+    below the root it may expand. `trust`: how its values become chances."""
 
     session: Any
     missing: Sequence[int]
     most_depth: int
-    temperature: float
-    open: float
+    trust: Trust
     copied: Copied
 
 

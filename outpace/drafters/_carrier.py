@@ -51,7 +51,7 @@ class ModelCarrier(Carrier):
         """The same, with who copies from each request's text."""
         parts = []
         for state, one, copies in zip(states, asked, copied, strict=True):
-            if state.session.pending or not state.offers_by_score:
+            if state.session.pending:
                 return []
             if one.ask.plan.deepest and not self._is_close(state):
                 return []
@@ -80,7 +80,7 @@ class ModelCarrier(Carrier):
             expanded = min(growing.width * plan.deepest, growing.tree_nodes)
             grown = len(missing) + rounds * plan.most + expanded
             session.reserve(min(session.length + grown, session.capacity + session.room))
-        return Reading(session, missing, state.room, trust.temperature, trust.open or 0.0, copied)
+        return Reading(session, missing, state.room, trust, copied)
 
 
 class CopiesText:

@@ -43,7 +43,9 @@ class Carriers:
             return None
         name = running[0].draft.name
         for run in running:
-            if run.draft.name != name or not run.is_by_score or run.is_prefilling or run.draft.state is None:
+            if run.draft.name != name or run.noise is None or run.is_prefilling or run.draft.state is None:
+                return None
+            if not run.is_bare:
                 return None
         return self._by_name[name].copied if name in self._drafting.drafters else None
 
@@ -78,8 +80,9 @@ class Carriers:
             self._drafting.tell(run)
             goes_on = run.history.first_token and run.may_go_on() and not self._admission.may_join
             rounds = min(rounds, ask.plan.rounds if goes_on else 1)
+            assert run.noise is not None  # or it may not be carried
             stops = list(run.request.stop_ids)
-            asked.append(Carrying(run.storage.session, ask, run.place.rows, run.left, stops))
+            asked.append(Carrying(run.storage.session, ask, run.place.rows, run.left, stops, run.noise))
             states.append(run.draft.state)
         name = asks[0][0].draft.name
         return self._drafting.guarded(name, self._by_name[name].carry, states, asked, rounds, self._burst) or []

@@ -210,7 +210,7 @@ class Engine(AbstractContextManager["Engine"]):
         for run, _ in trees:
             if most < 1 or not isinstance(run.ask, Verify) or not run.ask.more:  # as in every round with drafts
                 return 0
-            if not run.history.first_token or not run.may_go_on():
+            if not run.history.first_token or not (run.picks_by_score and run.may_go_on()):
                 return 0
             session = run.storage.session
             most = min(most, run.ask.more, run.left - 1, session.slots - session.length - session.pending)

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from outpace.core.alignment import Alignment
+from outpace.core.carried import Noise
 from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
 from outpace.core.logprobs import token_logprobs
@@ -30,8 +31,8 @@ from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.history import TARGET, UNKNOWN, History, Round
 from outpace.engine.prefixes import Text
-from outpace.models.base import Session
-from outpace.rules.base import picks_by_score
+from outpace.engine.storage import Storage
+from outpace.rules.base import noise_of
 
 Watch = Callable[[Sequence[int], int], int | None]
 """Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""
@@ -47,26 +48,6 @@ class Drafted:
     state: DraftState | None = None
     untold: Untold = field(default_factory=Untold)
     seconds: float = 0.0  # of the round under way
-
-
-@dataclass(eq=False)
-class Storage:
-    """A request's keys and values: the session that holds them, only while it runs, and what is known of it."""
-
-    session: Session = field(init=False)
-    keep: Sequence[int] = ()  # pending nodes of the session that were accepted
-    is_broken: bool = False  # a round broke off: what the session holds is unknown
-
-    def settle(self) -> None:
-        """Commits the accepted nodes to the session now, where the next pass would do it."""
-        if self.keep:
-            self.session.keep(self.keep)
-            self.keep = ()
-
-    def release(self) -> None:
-        """Lets go of them: a request that is over may be held for long, its keys and values may not."""
-        del self.session
-        self.keep = ()
 
 
 @dataclass(eq=False)
@@ -94,11 +75,13 @@ class Running:
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
     is_due: bool = False  # the coroutine waits for its next round, or for its first
     alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
-    picks_by_score: bool = field(init=False, repr=False)  # see there
+    noise: Noise | None = field(init=False, repr=False)  # by which tokens are picked; None: in another way
+    picks_by_score: bool = field(init=False, repr=False)  # each row's best token is picked
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
-        self.picks_by_score = picks_by_score(self.request)
+        self.noise = noise_of(self.request)
+        self.picks_by_score = self.noise == Noise()
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
         self.text = Text(self.committed, self.request.reuse_key)
@@ -136,14 +119,14 @@ class Running:
         return self.draft.needs.prompt and self.draft.told < len(self.request.prompt) - 1
 
     @property
-    def is_by_score(self) -> bool:
-        """Whether nothing but the best tokens is asked of a pass."""
+    def is_bare(self) -> bool:
+        """Whether nothing but picked tokens is asked of a pass."""
         needs = self.draft.needs
-        return self.picks_by_score and self.request.logprobs is None and not (needs.top or needs.layers)
+        return self.request.logprobs is None and not (needs.top or needs.layers)
 
     def may_go_on(self) -> bool:
-        """Whether nothing but the tokens is asked of a plain round, so that several may be one."""
-        return self.is_by_score and not (self.request.rounds or self.request.prediction)
+        """The same of a round, so that several may be one."""
+        return self.is_bare and not (self.request.rounds or self.request.prediction)
 
     def lend(self) -> None:
         """Lets the drafter use the target's session: what was accepted is committed first, the rest dropped."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from outpace.core.carried import Noise
 from outpace.core.scores import Scores, tensor_of
 from outpace.core.types import Request, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK, _BY_SCORE = "takes_arrays", "by_score"
+_WORD = 1 << 64
+_MARK, _BY_SCORE, _BY_RACE = "takes_arrays", "by_score", "by_race"
 
 
 def takes_arrays(reduce: F) -> F:
@@ -25,6 +27,23 @@ def by_score(function: F) -> F:
     return function
 
 
+def by_race(reduce: F) -> F:
+    """Marks a `reduce` that gives each row's best token by log p plus the noise of the row's position."""
+    setattr(reduce, _BY_RACE, True)
+    return reduce
+
+
+def noise_of(request: Request) -> Noise | None:
+    """By what this request's tokens are picked, where that is the best of all by scores or in a race; else None."""
+    if picks_by_score(request):
+        return Noise()
+    sampling, is_race = request.sampling, hasattr(request.rule.reduce, _BY_RACE)
+    if not is_race or sampling.is_greedy or _is_steered(request):
+        return None
+    filters = sampling.top_k, sampling.top_p, sampling.min_p
+    return Noise(sampling.temperature, request.seed, request.choice % _WORD, *filters)
+
+
 def picks_by_score(request: Request) -> bool:
     """Whether all that is asked of this request's rows is the best token of each, as a model may tell it."""
     return _is_by_score(request, request.rule.reduce)
@@ -36,7 +55,12 @@ def offers_by_score(request: Request) -> bool:
 
 
 def _is_by_score(request: Request, function: Callable[..., Any]) -> bool:
-    return request.adjustments is None and request.constraint is None and hasattr(function, _BY_SCORE)
+    return not _is_steered(request) and hasattr(function, _BY_SCORE)
+
+
+def _is_steered(request: Request) -> bool:
+    """Whether something beside the model decides which tokens are possible, or how likely."""
+    return request.adjustments is not None or request.constraint is not None
 
 
 def reduced(scores: Scores, rows: Sequence[Row]) -> list[Any]:

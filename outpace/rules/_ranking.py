@@ -26,6 +26,14 @@ def native_rank() -> Callable[..., list[Offer]] | None:
     return function
 
 
+@cache
+def filters_natively() -> bool:
+    """Whether the kernels' `rank` leaves out what filters do; older ones do not."""
+    import outpace_kernels
+
+    return hasattr(outpace_kernels, "Noise")
+
+
 def ranked(
     scores: np.ndarray,
     samplings: Sequence[Sampling],
@@ -38,13 +46,22 @@ def ranked(
     """The `count` best of each row [rows, held] by log q, plus the noise of the row's key where there are `keys`.
 
     Not `whole`: by x / T, which is log q up to a constant and needs no sum. Nothing is offered for a row that has a nan
-    or no finite top. `ids` int64 [held] are the tokens that the columns stand for; None: 0, 1, ...
+    or no finite top, nor, not `whole`, where filters in other arithmetic may leave out the best. `ids` int64 [held] are
+    the tokens that the columns stand for; None: 0, 1, ...
     """
     rank = native_rank()
     if rank is None:
         return None
+    if filters_natively() and any(sampling.filters for sampling in samplings):
+        temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+        return rank(scores, count, temperatures, keys, ids, whole, [*map(_filters, samplings)])
     scores, temperatures = prepared(scores, samplings)
     return rank(scores, count, temperatures, keys, ids, whole)
+
+
+def _filters(sampling: Sampling) -> tuple[int, float, float]:
+    """What leaves tokens out, as the kernels take it."""
+    return (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.filters else (0, 1.0, 0.0)
 
 
 def prepared(scores: np.ndarray, samplings: Sequence[Sampling]) -> tuple[np.ndarray, list[float]]:

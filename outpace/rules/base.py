@@ -15,6 +15,7 @@ from outpace.core.sampling import Sampling
 from outpace.core.scores import Held, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
+from outpace.rules._arrays import noise_of as noise_of
 from outpace.rules._arrays import offers_by_score as offers_by_score
 from outpace.rules._arrays import picks_by_score as picks_by_score
 from outpace.rules._arrays import reduced

@@ -18,7 +18,7 @@ from outpace.core.sampling import Sampling, processed
 from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import takes_arrays
+from outpace.rules._arrays import by_race, takes_arrays
 from outpace.rules._race import Race, clear_winner
 from outpace.rules._ranking import log_chances, prepared, ranked
 from outpace.rules.base import follow, offer_at
@@ -45,6 +45,7 @@ class Gumbel(Rule):
     def __init__(self) -> None:
         self._race = Race()
 
+    @by_race
     @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjusted(logits, rows)

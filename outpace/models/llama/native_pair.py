@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, PassTimes, Reading
 from outpace.models.llama.turns import Turns
 
+_NO_SHARES = -1.0  # in place of what is left open
+
 
 class Native(Protocol):
     """What is asked of a model of `native_runtime.py`."""
@@ -65,9 +67,11 @@ class NativePair:
 
     def _drafted(self, asked: Carrying, reading: Reading) -> Any:
         tree, plan = asked.ask
+        trust, noise = reading.trust, asked.noise
         given = self._kernels.Plan(
-            reading.temperature,
-            reading.open,
+            trust.temperature,
+            _NO_SHARES if trust.open is None else trust.open,
+            trust.coverage,
             plan.most,
             plan.deepest,
             plan.explores,
@@ -83,7 +87,8 @@ class NativePair:
         nodes = (tree.tokens, tree.parents, tree.scores, plan.chances)
         target, draft = asked.session, reading.session
         sessions = (target.store, target.length, draft.store, draft.length)
-        end = (asked.rows, plan.follows, reading.most_depth, asked.left, asked.stops, *reading.copied)
+        keyed = self._kernels.Noise(*noise)
+        end = (asked.rows, plan.follows, reading.most_depth, asked.left, asked.stops, *reading.copied, keyed)
         return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end)
 
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:

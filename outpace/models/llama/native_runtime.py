@@ -224,7 +224,7 @@ class NativeLlama(Model):
         return other
 
     def pair_with(self, draft: Any) -> NativePair | None:
-        if type(self) is not NativeLlama or type(draft) is not NativeLlama or not hasattr(self.kernels, "Pair"):
+        if type(self) is not NativeLlama or type(draft) is not NativeLlama or not hasattr(self.kernels, "Noise"):
             return None
         return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 
