@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
-from torch import Tensor
 
 from outpace.api import text
 from outpace.core import adjust, chance, logprobs, noise
 from outpace.core.banned_text import BannedText
 from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
-from outpace.core.types import Row, Verdict
+from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._grower import Grower
 from outpace.engine import memory, passes
 from outpace.engine import request as running
@@ -39,11 +38,23 @@ def never(adjusted: Original) -> Original:
 
 
 def counting_the_prompt(adjust_rows: Original) -> Original:
-    def mutated(logits: Tensor, rows: Sequence[Row], settings: Any) -> None:
+    def mutated(scores: Any, rows: Sequence[Row], settings: Any, places: Any) -> None:
         bare = replace(rows[0].request, prompt=())
-        adjust_rows(logits, [row._replace(request=bare) for row in rows], settings)
+        adjust_rows(scores, [row._replace(request=bare) for row in rows], settings, places)
 
     return mutated
+
+
+def without(name: str, value: Any) -> Callable[[Original], Original]:
+    """A function of core/adjust.py that does not see this setting."""
+
+    def make(original: Original) -> Original:
+        def mutated(*parts: Any) -> Any:
+            return original(*(replace(p, **{name: value}) if isinstance(p, Adjustments) else p for p in parts))
+
+        return mutated
+
+    return make
 
 
 def committed_only(backwards: Original) -> Original:
@@ -213,8 +224,8 @@ OPTION_MUTATIONS = [
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
-    mutation("options: repetition without the prompt", adjust, "_penalise_repetition", lambda f: lambda *parts: None),
-    mutation("options: every token is allowed", adjust, "_keep", lambda f: lambda *parts: None),
+    mutation("options: no penalty for repetition", adjust, "_penalised", without("repetition_penalty", 1.0)),
+    mutation("options: every token is allowed", adjust, "_adjust", without("allowed", None)),
     mutation(
         "options: draft rows without the path", passes, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
     ),

@@ -13,14 +13,14 @@ The order is that of transformers and vLLM: bias, penalties, then what is forbid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
 from outpace.core.lazy import torch
-from outpace.core.scores import tensor_of
+from outpace.core.scores import host_rows, tensor_of
 from outpace.core.types import Adjustments, Request, Row
 
 if TYPE_CHECKING:
@@ -35,36 +35,45 @@ def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 @overload
-def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
-    """An array stays one unless a row is adjusted."""
+def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
+    """An array stays one."""
 
 
 def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
     """The logits as each row's request adjusts them, in float32 or better; the same object where none does.
 
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
-    draft's may be smaller) are left out.
+    draft's may be smaller) are left out. On the host it is done by numpy: for so few tokens of a row torch would wake
+    its threads, which then stand in the way of the model's.
     """
     for row in rows:
         if row.request.adjustments is not None or (row.request.constraint is not None and not row.is_open):
             break
     else:
         return logits
-    scores = tensor_of(logits)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32), copy=True)
-    place = 0
-    for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
-        shared = list(group)
-        settings = shared[0].request.adjustments
-        if settings is not None:
-            _adjust(scores[place : place + len(shared)], shared, settings)
-        for number, row in enumerate(shared, place):
-            mask_refused(scores[number], row)
-        place += len(shared)
+    scores: Any
+    if (host := host_rows(logits)) is not None:
+        scores = host.copy()
+    else:
+        held = tensor_of(logits)
+        scores = held.to(torch.promote_types(held.dtype, torch.float32), copy=True)
+    _adjust_all(scores, rows, None)
+    for number, row in enumerate(rows):
+        mask_refused(scores[number], row)
+    return scores if isinstance(logits, np.ndarray) else tensor_of(scores)
+
+
+def adjusted_held(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row]) -> np.ndarray:
+    """A drafter's scores of the tokens `ids` (None: all), rising, adjusted but for constraints; the same array where
+    nothing is adjusted. float32 [rows, held]"""
+    if all(row.request.adjustments is None for row in rows):
+        return scores
+    scores = scores.copy()
+    _adjust_all(scores, rows, ids)
     return scores
 
 
-def mask_refused(logits: Tensor, row: Row) -> None:
+def mask_refused(logits: Tensor | np.ndarray, row: Row) -> None:
     """What the row's constraint refuses, in place. A text that is over, or that cannot be, has no next token to choose.
     [vocab]"""
     constraint = row.request.constraint
@@ -74,48 +83,97 @@ def mask_refused(logits: Tensor, row: Row) -> None:
     if mask is None:
         return
     count = min(len(mask), len(logits))
-    refused = torch.ones(len(logits), dtype=torch.bool)
-    refused[:count] = torch.from_numpy(~mask[:count])
-    logits[refused.to(logits.device)] = _FORBIDDEN
+    refused = np.ones(len(logits), bool)
+    refused[:count] = ~mask[:count]
+    logits[_like(logits, refused)] = _FORBIDDEN
 
 
-def _adjust(logits: Tensor, rows: Sequence[Row], settings: Adjustments) -> None:
+class _Places(NamedTuple):
+    """Where tokens stand in rows of so many scores: at their own number, or at that of theirs among `ids`."""
+
+    ids: np.ndarray | None
+    size: int
+
+    def of(self, tokens: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Those of the tokens that have a place, and the places."""
+        if self.ids is None:
+            known = [token for token in tokens if token < self.size]
+            return known, known
+        asked = np.fromiter(tokens, np.int64)
+        places = np.minimum(np.searchsorted(self.ids, asked), self.size - 1)
+        there = self.ids[places] == asked
+        return asked[there].tolist(), places[there].tolist()
+
+
+def _like(scores: Any, values: Any) -> Any:
+    """Beside these scores, as an array or on their device: numbers in their type, truth values as such."""
+    if isinstance(scores, np.ndarray):
+        return np.asarray(values, None if np.asarray(values).dtype == bool else scores.dtype)
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values).to(scores.device)
+    return scores.new_tensor(values)
+
+
+def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> None:
+    """In place."""
+    place, places = 0, _Places(ids, scores.shape[-1])
+    for _, group in groupby(rows, key=lambda row: (id(row.request), id(row.committed))):
+        shared = list(group)
+        settings = shared[0].request.adjustments
+        if settings is not None:
+            _adjust(scores[place : place + len(shared)], shared, settings, places)
+        place += len(shared)
+
+
+def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:
     """Rows of one request, in place."""
-    request, vocab = rows[0].request, logits.shape[-1]
-    bias = {token: value for token, value in settings.logit_bias if token < vocab}
-    if bias:
-        logits[:, list(bias)] += logits.new_tensor(list(bias.values()))
-    answer = Counter(rows[0].committed[len(request.prompt) :])
-    seen = set(rows[0].committed)
-    for logit, row in zip(logits, rows, strict=True):
-        if settings.repetition_penalty != 1.0:
-            _penalise_repetition(logit, seen.union(row.path), settings.repetition_penalty)
-        if settings.presence_penalty or settings.frequency_penalty:
-            counts = answer + Counter(row.path)
-            index = [token for token in counts if token < vocab]
-            weight = logit.new_tensor([counts[token] for token in index])
-            logit[index] -= settings.presence_penalty + settings.frequency_penalty * weight
-        forbidden = [token for token in _forbidden(request, row, settings) if token < vocab]
+    request = rows[0].request
+    bias = dict(settings.logit_bias)
+    known, at = places.of(bias)
+    if at:
+        scores[:, at] += _like(scores, [bias[token] for token in known])
+    _penalise(scores, rows, settings, places)
+    for number, row in enumerate(rows):
+        _, forbidden = places.of(_forbidden(request, row, settings))
         if forbidden:
-            logit[forbidden] = _FORBIDDEN
+            scores[number, forbidden] = _FORBIDDEN
     if settings.banned is not None:
-        always = settings.banned.always.to(logits.device)
-        logits[:, always[always < vocab]] = _FORBIDDEN
+        _, always = places.of(settings.banned.always.tolist())
+        scores[:, always] = _FORBIDDEN
     if settings.allowed is not None:
-        _keep(logits, settings.allowed)
+        _, kept = places.of(settings.allowed)
+        refused = np.ones(places.size, bool)
+        refused[kept] = False
+        scores[:, _like(scores, refused)] = _FORBIDDEN
 
 
-def _keep(logits: Tensor, allowed: Sequence[int]) -> None:
-    """Forbids all other tokens, in place."""
-    refused = torch.ones(logits.shape[-1], dtype=torch.bool)
-    refused[[token for token in allowed if token < len(refused)]] = False
-    logits[:, refused.to(logits.device)] = _FORBIDDEN
+def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:
+    """What is written at the end of all rows, and for each row beside that what is drafted before it."""
+    is_counted = settings.presence_penalty or settings.frequency_penalty
+    if settings.repetition_penalty == 1.0 and not is_counted:
+        return
+    committed = rows[0].committed
+    answer = Counter(committed[len(rows[0].request.prompt) :])
+    drafted, columns = places.of({token for row in rows for token in row.path})
+    before = scores[:, columns]
+    known, at = places.of(answer if settings.repetition_penalty == 1.0 else set(committed))
+    if at:
+        scores[:, at] = _penalised(scores[:, at], [answer[token] for token in known], settings)
+    for number, row in enumerate(rows):
+        own = Counter(row.path)
+        if some := [place for place, token in enumerate(drafted) if token in own]:
+            counts = [answer[drafted[place]] + own[drafted[place]] for place in some]
+            scores[number, [columns[place] for place in some]] = _penalised(before[number, some], counts, settings)
 
 
-def _penalise_repetition(logit: Tensor, seen: set[int], penalty: float) -> None:
-    index = [token for token in sorted(seen) if token < len(logit)]
-    values = logit[index]
-    logit[index] = torch.where(values > 0, values / penalty, values * penalty)
+def _penalised(values: Any, counts: Sequence[int], settings: Adjustments) -> Any:
+    """Scores of tokens that are written, in the answer so often each. [..., tokens] to the same"""
+    if (repetition := settings.repetition_penalty) != 1.0:
+        where = np.where if isinstance(values, np.ndarray) else torch.where
+        values = where(values > 0, values / repetition, values * repetition)
+    weight = _like(values, counts)
+    amount = settings.presence_penalty + settings.frequency_penalty * weight
+    return values - amount * (weight > 0)
 
 
 def _forbidden(request: Request, row: Row, settings: Adjustments) -> Iterator[int]:

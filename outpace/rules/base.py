@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from outpace.core.adjust import adjusted_held
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.ranking import best_of
@@ -104,10 +105,7 @@ def _best_of_run(held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
     rule, host = rows[0].request.rule, host_rows(held.values)
     if host is None and (together := _best_on_device(held, rows, count)) is not None:
         return together
-    is_adjusted = False
-    for row in rows:
-        is_adjusted = is_adjusted or row.request.adjustments is not None
-    offers = None if host is None or is_adjusted else rule.best(host, held, rows, count)
+    offers = None if host is None else rule.best(adjusted_held(host, held.ids, rows), held, rows, count)
     if offers is None:
         return [_best_by_rank(held, number, row, count) for number, row in enumerate(rows)]
     for number, row in enumerate(rows):

@@ -1,0 +1,113 @@
+"""Adjusted rows of scores: as arrays and as tensors, of all tokens and of those that a draft holds, and by hand."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outpace.core import adjust
+from outpace.core.adjust import adjusted, adjusted_held
+from outpace.core.banned_text import BannedText
+from outpace.core.sampling import Sampling
+from outpace.core.types import Adjustments, Request, Row
+from outpace.rules import gumbel
+
+VOCAB = 300
+GUMBEL = gumbel.build(gumbel.Options())
+
+
+def ban(*tokens: int) -> BannedText:
+    """Tokens that hold a whole string."""
+    return BannedText((), torch.tensor(sorted(tokens)), (), {}, 0, VOCAB)
+
+
+def kinds(chance: random.Random) -> list[Adjustments]:
+    """Each setting alone, and all of them."""
+    bias = tuple((token, chance.uniform(-9, 9)) for token in chance.sample(range(VOCAB + 40), 20))
+    allowed = tuple(chance.sample(range(VOCAB + 40), 150))
+    given: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.7},
+        {"presence_penalty": 0.4},
+        {"frequency_penalty": -0.3},
+        {"logit_bias": bias},
+        {"min_tokens": 8},
+        {"allowed": allowed},
+        {"banned": ban(3, 77, 290)},
+    ]
+    together = {name: value for one in given for name, value in one.items()}
+    return [Adjustments(**one) for one in (*given, together)]
+
+
+def rows_of(chance: random.Random, settings: Adjustments | None) -> list[Row]:
+    """A request's tree of some nodes, whose tokens stand in the text already or do not."""
+    prompt = tuple(chance.choices(range(VOCAB), k=chance.randint(1, 40)))
+    request = Request(prompt, GUMBEL, sampling=Sampling(0.8), adjustments=settings, stop_ids=frozenset({5, 299}))
+    committed = [*prompt, *chance.choices([*range(VOCAB), *prompt], k=chance.randint(0, 12))]
+    paths = [tuple(chance.choices([*range(VOCAB + 9), *committed], k=depth)) for depth in (0, 1, 2, 2, 5)]
+    return [Row(request, committed, path) for path in paths]
+
+
+def by_hand(x: np.ndarray, row: Row) -> np.ndarray:
+    """One row, token by token, in float64."""
+    settings, text = row.request.adjustments, [*row.committed, *row.path]
+    assert settings is not None
+    written = Counter(text[len(row.request.prompt) :])
+    made = x.astype(np.float64)
+    for token, value in settings.logit_bias:
+        if token < len(x):
+            made[token] += value
+    for token in range(len(x)):
+        if token in text:
+            penalty = settings.repetition_penalty
+            made[token] = made[token] / penalty if made[token] > 0 else made[token] * penalty
+        if written[token]:
+            made[token] -= settings.presence_penalty + settings.frequency_penalty * written[token]
+        is_early = row.position - len(row.request.prompt) < settings.min_tokens
+        is_banned = settings.banned is not None and token in settings.banned.always
+        is_missing = settings.allowed is not None and token not in settings.allowed
+        if (is_early and token in row.request.stop_ids) or is_banned or is_missing:
+            made[token] = -np.inf
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_are_adjusted_as_by_hand(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as an array, as a tensor on the host, and as on a device, where torch does it."""
+    chance, numbers = random.Random(seed), np.random.default_rng(seed)
+    for settings in kinds(chance):
+        rows = [*rows_of(chance, settings), *rows_of(chance, None)[:2], *rows_of(chance, replace(settings))]
+        x = numbers.standard_normal((len(rows), VOCAB)).astype(np.float32) * 5
+        kept = x.copy()
+        array, tensor = adjusted(x, rows), adjusted(torch.from_numpy(x), rows)
+        with monkeypatch.context() as patched:
+            patched.setattr(adjust, "host_rows", lambda _: None)
+            device = adjusted(torch.from_numpy(x), rows)
+        assert isinstance(array, np.ndarray)
+        assert array.tobytes() == tensor.numpy().tobytes() == device.numpy().tobytes()
+        assert np.array_equal(x, kept), "what is given stays as it is"
+        for made, before, row in zip(array, x, rows, strict=True):
+            expected = before if row.request.adjustments is None else by_hand(before, row)
+            np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drafts_tokens_are_adjusted_as_among_all(seed: int) -> None:
+    """Where a draft holds some tokens only, those that it has not are left out."""
+    chance, numbers = random.Random(seed), np.random.default_rng(seed)
+    ids = np.sort(numbers.permutation(VOCAB)[:90])
+    for settings in kinds(chance):
+        rows = rows_of(chance, settings)
+        x = numbers.standard_normal((len(rows), VOCAB)).astype(np.float32) * 5
+        some = np.ascontiguousarray(x[:, ids])
+        assert adjusted_held(some, ids, rows).tobytes() == np.ascontiguousarray(adjusted(x, rows)[:, ids]).tobytes()
+        assert adjusted_held(x, None, rows).tobytes() == adjusted(x, rows).tobytes()
+    bare = rows_of(chance, None)
+    assert adjusted_held(some, ids, bare) is some
+    assert adjusted(x, bare) is x
