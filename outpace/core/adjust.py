@@ -13,7 +13,7 @@ The order is that of transformers and vLLM: bias, penalties, then what is forbid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -94,15 +94,15 @@ class _Places(NamedTuple):
     ids: np.ndarray | None
     size: int
 
-    def of(self, tokens: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Those of the tokens that have a place, and the places."""
+    def of(self, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the tokens that have a place, and the places: int64 both"""
+        asked = np.fromiter(tokens, np.int64, len(tokens))
         if self.ids is None:
-            known = [token for token in tokens if token < self.size]
+            known = asked[asked < self.size]
             return known, known
-        asked = np.fromiter(tokens, np.int64)
         places = np.minimum(np.searchsorted(self.ids, asked), self.size - 1)
         there = self.ids[places] == asked
-        return asked[there].tolist(), places[there].tolist()
+        return asked[there], places[there]
 
 
 def _like(scores: Any, values: Any) -> Any:
@@ -130,47 +130,48 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Pl
     request = rows[0].request
     bias = dict(settings.logit_bias)
     known, at = places.of(bias)
-    if at:
-        scores[:, at] += _like(scores, [bias[token] for token in known])
+    if len(at):
+        scores[:, at] += _like(scores, [*map(bias.__getitem__, known.tolist())])
     _penalise(scores, rows, settings, places)
     for number, row in enumerate(rows):
-        _, forbidden = places.of(_forbidden(request, row, settings))
-        if forbidden:
-            scores[number, forbidden] = _FORBIDDEN
+        if forbidden := [*_forbidden(request, row, settings)]:
+            scores[number, places.of(forbidden)[1]] = _FORBIDDEN
     if settings.banned is not None:
-        _, always = places.of(settings.banned.always.tolist())
-        scores[:, always] = _FORBIDDEN
+        scores[:, places.of(settings.banned.always.tolist())[1]] = _FORBIDDEN
     if settings.allowed is not None:
-        _, kept = places.of(settings.allowed)
         refused = np.ones(places.size, bool)
-        refused[kept] = False
+        refused[places.of(settings.allowed)[1]] = False
         scores[:, _like(scores, refused)] = _FORBIDDEN
 
 
 def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:
     """What is written at the end of all rows, and for each row beside that what is drafted before it."""
-    is_counted = settings.presence_penalty or settings.frequency_penalty
-    if settings.repetition_penalty == 1.0 and not is_counted:
+    is_counted = bool(settings.presence_penalty or settings.frequency_penalty)
+    repeats = settings.repetition_penalty != 1.0
+    if not (repeats or is_counted):
         return
     committed = rows[0].committed
-    answer = Counter(committed[len(rows[0].request.prompt) :])
+    answer = Counter(committed[len(rows[0].request.prompt) :] if is_counted else ())
     drafted, columns = places.of({token for row in rows for token in row.path})
     before = scores[:, columns]
-    known, at = places.of(answer if settings.repetition_penalty == 1.0 else set(committed))
-    if at:
-        scores[:, at] = _penalised(scores[:, at], [answer[token] for token in known], settings)
+    known, at = places.of(set(committed) if repeats else answer)
+    if len(at):
+        counts = [*map(answer.__getitem__, known.tolist())] if is_counted else None
+        scores[:, at] = _penalised(scores[:, at], counts, settings)
     for number, row in enumerate(rows):
         own = Counter(row.path)
-        if some := [place for place, token in enumerate(drafted) if token in own]:
-            counts = [answer[drafted[place]] + own[drafted[place]] for place in some]
-            scores[number, [columns[place] for place in some]] = _penalised(before[number, some], counts, settings)
+        if some := [place for place, token in enumerate(drafted.tolist()) if token in own]:
+            counts = [answer[token] + own[token] for token in drafted[some].tolist()] if is_counted else None
+            scores[number, columns[some]] = _penalised(before[number, some], counts, settings)
 
 
-def _penalised(values: Any, counts: Sequence[int], settings: Adjustments) -> Any:
-    """Scores of tokens that are written, in the answer so often each. [..., tokens] to the same"""
+def _penalised(values: Any, counts: Sequence[int] | None, settings: Adjustments) -> Any:
+    """Scores of tokens that are written, in the answer so often each where that matters. [..., tokens] to the same"""
     if (repetition := settings.repetition_penalty) != 1.0:
         where = np.where if isinstance(values, np.ndarray) else torch.where
         values = where(values > 0, values / repetition, values * repetition)
+    if counts is None:
+        return values
     weight = _like(values, counts)
     amount = settings.presence_penalty + settings.frequency_penalty * weight
     return values - amount * (weight > 0)
