@@ -79,7 +79,7 @@ def by_hand(x: np.ndarray, row: Row) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_are_adjusted_as_by_hand(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits as an array, as a tensor on the host, and as on a device, where torch does it."""
+    """The same bits as an array, as a tensor on the host, and by torch, as on a device."""
     chance, numbers = random.Random(seed), np.random.default_rng(seed)
     for settings in kinds(chance):
         rows = [*rows_of(chance, settings), *rows_of(chance, None)[:2], *rows_of(chance, replace(settings))]

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from outpace.models.base import chain
 from outpace.models.llama import turns
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_runtime import NativeLlama
+from outpace.rules import gumbel
 
 kernels = pytest.importorskip("outpace_kernels")
 LONG = 1000.0  # seconds: as many rounds as there can be
@@ -285,6 +287,58 @@ def test_a_drafter_that_fails_costs_speed_only(ways: Ways, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="no memory for a draft"):
         (run,), _ = ways.runs([request], carries=True)
     assert run.tokens == plain_tokens(ways.target, request)
+
+
+class Lucky(gumbel.Gumbel):
+    """Picks what it likes."""
+
+    def run(self, logits: Any, rows: Sequence[Any]) -> list[int]:
+        return [7] * len(rows)
+
+    def _winners(self, scores: np.ndarray, rows: Sequence[Any]) -> list[int | None]:
+        return [None] * len(rows)
+
+
+def test_a_rule_that_is_made_from_another_is_not_taken_for_it(ways: Ways) -> None:
+    request = make_request([5, 6, 7, 5, 6], rule=Lucky(), max_tokens=20, temperature=0.8)
+    (run,), _ = ways.runs([request], carries=True)
+    assert run.tokens == [7] * 20
+    assert not ways.carried
+
+
+@pytest.mark.parametrize("options", [{"top_k": 2**40}, {"min_p": 1.0}, {"temperature": 1e-6}])
+def test_odd_options_write_plain_texts_beside_others(ways: Ways, options: dict[str, Any]) -> None:
+    """And the drafter stays."""
+    requests = [make_request([5, 6, 7, 5, 6], max_tokens=40, **(SAMPLED | options)), *asked(1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs, _ = ways.runs(requests, carries=True)
+    assert [run.tokens for run in runs] == [plain_tokens(ways.target, request) for request in requests]
+
+
+def test_what_gives_nothing_is_tried_ever_later(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its time is none of a pass's."""
+    calls: list[int] = []
+    spent: list[float] = []
+    judge = Engine._judge
+
+    def nothing(*_: Any) -> list[Any]:
+        calls.append(len(spent))
+        return []
+
+    def watched(engine: Engine, start: float) -> Any:
+        spent.append(engine.drafting.spent)
+        return judge(engine, start)
+
+    monkeypatch.setattr(NativePair, "carry", nothing)
+    monkeypatch.setattr(Engine, "_judge", watched)
+    (request,) = asked(1)
+    ways.runs([replace(request, max_tokens=200)], carries=True, step=0.01)
+    gaps = [later - before for before, later in pairwise(calls)]
+    assert gaps[:4] == sorted(gaps[:4])
+    assert all(gap > 60 for gap in gaps[4:])
+    assert 3 <= len(calls) <= 7
+    assert all(spent[step] > 0.0 for step in calls)
 
 
 def test_rounds_that_cannot_be_carried_out_are_asked_for(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:

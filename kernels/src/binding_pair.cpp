@@ -43,7 +43,8 @@ void init_side(HeldSide* place, Model* model, Tokens names, int held, Turns turn
     new (place) HeldSide{model, std::move(names), held, std::move(turns), last_position, last_token};
 }
 
-void init_plan(Plan* place, double temperature, double open, double coverage, int budget, int deepest, int explores, double price,
+void init_plan(Plan* place, double temperature, double open, double coverage, int budget, int deepest, int explores,
+               double price,
                double cost, double trust, double row, double least, double copied, Values growth,
                std::vector<bool> due) {
     require(temperature > 0.0, "temperature must be above 0");
@@ -52,7 +53,8 @@ void init_plan(Plan* place, double temperature, double open, double coverage, in
                      std::move(growth), std::move(due)};
 }
 
-void init_noise(Noise* place, double temperature, uint64_t seed, uint64_t choice, int top_k, double top_p, double min_p) {
+void init_noise(Noise* place, double temperature, uint64_t seed, uint64_t choice, int top_k, double top_p,
+                double min_p) {
     require(temperature >= 0.0, "temperature is at least 0");
     new (place) Noise{temperature, seed, choice, filters_of({top_k, top_p, min_p})};
 }
@@ -88,7 +90,8 @@ void init_drafted(Drafted* place, Store* target, int target_length, Store* draft
                         left, std::move(stops), copies, std::move(log_rates), noise};
 }
 
-std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& draft, const Growing& growing, int proposed,
+std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& draft, const Growing& growing,
+                         int proposed,
                          const PassTimes& times, const std::vector<Drafted*>& requests, int most, double seconds) {
     require(proposed >= 2, "a draft proposes two tokens at least");
     require(!times.seconds.empty(), "the time of a pass over one row is to be known");
@@ -123,7 +126,8 @@ void bind_pair(nb::module_& m) {
         .def("__init__", &init_side, "model"_a, "names"_a.none(), "held"_a, "turns"_a, "last_position"_a,
              "last_token"_a, nb::keep_alive<1, 2>());
 
-    nb::class_<Plan>(m, "Plan").def("__init__", &init_plan, "temperature"_a, "open"_a, "coverage"_a, "budget"_a, "deepest"_a,
+    nb::class_<Plan>(m, "Plan").def("__init__", &init_plan, "temperature"_a, "open"_a, "coverage"_a, "budget"_a,
+                                    "deepest"_a,
                                     "explores"_a, "price"_a, "cost"_a, "trust"_a, "row"_a, "least"_a, "copied"_a,
                                     "growth"_a, "due"_a);
 

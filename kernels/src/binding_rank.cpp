@@ -23,7 +23,8 @@ std::vector<Offer> rank(const Rows& scores, int count, const std::vector<double>
     if (temperatures.size() != rows || (!keys.empty() && keys.size() != rows))
         throw std::invalid_argument("every row must have a temperature, and a key if any has");
     if (tokens.is_valid() && tokens.size() != held) throw std::invalid_argument("tokens has the wrong shape");
-    if (!filters.empty() && filters.size() != rows) throw std::invalid_argument("every row must have filters if any has");
+    if (!filters.empty() && filters.size() != rows)
+        throw std::invalid_argument("every row must have filters if any has");
     std::vector<Filters> left;
     for (const FilterTuple& one : filters) left.push_back(filters_of(one));
     for (double temperature : temperatures)

@@ -1,4 +1,4 @@
-// The best of what filters leave of a row of scores: top-k, top-p and min-p, as outpace/core/sampling.py defines them. To
+// The best of what filters leave of a row of scores: top-k, top-p and min-p, as outpace/core/sampling.py says. To
 // be read after ranking.h.
 //
 // That definition sums in float32, in an order of its own. Tokens at the border, of which it may say otherwise than the
@@ -31,7 +31,7 @@ struct Border {
 };
 
 constexpr double kDoubt = 1e-4;  // of the whole: no more may two sums of a row's shares differ near 0
-constexpr double kCoarse = 2.5e-7;  // and for each 1 that the row is far from it, for logarithms in float32 are coarse
+constexpr double kCoarse = 2.5e-7;  // more for each 1 that the largest y is away from 0: logarithms are coarse there
 constexpr float kReaches[] = {10.0f, 40.0f, kInfinity};  // below the largest y
 constexpr int kBins = 64;
 constexpr float kFar = 256.0f;  // from 0: there the values of float32 lie 3e-5 apart
@@ -59,23 +59,26 @@ inline void sort(std::vector<Possible>& found) {
     });
 }
 
-/// Drops what lies below the first `count` tokens and below those whose shares come to `mass`, the largest being 1, as
-/// far as whole bins of y do: sorting many takes longer. False: there are not as many, or not as much.
-inline bool narrow(std::vector<Possible>& found, float peak, float reach, int count, double mass) {
+/// Leaves the `count` largest tokens, and their equals: sorting all takes longer.
+inline void keep_largest(std::vector<Possible>& found, int count) {
+    if (count >= static_cast<int>(found.size())) return;
+    const auto last = found.begin() + (count - 1);
+    std::nth_element(found.begin(), last, found.end(), [](const Possible& a, const Possible& b) { return a.y > b.y; });
+    const float least = last->y;
+    found.erase(std::remove_if(found.begin(), found.end(), [&](const Possible& one) { return one.y < least; }),
+                found.end());
+}
+
+/// Drops what lies below the largest tokens whose shares come to `mass`, the largest being 1, as far as whole bins of y
+/// do. False: all of them do not come to as much.
+inline bool narrow(std::vector<Possible>& found, float peak, float reach, double mass) {
     const float scale = kBins / reach;
     const auto bin = [&](float y) { return std::min(static_cast<int>((peak - y) * scale), kBins - 1); };
-    int counts[kBins] = {};
     double masses[kBins] = {};
-    for (const Possible& one : found) {
-        ++counts[bin(one.y)];
-        if (mass > 0.0) masses[bin(one.y)] += __builtin_exp(static_cast<double>(one.y) - peak);
-    }
+    for (const Possible& one : found) masses[bin(one.y)] += __builtin_exp(static_cast<double>(one.y) - peak);
     int last = 0;
-    for (; last < kBins; ++last) {
-        count -= counts[last];
-        mass -= masses[last];
-        if (count <= 0 && mass <= 0.0) break;
-    }
+    for (; last < kBins; ++last)
+        if ((mass -= masses[last]) <= 0.0) break;
     if (last == kBins) return false;
     found.erase(std::remove_if(found.begin(), found.end(), [&](const Possible& one) { return bin(one.y) > last; }),
                 found.end());
@@ -118,10 +121,12 @@ inline Border border_of_mass(const std::vector<Possible>& found, int count, doub
     return {up_to(below.sure), up_to(below.left), up_to(below.most)};
 }
 
+/// How many tokens min-p leaves, which have at least this y. By `doubt` it may be another in other arithmetic; the
+/// largest is left in any.
 inline Border border_of_share(const std::vector<Possible>& found, float least, float doubt) {
     Border border{0, 0, 0};
     for (const Possible& one : found) {
-        border.sure += one.y >= least + doubt;
+        border.sure += one.y >= least + doubt || one.y == found[0].y;
         border.left += one.y >= least;
         border.most += one.y >= least - doubt;
     }
@@ -140,10 +145,11 @@ inline Border border_of(const Ranking& task, float top, std::vector<Possible>& f
     const bool is_bounded = !filters.top_k && !has_mass;  // by min-p alone
     for (float reach : kReaches) {
         gather(task, is_bounded ? least - near : peak - reach, found);
-        if (is_bounded || reach == kInfinity ||
-            narrow(found, peak, reach, filters.top_k, (filters.top_p + 2 * doubt) * whole_row))
-            break;
+        if (is_bounded || reach == kInfinity) break;
+        const double mass = (filters.top_p + 2 * doubt) * whole_row;
+        if (filters.top_k ? static_cast<int>(found.size()) >= filters.top_k : narrow(found, peak, reach, mass)) break;
     }
+    if (filters.top_k) keep_largest(found, filters.top_k);
     sort(found);
     const int count = static_cast<int>(found.size()), most = filters.top_k ? std::min(filters.top_k, count) : count;
     const int kept = with_equals(found, most);

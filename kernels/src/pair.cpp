@@ -39,7 +39,8 @@ class Rounds {
         return true;
     }
 
-    /// False: a row has no order, and nothing is committed.
+    /// False: a row has no order, or is too close to call. Of this round the draft may have read what it lacked; nothing
+    /// else is committed.
     bool run(Round& round);
 
     /// Whether a request is over.

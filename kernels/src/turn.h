@@ -39,8 +39,9 @@ class Rows {
         keys_.push_back(noise.key(static_cast<uint64_t>(position)));
     }
 
-    /// The best `count` tokens of each wanted row, by the logarithms of their shares where they are several, with the
-    /// noise on top where there is some. False: a row has no order, or its one best token is too close to call.
+    /// The best `count` tokens of each wanted row, by the logarithms of their shares where they are several, as a draft
+    /// proposes them, with the noise on top where there is some. False: a row has no order, or, where one token is asked
+    /// for, as the target picks it, it is too close to call.
     bool run(int count, Block<float>& scores, std::vector<Proposals>& best) {
         forest_.tokens = tokens_.data();
         forest_.turns = turns_.data();
@@ -53,7 +54,11 @@ class Rows {
         forest_.after = [&](int number) {
             const Noise& noise = *noises_[number];
             Ranking task{scores.data() + number * outputs, side_.names, side_.held, 1.0, nullptr, count > 1};
-            if (noise.is_there()) task.temperature = noise.temperature, task.key = &keys_[number], task.filters = noise.filters;
+            if (noise.is_there()) {
+                task.temperature = noise.temperature;
+                task.key = &keys_[number];
+                task.filters = noise.filters;
+            }
             best[number] = best_of(side_.model->kernels(), task, noise.is_there() ? std::max(count, 2) : count);
         };
         side_.model->forward(forest_, scores.data());

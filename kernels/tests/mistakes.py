@@ -207,6 +207,7 @@ MUTATIONS = (
     Mutation("filters: top-k leaves all", "filtering.h", "std::min(filters.top_k, count) : count;", "count : count;"),
     Mutation("filters: min-p leaves all", "filtering.h", "if (filters.min_p > 0.0) border.cut(",
              "if (false) border.cut("),
+    Mutation("filters: the largest may go by min-p", "filtering.h", " || one.y == found[0].y;", ";"),
     Mutation("filters: shares of all tokens", "filtering.h", "sum += __builtin_exp(beside);",
              "sum += 1e-3 + __builtin_exp(beside);"),
     Mutation("a race that is too close is called", "noise.h", "> best.values[1] + margin", "> best.values[1]"),

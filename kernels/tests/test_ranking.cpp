@@ -192,13 +192,17 @@ void test_borders() {
             Ranking task = bare;
             task.filters = {0, half, 0.0};  // with the second the share is just reached, or just not
             check(kernels->rank(task, 3, best) == (is_third ? 0 : 3), "who may be beyond the border does not win");
+            task.filters = {0, 1.0, 1.0};  // the two largest are left, whatever 1 is in other arithmetic
+            check(kernels->rank(task, 3, best) == 2, "the largest are left in any case");
+            task.filters = {0, half, 0.0};
             task.whole = true;
             check(kernels->rank(task, 3, best) >= 2, "as a share it counts, or does not");
         }
 }
 
 void test_noise() {
-    check(Noise{1.0, 7, 3}.key(20) == 0xef9a5ebbf9d96813u && Noise{1.0, (1ull << 63) - 1, 0}.key(1) == 0x596ee3ef56483a6eu, "keys of rows");
+    check(Noise{1.0, 7, 3}.key(20) == 0xef9a5ebbf9d96813u, "the key of a row");
+    check(Noise{1.0, (1ull << 63) - 1, 0}.key(1) == 0x596ee3ef56483a6eu, "the key of a row of a large seed");
     const auto is_called = [](std::vector<double> values) {
         return is_clear({std::vector<int64_t>(values.size()), std::move(values)});
     };

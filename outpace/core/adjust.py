@@ -40,7 +40,7 @@ def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
 
 
 def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
-    """The logits as each row's request adjusts them, in float32 or better; the same object where none does.
+    """The logits as each row's request adjusts them, tensors in float32 or better; the same object where none does.
 
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
     draft's may be smaller) are left out. On the host it is done by numpy: for so few tokens of a row torch would wake

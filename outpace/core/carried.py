@@ -199,7 +199,7 @@ class Carrier(Protocol):
     def carry(
         self, states: Sequence[Any], asked: Sequence[Carrying], rounds: int, seconds: float
     ) -> list[list[Carried]]:
-        """Up to so many rounds of all requests, round by round; none of them where they cannot be carried out. The
+        """Up to so many rounds of all requests, round by round, as far as they can be carried out. The
         sessions of both models then hold what was walked, and nothing is pending."""
 
 

@@ -16,6 +16,7 @@ from outpace.models.base import Model
 
 _MOST = 8  # rounds in a step
 _FEW = 4  # requests: of more, seldom all draft, and each would plan in vain
+_LONGEST_REST = 64  # steps without whole rounds where these are tried in vain
 
 
 class Carriers:
@@ -33,13 +34,19 @@ class Carriers:
         """`burst`: seconds that several rounds in one step may take."""
         self._target, self._admission, self._drafting, self._costs = target, admission, drafting, costs
         self._burst, self._clock = burst, clock
+        self._failures = self._rest = 0  # calls in a row that gave nothing; steps that go without one
         found = {name: drafter.carrier(target) for name, drafter in drafting.drafters.items()}
         self._by_name: dict[str | None, Carrier] = {name: one for name, one in found.items() if one is not None}
 
     def may_carry(self, running: Sequence[Running]) -> Collection[str] | None:
         """Whether requests that write together may ask for whole rounds: a few, by one drafter, none while a text is
         read. The sources whose copies are made in these; None: they may not."""
-        if not self._by_name or not 0 < len(running) <= _FEW or running[0].draft.name not in self._by_name:
+        if (
+            self._rest
+            or not self._by_name
+            or not 0 < len(running) <= _FEW
+            or running[0].draft.name not in self._by_name
+        ):
             return None
         name = running[0].draft.name
         for run in running:
@@ -51,7 +58,9 @@ class Carriers:
 
     def step(self, start: float) -> list[Running]:
         """One step that began at `start`, where all requests ask for whole rounds, somebody is to draft in these, and
-        they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more."""
+        they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more. What gave
+        nothing, as where every row is too close to call, is tried again ever later."""
+        self._rest = max(self._rest - 1, 0)
         running = [run for run in self._admission.running if run.finish_reason is None]
         asks = [(run, run.ask) for run in running if isinstance(run.ask, CarryOut)]
         if not asks:
@@ -60,9 +69,15 @@ class Carriers:
             drafts = any(ask.plan.drafts for _, ask in asks)
             if drafts and len(asks) == len(running) and self.may_carry(running) is not None:
                 slots = [(run, ask.plan.most) for run, ask in asks]
-                if self._admission.fit(slots) and (done := self._carry(asks)):
-                    self._commit(running, done, start)
-                    return running
+                if self._admission.fit(slots):
+                    began = self._clock()
+                    if done := self._carry(asks):
+                        self._failures = 0
+                        self._commit(running, done, start)
+                        return running
+                    self._drafting.spent += self._clock() - began
+                    self._failures += 1
+                    self._rest = min(2**self._failures - 1, _LONGEST_REST)
             asking = [run for run, _ in asks if run in self._admission.running]  # one that was paused asks later
             for run in asking:
                 run.advance(None)

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 
 from outpace.core.carried import Noise
 from outpace.core.scores import Scores, tensor_of
-from outpace.core.types import Request, Row
+from outpace.core.types import Request, Row, Rule
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R", bound=type[Rule])
 _WORD = 1 << 64
+MOST_KEPT = 2**31 - 1  # a larger top-k leaves all, too
 _MARK, _BY_SCORE, _BY_RACE = "takes_arrays", "by_score", "by_race"
 
 
@@ -27,20 +29,21 @@ def by_score(function: F) -> F:
     return function
 
 
-def by_race(reduce: F) -> F:
-    """Marks a `reduce` that gives each row's best token by log p plus the noise of the row's position."""
-    setattr(reduce, _BY_RACE, True)
-    return reduce
+def by_race(rule: R) -> R:
+    """Marks a rule that picks each row's best token by log p plus the noise of the row's position. What is made from it
+    may do otherwise, so it is not marked."""
+    setattr(rule, _BY_RACE, rule)
+    return rule
 
 
 def noise_of(request: Request) -> Noise | None:
     """By what this request's tokens are picked, where that is the best of all by scores or in a race; else None."""
     if picks_by_score(request):
         return Noise()
-    sampling, is_race = request.sampling, hasattr(request.rule.reduce, _BY_RACE)
-    if not is_race or sampling.is_greedy or _is_steered(request):
+    sampling, rule = request.sampling, type(request.rule)
+    if getattr(rule, _BY_RACE, None) is not rule or sampling.is_greedy or _is_steered(request):
         return None
-    filters = sampling.top_k, sampling.top_p, sampling.min_p
+    filters = min(sampling.top_k, MOST_KEPT), sampling.top_p, sampling.min_p
     return Noise(sampling.temperature, request.seed, request.choice % _WORD, *filters)
 
 

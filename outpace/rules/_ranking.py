@@ -11,6 +11,7 @@ from outpace.core.lazy import torch
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import log_softmax
 from outpace.core.types import Offer
+from outpace.rules._arrays import MOST_KEPT
 
 """Tokens on the scale by which a rule's target will choose, best first, and their values there."""
 
@@ -61,7 +62,9 @@ def ranked(
 
 def _filters(sampling: Sampling) -> tuple[int, float, float]:
     """What leaves tokens out, as the kernels take it."""
-    return (sampling.top_k, sampling.top_p, sampling.min_p) if sampling.filters else (0, 1.0, 0.0)
+    if not sampling.filters:
+        return 0, 1.0, 0.0
+    return min(sampling.top_k, MOST_KEPT), sampling.top_p, sampling.min_p
 
 
 def prepared(scores: np.ndarray, samplings: Sequence[Sampling]) -> tuple[np.ndarray, list[float]]:

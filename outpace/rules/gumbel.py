@@ -35,6 +35,7 @@ class Options:
     """None."""
 
 
+@by_race
 class Gumbel(Rule):
     """The exponential race argmax(p / E), with E the same for target and drafter."""
 
@@ -45,7 +46,6 @@ class Gumbel(Rule):
     def __init__(self) -> None:
         self._race = Race()
 
-    @by_race
     @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
         logits = adjusted(logits, rows)

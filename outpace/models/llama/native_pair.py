@@ -42,8 +42,9 @@ class NativePair:
     def carry(
         self, growing: Growing, parts: Sequence[tuple[Carrying, Reading]], rounds: int, seconds: float
     ) -> list[list[Carried]]:
-        """Up to so many rounds of all requests, round by round, none of which begins when `seconds` would be exceeded;
-        none at all where a row of scores has no order. Both models' sessions are told what they then hold."""
+        """Up to so many rounds of all requests, round by round, none of which begins when `seconds` would be exceeded,
+        and none where a row of scores has no order, or a winner that is too close to call. Both models' sessions are
+        told what they then hold."""
         kernels = self._kernels
         drafted = [self._drafted(asked, reading) for asked, reading in parts]
         times = kernels.PassTimes(*max((asked.ask.plan.times for asked, _ in parts), key=_reach))
