@@ -1,4 +1,4 @@
-"""What the options of a request cost: plain decoding and `auto` with sampling, filters, penalties, bias and structure.
+"""What the options of a request cost: plain decoding and `auto` with sampling, filters, penalties and bias.
 
 Run: python bench/request_options.py --data FOLDER [--prompts 2] [--tokens 128] [--rounds 5] [--only WORD]
 FOLDER holds prompts as docs/benchmarks.md describes them. All options by both ways in turn, one request at a time, on
@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from short_answers import read_prompts
+from short_answers import as_prompt, new_llm, read_prompts
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
@@ -66,15 +66,14 @@ def main() -> None:
     target = load_model(None)
     draft = load_draft(shipped_draft(target.name), target)
     texts = read_prompts(args.data, args.prompts).values()
-    prompts = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    prompts = [as_prompt(target, text) for text in texts]
     speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
     found: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("options", total=args.rounds * len(chosen) * 2)
         for turn in range(args.rounds):
             for way in (PLAIN, AUTO)[:: 1 if turn % 2 else -1]:
-                method, own = ("autoregressive", None) if way == PLAIN else ("auto", draft)
-                with LLM(target, own, method=method, profile=False, reuse=False) as llm:
+                with new_llm(target, draft, "autoregressive" if way == PLAIN else "auto") as llm:
                     for name, options in chosen.items():
                         given = {"max_tokens": args.tokens, "seed": 1} | options
                         tokens_per_second(llm, prompts[:1], given)  # what it learns of such requests

@@ -44,14 +44,23 @@ def read_prompts(folder: Path, each: int) -> dict[str, str]:
     return found
 
 
+def new_llm(target: Loaded, draft: Loaded, method: str) -> LLM:
+    """A new LLM over models that are loaded, which knows nothing of earlier answers."""
+    own = None if method == "autoregressive" else draft
+    return LLM(target, own, method=method, profile=False, reuse=False)
+
+
+def as_prompt(target: Loaded, text: str) -> Any:
+    """What a user's first message becomes."""
+    return target.tokenizer.chat([{"role": "user", "content": text}])
+
+
 class Race:
     """All ways on the same prompts, in turn."""
 
     def __init__(self, target: Loaded, draft: Loaded, texts: dict[str, str]) -> None:
         self.target, self.draft = target, draft
-        self.prompts = {
-            name: target.tokenizer.chat([{"role": "user", "content": text}]) for name, text in texts.items()
-        }
+        self.prompts = {name: as_prompt(target, text) for name, text in texts.items()}
         self.times: Times = defaultdict(list)
         self.texts: dict[tuple[int, str], tuple[int, ...]] = {}
         self.differing = 0
@@ -67,8 +76,7 @@ class Race:
 
     def open(self, method: str) -> LLM:
         """A new LLM over the models that are loaded."""
-        draft = None if method == "autoregressive" else self.draft
-        return LLM(self.target, draft, method=method, profile=False, reuse=False)
+        return new_llm(self.target, self.draft, method)
 
     def answer(self, way: str, name: str, tokens: int) -> None:
         """One answer, timed from its submission to its end."""

@@ -23,9 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from short_answers import read_prompts
+from short_answers import as_prompt, new_llm, read_prompts
 
-from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.engine.carrying import Carriers
 from outpace.engine.engine import Engine
@@ -79,9 +78,9 @@ def answer(
 ) -> dict[str, Any]:
     """All prompts by one way, so many at once; `options` as `LLM.generate` takes them."""
     watch = Watch()
-    method, own = ("autoregressive", None) if way == PLAIN else ("auto", draft)
-    with watch.watching(way), LLM(target, own, method=method, profile=False, reuse=False) as llm:
-        prompts = [target.tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
+    method = "autoregressive" if way == PLAIN else "auto"
+    with watch.watching(way), new_llm(target, draft, method) as llm:
+        prompts = [as_prompt(target, text) for text in texts]
         llm.generate(prompts[:batch], **options)
         watch.seconds.clear()
         began, results = time.perf_counter(), []

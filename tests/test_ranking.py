@@ -12,7 +12,7 @@ import torch
 from outpace.core.noise import gumbel_of, hashes, row_key
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held
-from outpace.core.types import Adjustments, Request, Row
+from outpace.core.types import Adjustments, Offer, Request, Row
 from outpace.rules import _ranking, greedy, gumbel, match
 from outpace.rules._race import clear_winner
 from outpace.rules.base import best_rows
@@ -138,17 +138,23 @@ def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest
         assert values == pytest.approx(best.values[:possible].tolist(), abs=1e-5)
 
 
+def by_both(
+    patch: pytest.MonkeyPatch, function: str, instead: object, held: Held, rows: list[Row], count: int
+) -> list[tuple[Offer, Offer]]:
+    """What is offered for each row, and what is where this function of `_ranking` gives something else."""
+    fast = best_rows(held, rows, count)
+    with patch.context() as patched:
+        patched.setattr(_ranking, function, lambda: instead)
+        return [*zip(fast, best_rows(held, rows, count), strict=True)]
+
+
 @needs_kernels
 def test_both_ways_offer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * 4
     held = Held(scores, np.arange(3000) * 3 + 1, 9001)
     for rule, sampling in ((GREEDY, Sampling()), (GUMBEL, Sampling(0.8)), (MATCH, Sampling(1.1, min_p=0.01))):
         rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(40)]
-        fast = best_rows(held, rows, 8)
-        with monkeypatch.context() as patched:
-            patched.setattr(_ranking, "native_rank", lambda: None)
-            slow = best_rows(held, rows, 8)
-        for (tokens, values), (expected, exact) in zip(fast, slow, strict=True):
+        for (tokens, values), (expected, exact) in by_both(monkeypatch, "native_rank", None, held, rows, 8):
             assert tokens == expected
             assert values == pytest.approx(exact, abs=1e-5)
 
@@ -187,11 +193,7 @@ def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPa
         for rule in (GUMBEL, MATCH):
             sampling = Sampling(0.8, top_k, top_p, min_p)
             rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(60)]
-            fast = best_rows(held, rows, 6)
-            with monkeypatch.context() as patched:
-                patched.setattr(_ranking, "filters_natively", lambda: False)
-                slow = best_rows(held, rows, 6)
-            for (tokens, values), (others, exact) in zip(fast, slow, strict=True):
+            for (tokens, values), (others, exact) in by_both(monkeypatch, "filters_natively", False, held, rows, 6):
                 same += tokens == others and values == pytest.approx(exact, abs=0.01)
     assert same > 0.99 * 60 * 2 * len(FILTERS)
 

@@ -125,7 +125,7 @@ def test_who_dies_takes_the_other_along(folder: Path, dying: int) -> None:
     ends = group.ends()
     assert ends[dying][0] == -signal.SIGKILL
     status, _, said = ends[1 - dying]
-    assert status in (1, -signal.SIGABRT), said  # torch may abort a process whose peer died, while that ends
+    assert status == 1, said
     assert "split model" in said
 
 

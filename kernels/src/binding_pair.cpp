@@ -44,8 +44,7 @@ void init_side(HeldSide* place, Model* model, Tokens names, int held, Turns turn
 }
 
 void init_plan(Plan* place, double temperature, double open, double coverage, int budget, int deepest, int explores,
-               double price,
-               double cost, double trust, double row, double least, double copied, Values growth,
+               double price, double cost, double trust, double row, double least, double copied, Values growth,
                std::vector<bool> due) {
     require(temperature > 0.0, "temperature must be above 0");
     require(budget >= 1 && deepest >= 0, "budget is at least 1, deepest at least 0");
@@ -91,8 +90,8 @@ void init_drafted(Drafted* place, Store* target, int target_length, Store* draft
 }
 
 std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& draft, const Growing& growing,
-                         int proposed,
-                         const PassTimes& times, const std::vector<Drafted*>& requests, int most, double seconds) {
+                         int proposed, const PassTimes& times, const std::vector<Drafted*>& requests, int most,
+                         double seconds) {
     require(proposed >= 2, "a draft proposes two tokens at least");
     require(!times.seconds.empty(), "the time of a pass over one row is to be known");
     for (const Drafted* request : requests) require(request != nullptr, "a request is missing");
@@ -127,9 +126,8 @@ void bind_pair(nb::module_& m) {
              "last_token"_a, nb::keep_alive<1, 2>());
 
     nb::class_<Plan>(m, "Plan").def("__init__", &init_plan, "temperature"_a, "open"_a, "coverage"_a, "budget"_a,
-                                    "deepest"_a,
-                                    "explores"_a, "price"_a, "cost"_a, "trust"_a, "row"_a, "least"_a, "copied"_a,
-                                    "growth"_a, "due"_a);
+                                    "deepest"_a, "explores"_a, "price"_a, "cost"_a, "trust"_a, "row"_a, "least"_a,
+                                    "copied"_a, "growth"_a, "due"_a);
 
     nb::class_<PassTimes>(m, "PassTimes").def(
         "__init__",

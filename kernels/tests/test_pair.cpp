@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "by_hand.h"
 #include "forests.h"
 #include "pair.h"
 
@@ -23,23 +24,13 @@ std::vector<float> turn_table(int depth) {
     return turns;
 }
 
-/// What a row decides. By brute force where there is noise: the least of -log(u) e^(-x / T).
+/// What a row decides: the best of x, or of x / T + noise.
 int picked(const std::vector<float>& scores, const Noise& noise, std::size_t position) {
     if (!noise.is_there()) return static_cast<int>(std::max_element(scores.begin(), scores.end()) - scores.begin());
-    const uint64_t key = noise.key(position);
     std::vector<double> race;
-    for (std::size_t token = 0; token < scores.size(); ++token) {
-        uint32_t bits = static_cast<uint32_t>(token) ^ static_cast<uint32_t>(key);
-        bits *= 0x7feb352du;
-        bits ^= bits >> 15 ^ static_cast<uint32_t>(key >> 32);
-        for (uint32_t factor : {0x846ca68bu, 0x9e485565u}) {
-            bits *= factor;
-            bits ^= bits >> 15;
-        }
-        const double share = ((bits & 0x7fffffffu) + 0.5) * 0x1p-31;
-        race.push_back(-std::log1p(-share) * std::exp(-scores[token] / noise.temperature));
-    }
-    return static_cast<int>(std::min_element(race.begin(), race.end()) - race.begin());
+    for (std::size_t token = 0; token < scores.size(); ++token)
+        race.push_back(scores[token] / noise.temperature + noise_of(static_cast<int64_t>(token), noise.key(position)));
+    return static_cast<int>(std::max_element(race.begin(), race.end()) - race.begin());
 }
 
 std::vector<int> plain_text(Model& model, const Sizes& sizes, std::vector<int> tokens, const Noise& noise) {
@@ -91,14 +82,14 @@ int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& d
                      draft_sizes.vocabulary - 1};
     std::vector<std::unique_ptr<Text>> texts;
     std::vector<Drafted*> requests;
-    const auto noise_of = [&](int number) {  // the middle one is greedy in any case
+    const auto keyed = [&](int number) {  // the middle one is greedy in any case
         return Noise{number == 1 ? 0.0 : temperature, 7u + static_cast<uint64_t>(number), 3};
     };
     for (int number = 0; number < 3; ++number) {
         auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
         prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);  // something to copy
         const Plan plan = plan_of(cost, 4 + 2 * number);
-        texts.push_back(std::make_unique<Text>(target, sizes, draft_sizes, prompt, plan, noise_of(number)));
+        texts.push_back(std::make_unique<Text>(target, sizes, draft_sizes, prompt, plan, keyed(number)));
         requests.push_back(&texts.back()->drafted);
     }
     const PassTimes times{{1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8,
@@ -127,7 +118,8 @@ int check_rounds(Model& target, const Sizes& sizes, Model& draft, const Sizes& d
     for (int number = 0; number < 3; ++number) {
         auto prompt = text(5 + 3 * number, sizes.vocabulary, number);
         prompt.insert(prompt.end(), prompt.begin(), prompt.begin() + 4);
-        const std::vector<int> expected = plain_text(target, sizes, prompt, noise_of(number)), &got = texts[number]->tokens;
+        const std::vector<int> expected = plain_text(target, sizes, prompt, keyed(number));
+        const std::vector<int>& got = texts[number]->tokens;
         const auto count = static_cast<int64_t>(std::min(got.size(), expected.size()));
         check(got.size() > prompt.size() + 5 && std::equal(got.begin(), got.begin() + count, expected.begin()),
               "the text of a pair's rounds");

@@ -6,6 +6,7 @@
 #include <limits>
 #include <random>
 
+#include "by_hand.h"
 #include "check.h"
 #include "kernels.h"
 #include "noise.h"
@@ -14,19 +15,6 @@ namespace outpace {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-/// As outpace/core/noise.py says it: a hash of the token under the key's halves, then g = -log(-log(1 - v)).
-double noise_of(int64_t token, uint64_t key) {
-    auto bits = static_cast<uint32_t>(token) ^ static_cast<uint32_t>(key);
-    for (const uint32_t factor : {0x7feb352du, 0x846ca68bu, 0x9e485565u}) {
-        bits *= factor;
-        bits ^= bits >> 15;
-        if (factor == 0x7feb352du) bits ^= static_cast<uint32_t>(key >> 32);
-    }
-    const float half = static_cast<float>(bits & 0x7fffffffu) + 0.5f;
-    const double v = half * static_cast<float>(std::ldexp(1 - std::ldexp(1.0, -23), -31));
-    return -std::log(-std::log1p(-v));
-}
 
 /// All tokens of a row that are possible, best first, with `sum` the log of the sum of e^(x / T).
 std::vector<Ranked> definition(const Ranking& task, double* sum) {

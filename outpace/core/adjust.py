@@ -85,7 +85,7 @@ def mask_refused(logits: Tensor | np.ndarray, row: Row) -> None:
     count = min(len(mask), len(logits))
     refused = np.ones(len(logits), bool)
     refused[:count] = ~mask[:count]
-    logits[_like(logits, refused)] = _FORBIDDEN
+    _forbid(logits, refused)
 
 
 class _Places(NamedTuple):
@@ -105,13 +105,15 @@ class _Places(NamedTuple):
         return asked[there], places[there]
 
 
-def _like(scores: Any, values: Any) -> Any:
-    """Beside these scores, as an array or on their device: numbers in their type, truth values as such."""
-    if isinstance(scores, np.ndarray):
-        return np.asarray(values, None if np.asarray(values).dtype == bool else scores.dtype)
-    if isinstance(values, np.ndarray):
-        return torch.from_numpy(values).to(scores.device)
-    return scores.new_tensor(values)
+def _like(scores: Any, values: Sequence[float]) -> Any:
+    """Numbers in the type of these scores, as an array or on their device."""
+    return np.asarray(values, scores.dtype) if isinstance(scores, np.ndarray) else scores.new_tensor(values)
+
+
+def _forbid(scores: Any, refused: np.ndarray) -> None:
+    """Forbids tokens in all rows, in place. scores [..., tokens], refused bool [tokens]"""
+    where: Any = refused if isinstance(scores, np.ndarray) else torch.from_numpy(refused).to(scores.device)
+    scores[..., where] = _FORBIDDEN
 
 
 def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> None:
@@ -141,7 +143,7 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Pl
     if settings.allowed is not None:
         refused = np.ones(places.size, bool)
         refused[places.of(settings.allowed)[1]] = False
-        scores[:, _like(scores, refused)] = _FORBIDDEN
+        _forbid(scores, refused)
 
 
 def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Places) -> None:

@@ -15,6 +15,7 @@ from outpace.core.upload import uploaded
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LARGEST = 2**31 - 1
 _NUCLEUS = 1024  # candidates sorted first; the whole row is sorted only where their mass falls short of top_p
 
 
@@ -41,6 +42,12 @@ class Sampling:
     def filters(self) -> bool:
         """Whether tokens are left out."""
         return not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+    @property
+    def kernel_filters(self) -> tuple[int, float, float]:
+        """top_k, top_p and min_p as the kernels take them, where they leave tokens out; a top_k that is too large for a
+        word of theirs leaves all tokens, too."""
+        return (min(self.top_k, _LARGEST), self.top_p, self.min_p) if self.filters else (0, 1.0, 0.0)
 
 
 GREEDY = Sampling()

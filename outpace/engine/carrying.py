@@ -50,16 +50,14 @@ class Carriers:
             return None
         name = running[0].draft.name
         for run in running:
-            if run.draft.name != name or run.noise is None or run.is_prefilling or run.draft.state is None:
-                return None
-            if not run.is_bare:
+            is_ready = run.draft.name == name and run.draft.state is not None and not run.is_prefilling
+            if not is_ready or run.noise is None or not run.is_bare:
                 return None
         return self._by_name[name].copied if name in self._drafting.drafters else None
 
     def step(self, start: float) -> list[Running]:
         """One step that began at `start`, where all requests ask for whole rounds, somebody is to draft in these, and
-        they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more. What gave
-        nothing, as where every row is too close to call, is tried again ever later."""
+        they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more."""
         self._rest = max(self._rest - 1, 0)
         running = [run for run in self._admission.running if run.finish_reason is None]
         asks = [(run, run.ask) for run in running if isinstance(run.ask, CarryOut)]
@@ -69,15 +67,9 @@ class Carriers:
             drafts = any(ask.plan.drafts for _, ask in asks)
             if drafts and len(asks) == len(running) and self.may_carry(running) is not None:
                 slots = [(run, ask.plan.most) for run, ask in asks]
-                if self._admission.fit(slots):
-                    began = self._clock()
-                    if done := self._carry(asks):
-                        self._failures = 0
-                        self._commit(running, done, start)
-                        return running
-                    self._drafting.spent += self._clock() - began
-                    self._failures += 1
-                    self._rest = min(2**self._failures - 1, _LONGEST_REST)
+                if self._admission.fit(slots) and (done := self._tried(asks)):
+                    self._commit(running, done, start)
+                    return running
             asking = [run for run, _ in asks if run in self._admission.running]  # one that was paused asks later
             for run in asking:
                 run.advance(None)
@@ -85,6 +77,19 @@ class Carriers:
         except BaseException as error:
             self._admission.fail(running, error)
         return []
+
+    def _tried(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
+        """As `_carry`. What gives nothing, as where every row is too close to call, is tried again ever later, and its
+        time is none of a pass's."""
+        began = self._clock()
+        done = self._carry(asks)
+        if done:
+            self._failures = 0
+        else:
+            self._drafting.spent += self._clock() - began
+            self._failures += 1
+            self._rest = min(2**self._failures - 1, _LONGEST_REST)
+        return done
 
     def _carry(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
         """What these requests ask for, round by round; none where it cannot be carried out."""

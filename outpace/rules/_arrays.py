@@ -12,7 +12,6 @@ from outpace.core.types import Request, Row, Rule
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound=type[Rule])
 _WORD = 1 << 64
-MOST_KEPT = 2**31 - 1  # a larger top-k leaves all, too
 _MARK, _BY_SCORE, _BY_RACE = "takes_arrays", "by_score", "by_race"
 
 
@@ -38,18 +37,12 @@ def by_race(rule: R) -> R:
 
 def noise_of(request: Request) -> Noise | None:
     """By what this request's tokens are picked, where that is the best of all by scores or in a race; else None."""
-    if picks_by_score(request):
+    if _is_by_score(request, request.rule.reduce):
         return Noise()
     sampling, rule = request.sampling, type(request.rule)
     if getattr(rule, _BY_RACE, None) is not rule or sampling.is_greedy or _is_steered(request):
         return None
-    filters = min(sampling.top_k, MOST_KEPT), sampling.top_p, sampling.min_p
-    return Noise(sampling.temperature, request.seed, request.choice % _WORD, *filters)
-
-
-def picks_by_score(request: Request) -> bool:
-    """Whether all that is asked of this request's rows is the best token of each, as a model may tell it."""
-    return _is_by_score(request, request.rule.reduce)
+    return Noise(sampling.temperature, request.seed, request.choice % _WORD, *sampling.kernel_filters)
 
 
 def offers_by_score(request: Request) -> bool:

@@ -11,7 +11,6 @@ from outpace.core.lazy import torch
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import log_softmax
 from outpace.core.types import Offer
-from outpace.rules._arrays import MOST_KEPT
 
 """Tokens on the scale by which a rule's target will choose, best first, and their values there."""
 
@@ -55,16 +54,9 @@ def ranked(
         return None
     if filters_natively() and any(sampling.filters for sampling in samplings):
         temperatures = [sampling.temperature or 1.0 for sampling in samplings]
-        return rank(scores, count, temperatures, keys, ids, whole, [*map(_filters, samplings)])
+        return rank(scores, count, temperatures, keys, ids, whole, [sampling.kernel_filters for sampling in samplings])
     scores, temperatures = prepared(scores, samplings)
     return rank(scores, count, temperatures, keys, ids, whole)
-
-
-def _filters(sampling: Sampling) -> tuple[int, float, float]:
-    """What leaves tokens out, as the kernels take it."""
-    if not sampling.filters:
-        return 0, 1.0, 0.0
-    return min(sampling.top_k, MOST_KEPT), sampling.top_p, sampling.min_p
 
 
 def prepared(scores: np.ndarray, samplings: Sequence[Sampling]) -> tuple[np.ndarray, list[float]]:

@@ -18,7 +18,6 @@ from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
 from outpace.rules._arrays import noise_of as noise_of
 from outpace.rules._arrays import offers_by_score as offers_by_score
-from outpace.rules._arrays import picks_by_score as picks_by_score
 from outpace.rules._arrays import reduced
 from outpace.rules._guard import allowed_of, guard, opened
 from outpace.rules._ranking import log_chances, ranked

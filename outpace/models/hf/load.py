@@ -43,6 +43,8 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
             split.follow(module, split.link())
         except Exception as error:
             raise SystemExit(f"outpace, rank {rank}: {error}") from error
+        finally:
+            split.leave()
         raise SystemExit(0)
     lead = split.lead()
     try:

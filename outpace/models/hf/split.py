@@ -37,6 +37,12 @@ def start() -> int:
     return int(dist.get_rank())
 
 
+def leave() -> None:
+    """This process knows the others no more. One that ends while it does may be aborted by torch: threads that wait for
+    a process that died are still there then."""
+    dist.destroy_process_group()
+
+
 def together(work: Callable[[], T]) -> T:
     """Does it in every process. UserError in all of them where it fails in one: no other waits for that one then."""
     result, reason = None, None
