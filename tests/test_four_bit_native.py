@@ -15,6 +15,7 @@ from test_runtimes import PROMPT
 
 import outpace
 from outpace.models.base import Part
+from outpace.models.files import four_bit_blocks
 from outpace.models.files.source import open_source
 from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config import from_dict
@@ -50,9 +51,10 @@ def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int,
     with open_source(folder) as four, open_source(plain) as expected:
         for name in four.names():
             held = four.weight(name)
-            if not isinstance(held, Stored) or not held.data.size:
-                assert "proj.weight" not in name
+            if "proj.weight" not in name:
+                assert isinstance(held, np.ndarray) or held.kind == "F32"
                 continue
+            assert isinstance(held, Stored)
             assert held.kind == ("U4_32" if group == 32 else "U4_64")
             assert four.held(name) == (held.kind, held.data.nbytes)
             for package in (kernels, emulation):
@@ -61,6 +63,19 @@ def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int,
                 matrix.read(held.order, out)
                 assert np.array_equal(out.view(np.uint32), expected.array(name).view(np.uint32))
                 assert np.array_equal(out, held.values())
+
+
+@pytest.mark.parametrize(("way", "group", "changes"), IN_BLOCKS, ids=str)
+def test_the_kernels_convert_words_as_their_definition_does(
+    tmp_path: Path, way: str, group: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = folders(tmp_path, way, group, **changes)
+    with open_source(folder) as four:
+        names = [name for name in four.names() if "proj.weight" in name]
+        found = [four.weight(name).data for name in names]
+        monkeypatch.setattr(four_bit_blocks, "_converter", lambda: None)
+        for name, data in zip(names, found, strict=True):
+            assert np.array_equal(four.weight(name).data, data)
 
 
 @pytest.mark.parametrize(("way", "group", "changes"), [("gptq", 128, CUT), ("awq", 32, {})], ids=str)

@@ -15,7 +15,8 @@ import torch
 from files import CONFIG, weights
 
 from outpace.core.errors import UserError
-from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, new_folder, write_checkpoint
+from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
+from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
 from outpace.models.llama import config as llama
 

@@ -19,7 +19,7 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part
-from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.checkpoint import Checkpoint, write_checkpoint
 from outpace.models.files.four_bit_blocks import BYTES, INPUTS
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.source import GgufSource
@@ -105,6 +105,59 @@ def test_a_format_means_what_the_gguf_package_says(name: str) -> None:
         for held, place in zip((rounded, direct), both, strict=True):
             held.read(np.arange(70, dtype=np.int32), place)
         assert np.array_equal(*both)
+
+
+@pytest.mark.parametrize("chunk", [0, 48, 64])
+@pytest.mark.parametrize("name", emulation.FLOATS)
+def test_floats_of_a_file_are_rounded_as_floats_in_memory(name: str, chunk: int) -> None:
+    """Rows of two parts, some of them zeros, and chunks padded to whole groups."""
+    random = np.random.default_rng(3)
+    values = (random.integers(-127, 128, (70, 192)) / 64).astype(np.float32)  # which all formats hold
+    data = values.view(np.uint16)[:, 1::2].copy() if name == "BF16" else values.astype(emulation.FLOATS[name])
+    data = data.view(np.uint8)
+    order = random.permutation(70).astype(np.int32)
+    order[::9] = -1
+    inputs = 192 // chunk * -(-chunk // 64) * 64 if chunk else 192
+    expected = np.zeros((70, 192 // (chunk or 192), inputs // (192 // (chunk or 192))), np.float32)
+    each = chunk or 192
+    expected[order >= 0, :, :each] = values[order[order >= 0]].reshape(-1, 192 // each, each)
+    direct = kernels.Matrix(np.ascontiguousarray(expected.reshape(70, inputs)))
+    for package in (kernels, emulation):
+        matrix = package.Matrix.stored([(name, data[:30]), (name, data[30:])], order, inputs, chunk)
+        both = [np.empty((70, inputs), np.float32) for _ in range(2)]
+        for held, place in zip((matrix, direct), both, strict=True):
+            held.read(np.arange(70, dtype=np.int32), place)
+        assert np.array_equal(*both)
+        damaged = data.copy()
+        damaged[33, -2:] = 0xFF
+        with pytest.raises(ValueError, match="not finite"):
+            package.Matrix.stored([(name, damaged)], np.arange(70, dtype=np.int32), inputs, chunk)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_folder_in_floats_is_rounded_where_it_lies(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No matrix becomes float32 in memory, each is forgotten, and the model is the one that floats in memory make."""
+    tensors = {name: torch.from_numpy(values).to(getattr(torch, dtype)) for name, values in weights().items()}
+    folder = tmp_path / "model"
+    write_checkpoint(folder, CONFIG, tensors)
+    with Checkpoint.open(folder) as source:
+        config = from_dict(source.config)
+        expected = fresh(NativeLlama.from_tensors(config, source.array), [1, 2, 3])
+    seen = set[str]()
+    forget = Checkpoint._forget
+    monkeypatch.setattr(Checkpoint, "_forget", lambda one, *names: seen.update(names) or forget(one, *names))
+    with Checkpoint.open(folder) as source:
+        shapes = {name: source.shape(name) for name in source.names()}
+
+        def array(name: str, read: Any = source.array) -> np.ndarray:
+            assert len(shapes[name]) == 1
+            return read(name)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(source, "array", array)
+        assert torch.equal(fresh(NativeLlama.from_tensors(config, source.weight), [1, 2, 3]), expected)
+    assert seen == {name for name, shape in shapes.items() if len(shape) == 2}
 
 
 def test_the_common_types_are_what_the_gguf_package_says() -> None:

@@ -5,6 +5,7 @@ Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is 
 """
 
 from outpace_kernels._native import (
+    FLOATS,
     FORMATS,
     GROUP,
     KV_DTYPES,
@@ -24,12 +25,14 @@ from outpace_kernels._native import (
     Room,
     Side,
     Store,
+    blocks_of_words,
     instruction_sets,
     rank,
     round_to_q4_1,
 )
 
 __all__ = [
+    "FLOATS",
     "FORMATS",
     "GROUP",
     "KV_DTYPES",
@@ -49,6 +52,7 @@ __all__ = [
     "Room",
     "Side",
     "Store",
+    "blocks_of_words",
     "instruction_sets",
     "rank",
     "round_to_q4_1",

@@ -163,6 +163,18 @@ FORMATS = {
 }
 
 
+FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numbers of files that have no blocks, which are rounded
+
+
+def floats_of(name: str, data: np.ndarray) -> np.ndarray:
+    """Rows of floats as the file has them, uint8 [rows, bytes], in float32; ValueError for what is not finite."""
+    values = np.ascontiguousarray(data).view(FLOATS[name])
+    values = (values.astype(np.uint32) << 16).view(F) if name == "BF16" else values.astype(F)
+    if not np.isfinite(values).all():
+        raise ValueError("a weight is not finite")
+    return values
+
+
 def parts_of(name: str, data: np.ndarray) -> Parts:
     """Rows of a tensor as the file has them, uint8 [rows, bytes]; parts are 32 inputs, of Q6_K 16."""
     form = FORMATS[name]

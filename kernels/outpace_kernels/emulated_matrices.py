@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace_kernels.emulated_formats import Parts, parts_of
+from outpace_kernels.emulated_formats import FLOATS, Parts, floats_of, parts_of
 from outpace_kernels.emulated_numbers import GROUP, TINY, F, bfloat16_up, fma, groups_of, quantize
 
 
@@ -53,7 +53,13 @@ class Matrix:
         threads: int = 1,
         room: Room | None = None,
     ) -> StoredMatrix | Matrix:
-        """What a file holds; see `StoredMatrix`. `rounded`: in int8."""
+        """What a file holds; see `StoredMatrix`. `rounded`: in int8, as floats are in any case."""
+        if parts[0][0] in FLOATS:
+            whole = np.concatenate([floats_of(name, data) for name, data in parts])
+            chosen = np.where(rows[:, None] >= 0, whole[rows], F(0))
+            each = chunk or chosen.shape[1]
+            padded = groups_of(chosen.reshape(-1, each)).reshape(len(rows), -1)
+            return Matrix(padded[:, :inputs], bias)
         held = StoredMatrix(parts, rows, inputs, chunk, bias)
         return Matrix(held.values(), bias) if rounded else held
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace_kernels.emulated_formats import FLOATS as FLOATS
 from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
 from outpace_kernels.emulated_matrices import Matrix as Matrix

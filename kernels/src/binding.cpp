@@ -10,6 +10,7 @@
 
 #include "binding.h"
 #include "rounding.h"
+#include "words.h"
 
 namespace outpace {
 namespace {
@@ -52,7 +53,7 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     check_threads(threads);
     const nb::gil_scoped_release release;
     const float* added = bias.empty() ? nullptr : bias.data();
-    if (!rounded) return std::make_shared<Matrix>(stored, added, threads, room);
+    if (!rounded || stored.has_floats()) return std::make_shared<Matrix>(stored, added, threads, room);
     return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
 }
 
@@ -67,6 +68,28 @@ void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
         round_to_q4_1(weights.data() + row * columns, columns, out.data() + row * out.shape(1));
 }
 
+/// The words of a matrix by GPTQ, or `by_output` AWQ, as the blocks of the format `name`, see words.h.
+void convert_words(const std::string& name, const Array<const uint32_t, 2>& weights, const Array<const uint32_t, 2>& zeros,
+                   const Array<const uint16_t, 2>& scales, int group, bool by_output, int first_zero,
+                   const Array<uint8_t, 2>& out) {
+    const Format format = format_of(name.c_str());
+    if (format != Format::u4_32 && format != Format::u4_64) throw std::invalid_argument("words become U4_32 or U4_64");
+    const FileBlock block = file_block(format);
+    const auto outputs = static_cast<int>(scales.shape(1)), inputs = static_cast<int>(weights.shape(0)) * (by_output ? 1 : 8);
+    if (group < 1 || inputs < 1 || inputs % block.inputs || (group < inputs && group % block.inputs))
+        throw std::invalid_argument("inputs and groups must be whole blocks");
+    const auto groups = static_cast<std::size_t>((inputs - 1) / group + 1);
+    if (outputs % 8 || weights.shape(1) != static_cast<std::size_t>(by_output ? outputs / 8 : outputs) ||
+        zeros.shape(0) != groups || zeros.shape(1) != static_cast<std::size_t>(outputs / 8) || scales.shape(0) != groups)
+        throw std::invalid_argument("the parts do not fit one another");
+    if (out.shape(0) != static_cast<std::size_t>(outputs) ||
+        out.shape(1) != static_cast<std::size_t>(inputs / block.inputs * block.bytes))
+        throw std::invalid_argument("out has the wrong shape");
+    const nb::gil_scoped_release release;
+    blocks_of_words({weights.data(), zeros.data(), scales.data(), outputs, inputs, group, by_output, first_zero}, format,
+                    out.data());
+}
+
 std::vector<std::string> format_names(const Matrix& matrix) {
     std::vector<std::string> names;
     for (Format format : matrix.formats()) names.emplace_back(name_of(format));
@@ -76,7 +99,16 @@ std::vector<std::string> format_names(const Matrix& matrix) {
 /// The formats of files that are taken, and the inputs of a block of each.
 nb::dict file_formats() {
     nb::dict found;
-    for (const FileFormat& format : kFileFormats) found[format.name] = format.block.inputs;
+    for (const FileFormat& format : kFileFormats)
+        if (!is_float(format.format)) found[format.name] = format.block.inputs;
+    return found;
+}
+
+/// The formats of floats that are read where they lie.
+nb::list float_formats() {
+    nb::list found;
+    for (const FileFormat& format : kFileFormats)
+        if (is_float(format.format)) found.append(format.name);
     return found;
 }
 
@@ -195,9 +227,12 @@ NB_MODULE(_native, m) {
     m.attr("LANES") = kLanes;
     m.attr("MAX_DEPTH") = kDepthMax;
     m.attr("FORMATS") = file_formats();
+    m.attr("FLOATS") = float_formats();
     m.attr("KV_DTYPES") = kv_formats();
     m.def("instruction_sets", &instruction_sets);
     m.def("round_to_q4_1", &round_rows, "weights"_a, "out"_a);
+    m.def("blocks_of_words", &convert_words, "name"_a, "weights"_a, "zeros"_a, "scales"_a, "group"_a, "by_output"_a,
+          "first_zero"_a, "out"_a);
 
     bind_rank(m);
 

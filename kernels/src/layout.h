@@ -61,7 +61,10 @@ struct Activations {
 };
 
 /// How weights are held: rounded here (int8), or as a file has them, by ggml's names and two of ours (see formats.h).
-enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64 };
+/// The last three are a file's alone: they are rounded.
+enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
+
+constexpr bool is_float(Format format) { return format >= Format::f32; }
 
 /// Panels of one format that follow each other, from panel `first` of a matrix on.
 struct Section {

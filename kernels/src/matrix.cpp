@@ -100,6 +100,15 @@ Matrix::Matrix(const Matrix& other, int threads, Room* room)
 Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
     : outputs_(stored.outputs), inputs_(stored.inputs), groups_(round_up(stored.inputs, kGroup) / kGroup) {
     stored.check();
+    if (stored.has_floats())
+        round(stored, threads, room);
+    else
+        keep(stored, threads, room);
+    set_bias(bias);
+}
+
+/// Blocks of a file, as they are.
+void Matrix::keep(const Stored& stored, int threads, Room* room) {
     allocate(cut_sections(stored, groups_), room);
     std::atomic<bool> is_sound{true};
     share(threads, panels().count(), [&](int number) {
@@ -112,7 +121,18 @@ Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
                 if (!pack_stored(format, rows[lane], stored, panel(number), group, lane)) is_sound = false;
     });
     if (!is_sound) throw std::domain_error("a scale is not finite");
-    set_bias(bias);
+}
+
+/// Floats of a file, to int8, a group at a time.
+void Matrix::round(const Stored& stored, int threads, Room* room) {
+    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
+    std::atomic<bool> is_sound{true};
+    pack(threads, [&](int output, int group, float* out) {
+        Format format;
+        const uint8_t* row = stored.find(output, &format);
+        if (row && !read_floats(format, row, stored, group, out)) is_sound = false;
+    });
+    if (!is_sound) throw std::domain_error("a weight is not finite");
 }
 
 /// Rounds all weights to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.

@@ -19,8 +19,8 @@ class Matrix {
     /// Rounded to int8. `bias` may be null. Without a `room`, here and below, it has memory of its own.
     Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1, Room* room = nullptr);
 
-    /// What a file holds. Throws std::invalid_argument for what does not fit, std::domain_error for a scale that is not
-    /// finite.
+    /// What a file holds; floats are rounded to int8. Throws std::invalid_argument for what does not fit,
+    /// std::domain_error for a scale or a float that is not finite.
     Matrix(const Stored& stored, const float* bias, int threads = 1, Room* room = nullptr);
 
     /// What another holds, rounded to int8.
@@ -46,6 +46,8 @@ class Matrix {
     template <class F>
     void pack(int threads, F read);
     void read(int output, int group, float* out) const;  // [kGroup]
+    void keep(const Stored& stored, int threads, Room* room);
+    void round(const Stored& stored, int threads, Room* room);
     void set_bias(const float* bias);
     void allocate(std::vector<Section> sections, Room* room);
     uint8_t* panel(int number) const;

@@ -1,5 +1,6 @@
 #include "stored.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "blocks.h"
@@ -103,6 +104,31 @@ bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_
     });
 }
 
+bool read_floats(Format format, const uint8_t* row, const Stored& stored, int number, float* out) {
+    int first = number * kGroup, end = stored.inputs, before = 0;  // `first` and `end` count within a chunk
+    if (stored.chunk) {
+        const int room = round_up(stored.chunk, kGroup);
+        before = first / room * stored.chunk;
+        first %= room;
+        end = stored.chunk;
+    }
+    const int count = std::clamp(end - first, 0, kGroup);
+    row += static_cast<int64_t>(before + first) * file_block(format).bytes;
+    if (format == Format::f32)
+        std::memcpy(out, row, sizeof(float) * count);
+    else if (format == Format::f16)
+        for (int i = 0; i < count; ++i) out[i] = half_to_float({short_word(row + 2 * i)});
+    else
+        for (int i = 0; i < count; ++i) out[i] = from_bfloat16(short_word(row + 2 * i));
+    uint32_t top = 0;  // the largest exponent
+    for (int i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, out + i, 4);
+        top = std::max(top, bits & 0x7f800000u);
+    }
+    return top != 0x7f800000u;
+}
+
 void read_stored(Format format, const uint8_t* panel, int number, int lane, float* out) {
     with_format(format, [&](auto f) {
         using F = decltype(f);
@@ -138,14 +164,19 @@ const uint8_t* Stored::find(int output, Format* format) const {
 
 void Stored::check() const {
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
-    if (chunk && (chunk < 0 || chunk % kHalfGroup || inputs % round_up(chunk, kGroup)))
+    const int unit = has_floats() ? 1 : kHalfGroup;
+    if (chunk && (chunk < 0 || chunk % unit || inputs % round_up(chunk, kGroup)))
         throw std::invalid_argument("chunk does not fit");
     for (const StoredRows& part : parts) {
+        if (has_floats() ? part.format != parts[0].format : is_float(part.format))
+            throw std::invalid_argument("floats are of one format for the whole matrix");
         const FileBlock block = file_block(part.format);
         if (block.inputs > kHalfGroup && chunk % kGroup) throw std::invalid_argument("chunk does not fit the format");
         if (file_inputs() % block.inputs || part.row_bytes != static_cast<int64_t>(file_inputs()) / block.inputs * block.bytes)
             throw std::invalid_argument("a part has rows of another size");
     }
+    Format ignored;
+    for (int output = 0; output < outputs; ++output) find(output, &ignored);
 }
 
 }  // namespace outpace

@@ -18,13 +18,17 @@ struct StoredRows {
 };
 
 /// A matrix made of rows of tensors. Output i is row rows[i] of all parts' rows one behind the other, zeros below 0. All
-/// outputs of a panel have one format. Where `chunk` is not 0, so many inputs each are padded to whole groups.
+/// outputs of a panel have one format; floats, which are rounded, are of one for the whole matrix. Where `chunk` is not 0,
+/// so many inputs each are padded to whole groups.
 struct Stored {
     std::vector<StoredRows> parts;
     const int* rows;
     int outputs;
     int inputs;  // padded ones included
     int chunk;
+
+    /// Whether it is all floats.
+    bool has_floats() const { return !parts.empty() && is_float(parts[0].format); }
 
     /// The inputs that the file has.
     int file_inputs() const { return chunk ? inputs / round_up(chunk, kGroup) * chunk : inputs; }
@@ -45,6 +49,10 @@ int64_t panel_bytes(Format format, int groups);
 
 /// Group `group` of lane `lane` of a panel from a row of the file; `row` null: zeros. False where a scale is not finite.
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int group, int lane);
+
+/// Group `group` of a row of floats, float32 [kGroup]; `out` stays as it is where the group is padded. False where a value
+/// is not finite.
+bool read_floats(Format format, const uint8_t* row, const Stored& stored, int group, float* out);
 
 /// The values of a group of one lane, float32 [kGroup].
 void read_stored(Format format, const uint8_t* panel, int group, int lane, float* out);

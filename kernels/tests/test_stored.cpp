@@ -229,7 +229,7 @@ void test_refusals(Random& random) {
 /// The sum of squares that some weights lose in blocks of Q4_1, and the largest loss.
 std::pair<double, double> loss_of(const std::vector<float>& weights, const std::vector<uint8_t>& blocks) {
     const int zero = 0;
-    Stored stored{{}, &zero, 1, static_cast<int>(weights.size())};
+    Stored stored{{}, &zero, 1, static_cast<int>(weights.size()), 0};
     stored.parts.push_back({Format::q4_1, blocks.data(), 1, static_cast<int64_t>(blocks.size())});
     std::vector<float> row(weights.size());
     Matrix(stored, nullptr).row(0, row.data());

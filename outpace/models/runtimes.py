@@ -147,7 +147,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """On a CPU by the package outpace-kernels. A `dtype` of float16 is int8 with half the keys and values."""
-    from outpace.models.llama.native_kernels import Options, load_kernels, usable_cores
+    from outpace.models.llama.native_kernels import Options, load_kernels, read_formats, usable_cores
     from outpace.models.llama.native_runtime import NativeLlama
 
     if options.has_graphs:
@@ -168,7 +168,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         weights = INT4
     native = Options(count, own if options.kv_dtype == AUTO else options.kv_dtype, weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
-    return _read(spec, options, progress, build, None, True, is_old, tuple(getattr(load_kernels(), "FORMATS", ())))
+    return _read(spec, options, progress, build, None, True, is_old, read_formats(load_kernels()))
 
 
 def _read(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
+from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import check_file, is_there, read_json
 from outpace.models.llama.footprint import Held
 from outpace.models.llama.stored import Stored
@@ -101,19 +100,37 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._read(name, _as_raw, mapped.Raw.is_finite)
 
     def _read(self, name: str, way: Callable[[Checkpoint, str, str], Any], is_sound: Callable[[Any], bool]) -> Any:
-        self._file(name)
-        shard = self._shards[name]
-        try:
-            value = way(self, shard, name)
-        except Exception as error:
-            raise UserError(f"{self.path / shard}: tensor {name!r} cannot be read ({error!s:.200})") from error
+        value = self._find(name, way)
         if not is_sound(value):
-            raise UserError(f"{self.path / shard} is damaged: tensor {name!r} holds values that are not finite")
+            raise UserError(f"{self.file_of(name)} is damaged: tensor {name!r} holds values that are not finite")
         return value
 
+    def _find(self, name: str, way: Callable[[Checkpoint, str, str], Any]) -> Any:
+        file = self.file_of(name)
+        try:
+            return way(self, file.name, name)
+        except Exception as error:
+            raise UserError(f"{file}: tensor {name!r} cannot be read ({error!s:.200})") from error
+
     def weight(self, name: str) -> Stored | np.ndarray:
-        """As `array`: such a folder has no matrices in blocks."""
-        return self.array(name)
+        """A matrix as the file has it, which nobody has looked into; anything else as `array`."""
+        if len(self.shape(name)) != 2:
+            return self.array(name)
+        kind, values = self._mapped(name)
+        rows, columns = values.shape
+        order, data = np.arange(rows, dtype=np.int32), values.view(np.uint8)
+        read, forget = partial(self.array, name), partial(self._forget, name)
+        return Stored(self.file_of(name), name, kind, data, order, columns, read, forget)
+
+    def _mapped(self, name: str) -> mapped.Raw:
+        """A tensor as it is stored, mapped from the file, which nobody has looked into."""
+        found: mapped.Raw = self._find(name, _as_raw)
+        return found
+
+    def _forget(self, *names: str) -> None:
+        """Gives the memory of tensors that were read as arrays back."""
+        for name in names:
+            _arrays_of(self, self._shards[name]).forget(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
@@ -201,8 +218,12 @@ def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
 
 
 def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> mapped.Raw:
+    return _arrays_of(checkpoint, shard).raw(name)
+
+
+def _arrays_of(checkpoint: Checkpoint, shard: str) -> mapped.MappedFile:
     file: mapped.MappedFile = checkpoint.once(shard, "arrays", lambda _: mapped.MappedFile(checkpoint.path / shard))
-    return file.raw(name)
+    return file
 
 
 def lacks_embedding(config: Mapping[str, Any]) -> bool:
@@ -231,44 +252,6 @@ def write_checkpoint(path: Path, config: Mapping[str, Any], tensors: Mapping[str
             save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE, {"format": "pt"})
         except SafetensorError as error:
             raise UserError(f"{path} cannot be written ({error})") from error
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name at the end of the block; removed if the block raises.
-
-    If another writer took the name meanwhile, its folder stays and this one goes.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
-    try:
-        yield folder
-        _flush_to_disk(folder)
-        folder.chmod(0o755)
-        try:
-            folder.rename(path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def temporary_prefix(path: Path) -> str:
-    """How the names of the temporary folders of `path` start."""
-    return f".{path.name}.part-"
-
-
-def _flush_to_disk(folder: Path) -> None:
-    """A rename may outlive a power cut that the files' contents do not, so contents go first."""
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
 
 
 def _without_weights(path: Path) -> UserError:

@@ -7,9 +7,14 @@ second number would be -scale * zero, which has up to 15 bits where half precisi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from outpace.models.files.four_bits import WHOLE, Matrix, Scheme
+from outpace.core.errors import UserError
+from outpace.models.files.four_bits import AWQ, WHOLE, Matrix, Scheme, read_matrix, read_zeros, shape_of
+from outpace.models.llama.native_kernels import load_kernels
 
 PART = 32  # inputs whose nibbles lie together
 NARROW, WIDE = "U4_32", "U4_64"  # the kernels' names
@@ -28,8 +33,31 @@ def held_bytes(kind: str, count: int) -> int:
     return count // INPUTS[kind] * BYTES[kind]
 
 
-def blocks_of(kind: str, matrix: Matrix) -> np.ndarray:
-    """uint8 [outputs, bytes of a row]"""
+def blocks_of(kind: str, scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """uint8 [outputs, bytes of a row] of the parts of a matrix, as read_matrix takes them; errors as there."""
+    convert = _converter()
+    if convert is None:
+        return by_numpy(kind, read_matrix(scheme, parts, where))
+    read_zeros(scheme, parts, where)
+    outputs, inputs = shape_of(scheme, parts["qweight"].shape)
+    types = {"qweight": np.uint32, "qzeros": np.uint32, "scales": np.uint16}
+    held = [np.require(parts[name], requirements=["C", "A"]).view(dtype) for name, dtype in types.items()]
+    data = np.empty((outputs, held_bytes(kind, inputs)), np.uint8)
+    group = inputs if scheme.group == WHOLE else scheme.group
+    convert(kind, *held, group, scheme.method == AWQ, scheme.first_zero, data)
+    return data
+
+
+def _converter() -> Any:
+    """The kernels' way from words to blocks; None where they are not there, or were built before they had one."""
+    try:
+        return getattr(load_kernels(), "blocks_of_words", None)
+    except UserError:
+        return None
+
+
+def by_numpy(kind: str, matrix: Matrix) -> np.ndarray:
+    """As `blocks_of`, slower; its definition."""
     outputs = len(matrix.q)
     groups = matrix.groups[:: INPUTS[kind]]
     numbers = (matrix.scales, -matrix.zeros.astype("<f2"))

@@ -95,14 +95,16 @@ class FourBitFolder(Checkpoint):
         return Held(kind, held_bytes(kind, count) if kind in INPUTS else count)
 
     def weight(self, name: str) -> Stored | np.ndarray:
-        """A matrix in 4 bits as blocks of the same values where there are such; any other as floats, with its type."""
-        if len(self.shape(name)) < 2:
-            return self.array(name)
+        """A matrix in 4 bits as blocks of the same values where there are such; anything else as in any folder."""
+        if not self._is_packed(name):
+            return super().weight(name)
         rows, columns = self.shape(name)
-        kind = self.held(name).kind
-        data = blocks_of(kind, self._matrix(name)) if kind in INPUTS else np.empty((rows, 0), np.uint8)
+        kind, data = self._kind(name), np.empty((rows, 0), np.uint8)
+        if kind in INPUTS:
+            data = blocks_of(kind, self.scheme, self._values(name), self._where(name))
+            self._forget_parts(name)
         order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
-        return Stored(self.file_of(name), name, kind, data, order, columns, read, forget=lambda: None)
+        return Stored(self.file_of(name), name, kind, data, order, columns, read, partial(self._forget_parts, name))
 
     def raw(self, name: str) -> Raw:
         """As `array` where it is a matrix in 4 bits."""
@@ -117,8 +119,7 @@ class FourBitFolder(Checkpoint):
         return torch.from_numpy(self.array(name)) if self._is_packed(name) else super().tensor(name)
 
     def _matrix(self, name: str) -> Matrix:
-        parts = {part: self._part(name, part) for part in self._parts(name)}
-        return read_matrix(self.scheme, parts, self._where(name))
+        return read_matrix(self.scheme, self._values(name), self._where(name))
 
     def _kind(self, name: str) -> str:
         """The format of a matrix in blocks; or, of one that has none, why."""
@@ -129,9 +130,15 @@ class FourBitFolder(Checkpoint):
             return f"{method} in act-order"
         return kind_of(self.scheme, inputs) or f"{method} with {inputs} inputs"
 
+    def _values(self, name: str) -> dict[str, np.ndarray]:
+        """The parts of a matrix in 4 bits, mapped from the file."""
+        return {part: self._part(name, part) for part in self._parts(name)}
+
     def _part(self, name: str, part: str) -> np.ndarray:
-        value: np.ndarray = self._file(f"{self._stem(name)}.{part}").get_tensor(f"{self._stem(name)}.{part}")
-        return value
+        return self._mapped(f"{self._stem(name)}.{part}").values
+
+    def _forget_parts(self, name: str) -> None:
+        self._forget(*(f"{self._stem(name)}.{part}" for part in self._parts(name)))
 
     def _where(self, name: str) -> str:
         return f"{self.file_of(name)}: {self._stem(name)}"

@@ -77,25 +77,30 @@ def read_scheme(path: Path, said: Mapping[str, Any]) -> Scheme:
 def read_matrix(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> Matrix:
     """From qweight, qzeros, scales, and g_idx where there is one. UserError for parts that do not fit one another or
     are damaged, UnsupportedModel for zeros that two readers take for different ones."""
-    inputs, outputs = shape_of(scheme, parts["qweight"].shape)[::-1]
-    groups = read_groups(scheme, parts.get("g_idx"), inputs, where)
+    zeros = read_zeros(scheme, parts, where)
+    groups = read_groups(scheme, parts.get("g_idx"), shape_of(scheme, parts["qweight"].shape)[1], where)
+    if scheme.method == AWQ:
+        q = _nibbles(parts["qweight"], ORDER).T
+    else:
+        q = _nibbles(np.ascontiguousarray(parts["qweight"].T), range(8))
+    q, scales, zeros = (np.ascontiguousarray(part) for part in (q, parts["scales"].T, zeros.T))
+    return Matrix(q, scales, zeros, groups)
+
+
+def read_zeros(scheme: Scheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """Zero points, uint8 [groups, outputs], of parts that are found to fit one another, with sound scales. Errors as
+    `read_matrix`."""
+    outputs, inputs = shape_of(scheme, parts["qweight"].shape)
     count = int(scheme.groups_of(inputs)[-1]) + 1
     for name, shape in {"qzeros": (count, outputs // 8), "scales": (count, outputs)}.items():
         _check_shape(f"{where}.{name}", parts[name], shape)
-    scales = parts["scales"]
-    if not np.isfinite(scales).all():
+    if not np.isfinite(parts["scales"]).all():
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
     zeros = _nibbles(parts["qzeros"], _order(scheme))
     if scheme.first_zero and (zeros == MOST).any():
         said = f"qzeros holds {MOST}, and readers differ in whether that means 0 or 16"
         raise UnsupportedModel(f"{where}: {said}; {OTHER_RUNTIME} may run it")
-    if scheme.method == AWQ:
-        q = _nibbles(parts["qweight"], ORDER).T
-    else:
-        q = _nibbles(np.ascontiguousarray(parts["qweight"].T), range(8))
-    zeros = zeros + np.uint8(scheme.first_zero)
-    q, scales, zeros = (np.ascontiguousarray(part) for part in (q, scales.T, zeros.T))
-    return Matrix(q, scales, zeros, groups)
+    return zeros + np.uint8(scheme.first_zero)
 
 
 def read_groups(scheme: Scheme, said: np.ndarray | None, inputs: int, where: str) -> np.ndarray:

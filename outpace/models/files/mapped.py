@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16: the upper half of a float32's bits
+# bfloat16: the upper half of a float32's bits
+KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
 _ORDER = ("F64", "F32", "BF16", "F16")  # of tensors in a file, then by name
 _LENGTH = 8  # bytes before the header, which say how long it is
 
@@ -50,17 +52,31 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         """OSError or ValueError where it cannot be mapped, or is no longer what it was."""
-        self._bytes = np.memmap(path, np.uint8, "r")
-        start = _LENGTH + int.from_bytes(self._bytes[:_LENGTH].tobytes(), "little")
-        self._entries = json.loads(self._bytes[_LENGTH:start].tobytes())
-        self._values = self._bytes[start:]
+        with path.open("rb") as stream:
+            self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._start = _LENGTH + int.from_bytes(self._mapped[:_LENGTH], "little")
+        self._entries = json.loads(self._mapped[_LENGTH : self._start])
+        self._values = np.frombuffer(self._mapped, np.uint8, offset=self._start)
 
     def raw(self, name: str) -> Raw:
         """One tensor of a type of KINDS, in the file's own memory."""
         entry = self._entries[name]
         first, last = entry["data_offsets"]
         held = self._values[first:last].view(KINDS[entry["dtype"]]).reshape(entry["shape"])
-        return Raw(entry["dtype"], held.view(np.ndarray))
+        return Raw(entry["dtype"], held)
+
+    def forget(self, name: str) -> None:
+        """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
+        first, last = self._entries[name]["data_offsets"]
+        forget_pages(self._mapped, self._start + first, self._start + last)
+
+
+def forget_pages(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Gives the memory of the whole pages between two bytes of a file's mapping back, where the system can."""
+    page = mmap.PAGESIZE
+    start, end = -(-start // page) * page, end // page * page
+    if end > start and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def write(file: Path, tensors: Mapping[str, Raw]) -> None:

@@ -26,13 +26,13 @@ from outpace.models.files.checkpoint import (
     SINGLE,
     Checkpoint,
     lacks_embedding,
-    new_folder,
     parts_of,
 )
 from outpace.models.files.digests import Digests
 from outpace.models.files.find import cache_folder
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.mapped import Raw
+from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes

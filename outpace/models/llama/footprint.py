@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
 INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
@@ -26,8 +27,8 @@ def native_bytes(
     shapes: Shapes, held: Callable[[str], Held], formats: Collection[str], kept: bool, in_four: bool = False
 ) -> int:
     """By the native runtime: as the file has it where that is `kept` and the format one of `formats`, else int8, with
-    what is rounded at a time: blocks of these formats, and floats of all else. `in_four`: what a layer has in float in
-    four bits."""
+    what is rounded at a time: blocks of these formats, and floats of all else; floats of these formats are read where
+    they lie. `in_four`: what a layer has in float in four bits."""
     total, rounded = 0.0, 0.0
     for name, shape in shapes.items():
         count = math.prod(shape)
@@ -35,12 +36,14 @@ def native_bytes(
             total += count * FLOAT_BYTES
             continue
         kind, size = held(name)
-        if kept and kind in formats:
+        is_block, is_read = kind in formats and kind not in FLOATS, kind in formats
+        if kept and is_block:
             total += PACKED * size
-        else:
-            is_small = in_four and ".layers." in name and kind not in formats
-            total += count * (INT4_BYTES if is_small else INT8_BYTES)
-            rounded = max(rounded, PACKED * size if kind in formats else 2 * FLOAT_BYTES * count)
+            continue
+        is_small = in_four and ".layers." in name and not is_block
+        total += count * (INT4_BYTES if is_small else INT8_BYTES)
+        if is_block or is_small or not is_read:
+            rounded = max(rounded, PACKED * size if is_block else 2 * FLOAT_BYTES * count)
     return int(total + rounded)
 
 

@@ -48,6 +48,11 @@ def usable_cores() -> int:
     return len(core_numbers())
 
 
+def read_formats(kernels: Any) -> tuple[str, ...]:
+    """The formats of a file's matrices that these kernels read where they lie: blocks, and floats that they round."""
+    return (*getattr(kernels, "FORMATS", ()), *getattr(kernels, "FLOATS", ()))
+
+
 def load_kernels() -> Any:
     """The package of the kernels; UserError where it is not installed, with how to install it."""
     try:

@@ -23,7 +23,14 @@ from outpace.models.base import Extra, Model, Part, Session, check_forest, lacki
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes
 from outpace.models.llama.native_forest import Forest, array_of
-from outpace.models.llama.native_kernels import INSTALL, Options, check_supported, load_kernels, usable_cores
+from outpace.models.llama.native_kernels import (
+    INSTALL,
+    Options,
+    check_supported,
+    load_kernels,
+    read_formats,
+    usable_cores,
+)
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.packing import Packing
@@ -170,7 +177,7 @@ class NativeLlama(Model):
         check_supported(kernels, config)
         threads = options.threads or usable_cores()
         packing = Packing(kernels, threads)
-        fetch = Fetch(tensor, getattr(kernels, "FORMATS", ()), options.weights)
+        fetch = Fetch(tensor, read_formats(kernels), options.weights)
         with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(Ends.load, packing, config, fetch, head_ids)

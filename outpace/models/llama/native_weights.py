@@ -13,6 +13,7 @@ from outpace.core.lazy import torch
 from outpace.models.llama import stored
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
+from outpace.models.llama.footprint import FLOATS
 from outpace.models.llama.packing import Packing
 from outpace.models.llama.stored import Stored
 from outpace.models.options import AUTO, FILE, INT4, INT8
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Weight: TypeAlias = "Tensor | np.ndarray | Stored"
-FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 
 
 class Fetch:
@@ -52,8 +52,7 @@ class Fetch:
 
     def _floats(self, held: Weight) -> np.ndarray:
         if isinstance(held, Stored):
-            if held.kind not in self._expected:
-                self._slow.add(held.kind)
+            self._note_rounded(held.kind)
             values = held.values()
             held.forget()
             held = values
@@ -61,18 +60,26 @@ class Fetch:
             held = held.to(device="cpu", dtype=torch.float32).numpy()
         return np.ascontiguousarray(held, np.float32)
 
+    def _note_rounded(self, kind: str) -> None:
+        if kind not in self._expected:
+            self._slow.add(kind)
+
     def stored(self, *names: str) -> Matrices:
-        """The matrices, their blocks as a file has them."""
+        """The matrices, their blocks as a file has them, or its floats, which the kernels round as they read them."""
         held = [self._weight(name) for name in names]
         blocks = [one for one in held if isinstance(one, Stored) and one.kind in self._formats]
-        blocks = blocks if len(blocks) == len(held) else []
-        self._kept |= bool(blocks) and not self.rounded
+        kinds = {one.kind for one in blocks}
+        if len(blocks) < len(held) or (len(kinds) > 1 and kinds.intersection(FLOATS)):
+            return Matrices(held, [], self._floats)
+        for kind in kinds.intersection(FLOATS):
+            self._note_rounded(kind)
+        self._kept |= bool(kinds.difference(FLOATS)) and not self.rounded
         return Matrices(held, blocks, self._floats)
 
     def of_layer(self, packing: Packing, *names: str) -> Matrices:
-        """The matrices of a layer, their blocks as a file has them, or in four bits where floats are to be held so."""
+        """The matrices of a layer as `stored`, or in four bits where floats are to be held so."""
         found = self.stored(*names)
-        if found.blocks or not self._to_four or not all(map(_is_float, found.held)):
+        if not self._to_four or not all(map(_is_float, found.held)):
             return found
         floats = found.floats()
         rounded = [stored.in_four_bits(packing.kernels, *named) for named in zip(names, floats, strict=True)]

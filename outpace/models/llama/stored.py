@@ -96,7 +96,7 @@ def woven(packing: Packing, parts: Sequence[Stored], middle: int, bias: Sequence
 def chunked(packing: Packing, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
     """Every `chunk` inputs padded to whole groups; None where a block would have to be cut."""
     padding = -chunk % packing.kernels.GROUP
-    unit = packing.kernels.FORMATS[part.kind]
+    unit = packing.kernels.FORMATS.get(part.kind, 1)  # of floats, one
     if padding and (unit > packing.kernels.GROUP or chunk % unit):
         return None
     inputs = part.columns // chunk * (chunk + padding)

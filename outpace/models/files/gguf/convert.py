@@ -11,12 +11,13 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.files.cache import made_once
-from outpace.models.files.checkpoint import SINGLE, Checkpoint, new_folder
+from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import GgufHeader, open_gguf
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.weights import check_types, num_bytes, write_weights
+from outpace.models.files.new_folder import new_folder
 from outpace.models.llama import config as llama
 
 Progress = Callable[[str, float], None]

@@ -19,6 +19,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.types import type_of
+from outpace.models.files.mapped import forget_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -70,17 +71,11 @@ class GgufHeader:
     def forget(self, name: str) -> None:
         """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
         entry = self.tensors[name]
-        self._forget(entry.start, entry.start + entry.num_bytes)
+        forget_pages(self.data, entry.start, entry.start + entry.num_bytes)
 
     def forget_front(self) -> None:
         """As `forget`, of what stands before all tensors."""
-        self._forget(0, min((entry.start for entry in self.tensors.values()), default=0))
-
-    def _forget(self, start: int, end: int) -> None:
-        page = mmap.PAGESIZE
-        start, end = -(-start // page) * page, end // page * page
-        if end > start and hasattr(mmap, "MADV_DONTNEED"):
-            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
+        forget_pages(self.data, 0, min((entry.start for entry in self.tensors.values()), default=0))
 
 
 @contextmanager
