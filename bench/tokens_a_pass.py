@@ -30,6 +30,7 @@ from outpace.core.needs import Given
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Drafter, Observation, Request
 from outpace.engine.build import build_drafter
+from outpace.models.load import load_model
 from outpace.rules.greedy import Greedy
 
 DEPTHS, FIFTHS = (1, 2, 3, 4, 6, 8, 12, 16), 5
@@ -110,9 +111,11 @@ def rate(done: Sequence[Replayed]) -> float:
     return round(sum(len(one.answer.tokens) for one in done) / max(sum(one.passes for one in done), 1), 2)
 
 
-def measure(name: str, found: Sequence[Answer], rows: int, least: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure(
+    name: str, found: Sequence[Answer], rows: int, least: float, given: Given
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """One drafter over all answers, as they come: tokens a pass; what was written by depth and by source."""
-    drafter = build_drafter(name, Given(), {})
+    drafter = build_drafter(name, given, {})
     done = [replay(drafter, answer, rows, least) for answer in found]
     tasks = dict.fromkeys(answer.task for answer in found)
     by_task = {task: rate([one for one in done if one.answer.task == task]) for task in tasks}
@@ -153,7 +156,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = answers(arguments)
     names = arguments.drafters.split(",")
-    made = [measure(name, found, arguments.rows, arguments.least) for name in names]
+    given = Given(tokenizer=load_model(arguments.target).tokenizer)  # by which drafters find their files
+    made = [measure(name, found, arguments.rows, arguments.least, given) for name in names]
     show([row for row, _ in made], "tokens a pass; of all prompts the first fifth, ..., the last")
     show([{"drafter": one["drafter"], **one["depths"]} for _, one in made], "written, of those judged at this depth")
     show([{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made], "share of all tokens")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from files import model_folder
+from files import model_folder, smollm2_file
 
 import outpace
 from outpace.bench import tables
@@ -17,6 +17,7 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.drafters import _store, cacheback, retrieval
+from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -78,6 +79,33 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(UserError, match="cannot be read"):
         cacheback.build(cacheback.Options(table=str(tmp_path / "none")), given=given)
     assert cacheback.build(cacheback.Options(), given=given)._frozen is None
+
+
+def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_store, "SHIPPED", tmp_path)
+    given = Given(tokenizer=Named("mine"))
+    for folder, token in ((tmp_path, 5), (tmp_path / "cache" / "tables", 7)):
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = cacheback.make([[token, 1, 2, 3]], 16, cacheback.Options())
+        _store.write(folder / _store.file_name("cacheback", "mine"), "cacheback", "mine", arrays)
+        frozen = cacheback.build(cacheback.Options(), given=given)._frozen
+        assert frozen is not None
+        assert frozen.followers(token) == [(1, 2, 3)]
+    assert cacheback.build(cacheback.Options(table="none"), given=given)._frozen is None
+    assert cacheback.build(cacheback.Options(), given=Given(tokenizer=Named("another")))._frozen is None
+
+
+def test_the_shipped_table_is_for_the_shipped_model() -> None:
+    """It is whole, and drafts without having read anything."""
+    smollm2_file()
+    given = Given(tokenizer=load_model(None).tokenizer)
+    frozen = cacheback.build(cacheback.Options(), given=given)._frozen
+    assert frozen is not None
+    [of, the] = given.tokenizer.encode(" of the")
+    phrases = frozen.followers(of)
+    assert len(phrases) == 8
+    assert any(phrase[0] == the for phrase in phrases)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.models.files.find import cache_folder
 
+SHIPPED = Path(__file__).parent / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"
 _LONGEST = 1 << 20  # bytes of the line of JSON
 _BLOCK = 1 << 24  # bytes that the checksum reads at a time
@@ -78,19 +79,27 @@ def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[
 
 
 def find(kind: str, named: str, given: Given | None) -> Path | None:
-    """The file that an option names; for "" that of the target's tokenizer, if there is one; None for "none"."""
+    """The file that an option names; for "" that of the target's tokenizer, if there is one: the user's, else the one
+    that comes with outpace; None for "none"."""
     if named == "none":
         return None
     if named:
         return Path(named).expanduser()
     tokenizer = tokenizer_of(given)
-    path = place_of(kind, tokenizer) if tokenizer else None
-    return path if path is not None and path.is_file() else None
+    if tokenizer is None:
+        return None
+    places = (place_of(kind, tokenizer), SHIPPED / file_name(kind, tokenizer))
+    return next((path for path in places if path.is_file()), None)
 
 
 def place_of(kind: str, tokenizer: str) -> Path:
     """Where the file of a tokenizer lies unless another place is named."""
-    return cache_folder() / "tables" / f"{kind}-{tokenizer[:16]}.tables"
+    return cache_folder() / "tables" / file_name(kind, tokenizer)
+
+
+def file_name(kind: str, tokenizer: str) -> str:
+    """By which the file for a tokenizer is found."""
+    return f"{kind}-{tokenizer[:16]}.tables"
 
 
 def tokenizer_of(given: Given | None) -> str | None:

@@ -36,8 +36,8 @@ LEARNT, FROZEN = 0, 1  # where a follower comes from
 class Options:
     """`leaders`: tokens in the table; `followers`: phrases kept for each; `branches`: phrases proposed after a token;
     `offered`: tokens proposed in all; `least_chance`: nodes less likely to be reached are not proposed; `table`: a file
-    made by outpace tune, or none; the default is the one made for this tokenizer, if there is one; `phrases`: a file
-    that keeps the table between runs; the default is no file."""
+    made by outpace tune, or none; the default is the one made for this tokenizer, yours before the shipped one;
+    `phrases`: a file that keeps the table between runs; the default is no file."""
 
     leaders: int = 32768
     followers: int = 8
