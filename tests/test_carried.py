@@ -39,6 +39,10 @@ kernels = pytest.importorskip("outpace_kernels")
 LONG = 1000.0  # seconds: as many rounds as there can be
 SAMPLED = {"temperature": 0.8, "rule": "gumbel"}
 FILTERED = {"top_k": 30, "top_p": 0.9, "min_p": 0.01}
+ADJUSTED = {
+    "adjustments": Adjustments(1.3, 0.4, 0.2, ((5, 2.0), (7, -30.0)), min_tokens=12),
+    "stop_ids": frozenset(range(20, 60)),
+}
 CHEAP, DEAR = {"1": 1.0, "2": 1.01, "8": 1.05, "16": 1.1}, {"1": 1.0, "2": 1.1, "4": 1.5, "8": 2.5}
 
 
@@ -147,7 +151,7 @@ def plain_tokens(target: NativeLlama, request: Request) -> list[int]:
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("rows", [CHEAP, DEAR])
 @pytest.mark.parametrize("step", [0.01, 0.2])
-@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | FILTERED])
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | FILTERED, ADJUSTED, SAMPLED | FILTERED | ADJUSTED])
 def test_rounds_are_those_that_are_asked_for_step_by_step(
     ways: Ways, copies: bool, rows: dict[str, float], step: float, options: dict[str, Any]
 ) -> None:
@@ -188,11 +192,13 @@ def test_rounds_are_those_that_are_asked_for_step_by_step(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("stops", [frozenset(), frozenset(range(60, 75))])
-@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | FILTERED | {"seed": 2**63 - 1, "choice": 2**70}])
+@pytest.mark.parametrize(
+    "options", [{}, SAMPLED, SAMPLED | FILTERED | {"seed": 2**63 - 1, "choice": 2**70}, ADJUSTED, SAMPLED | ADJUSTED]
+)
 def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int], options: dict[str, Any]) -> None:
     """Some rounds in a step, with others beside them, behind one another where the batch is full, up to stop tokens;
     greedy ones beside those that are sampled."""
-    requests = asked(count, stop_ids=stops, **options)
+    requests = asked(count, **({"stop_ids": stops} | options))
     requests[1::2] = asked(count, stop_ids=stops)[1::2]
     single, many = ways.runs(requests, carries=True)
     assert ways.carried
@@ -258,7 +264,7 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
     "options",
     [
         {"logprobs": LogprobsOptions(2)},
-        SAMPLED | {"adjustments": Adjustments(min_tokens=25)},
+        SAMPLED | {"adjustments": Adjustments(min_tokens=25, allowed=tuple(range(90)))},
         {"temperature": 0.8, "rule": "match"},
     ],
 )

@@ -69,9 +69,30 @@ void extend(Copies& copies, const Numbers& tokens) {
     copies.extend(tokens);
 }
 
+void init_adjusting(Adjusting* place, std::vector<std::pair<int, float>> bias, float repetition, float presence,
+                    float frequency, int min_tokens, Numbers stops, int prompt) {
+    require(repetition > 0.0f, "a repetition penalty is above 0");
+    require(min_tokens >= 0 && prompt >= 0, "min_tokens and prompt are at least 0");
+    for (const auto& [token, value] : bias) require(token >= 0, "a token is at least 0");
+    for (int stop : stops) require(stop >= 0, "a token is at least 0");
+    new (place) Adjusting({std::move(bias), repetition, presence, frequency, min_tokens, std::move(stops), prompt});
+}
+
+void go_on(Adjusting& adjusting, const Numbers& tokens) {
+    for (int token : tokens) require(token >= 0, "a token is at least 0");
+    adjusting.extend(tokens);
+}
+
+/// A row's scores, in place.
+void adjust_row(const Adjusting& adjusting, const Array<float, 1>& scores, Tokens names, const Numbers& path) {
+    require(!names.is_valid() || names.size() == scores.size(), "names has the wrong shape");
+    adjusting.apply(scores.data(), names.is_valid() ? names.data() : nullptr, static_cast<int>(scores.size()), path);
+}
+
 void init_drafted(Drafted* place, Store* target, int target_length, Store* draft, int draft_length, Numbers missing,
                   std::tuple<Numbers, Numbers, Values, Values> tree, const Plan& plan, int rows, bool follows,
-                  int most_depth, int left, Numbers stops, Copies* copies, Values log_rates, const Noise& noise) {
+                  int most_depth, int left, Numbers stops, Copies* copies, Values log_rates, const Noise& noise,
+                  Adjusting* adjusting) {
     auto& [tokens, parents, scores, chances] = tree;
     const std::size_t size = tokens.size();
     require(size > 0 && parents.size() == size && scores.size() == size && chances.size() == size,
@@ -86,7 +107,7 @@ void init_drafted(Drafted* place, Store* target, int target_length, Store* draft
     require(!copies || log_rates.size() == kCopyKinds, "copies have a rate for every kind");
     new (place) Drafted{{target, target_length}, {draft, draft_length}, std::move(missing), std::move(tokens),
                         std::move(parents), std::move(scores), std::move(chances), plan, rows, follows, most_depth,
-                        left, std::move(stops), copies, std::move(log_rates), noise};
+                        left, std::move(stops), copies, std::move(log_rates), noise, adjusting};
 }
 
 std::vector<Round> carry(Pair& pair, const HeldSide& target, const HeldSide& draft, const Growing& growing,
@@ -150,11 +171,18 @@ void bind_pair(nb::module_& m) {
         .def_prop_ro("size", &Copies::size)
         .def("extend", &extend, "tokens"_a);
 
+    nb::class_<Adjusting>(m, "Adjusting")
+        .def("__init__", &init_adjusting, "bias"_a, "repetition"_a, "presence"_a, "frequency"_a, "min_tokens"_a, "stops"_a,
+             "prompt"_a)
+        .def_prop_ro("size", &Adjusting::size)
+        .def("extend", &go_on, "tokens"_a)
+        .def("apply", &adjust_row, "scores"_a, "names"_a.none(), "path"_a);
+
     nb::class_<Drafted>(m, "Drafted")
         .def("__init__", &init_drafted, "target"_a, "target_length"_a, "draft"_a, "draft_length"_a, "missing"_a,
              "tree"_a, "plan"_a, "rows"_a, "follows"_a, "most_depth"_a, "left"_a, "stops"_a,
-             "copies"_a.none(), "log_rates"_a, "noise"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
-             nb::keep_alive<1, 14>())
+             "copies"_a.none(), "log_rates"_a, "noise"_a, "adjusting"_a.none() = nb::none(), nb::keep_alive<1, 2>(),
+             nb::keep_alive<1, 4>(), nb::keep_alive<1, 14>(), nb::keep_alive<1, 17>())
         .def_prop_ro("target_length", [](const Drafted& one) { return one.target.length; })
         .def_prop_ro("draft_length", [](const Drafted& one) { return one.draft.length; });
 

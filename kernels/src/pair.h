@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "adjusting.h"
 #include "copies.h"
 #include "memory.h"
 #include "model.h"
@@ -44,6 +45,7 @@ struct Drafted {
     Copies* copies;  // of its text, or null: nothing is copied
     std::vector<double> log_rates;
     Noise noise;  // that its rows and the draft's are ranked with
+    Adjusting* adjusting;  // both models' scores before that, or null
 };
 
 /// What the draft proposed below a walked node, and which of it the target wrote.

@@ -76,11 +76,10 @@ void Turn::commit(const Outcome& outcome) {
         request.plan.due[layer] = false;
     request.plan.explores -= request.follows;
     request.plan.copied = 0.0;
-    if (request.copies) {
-        std::vector<int> tokens;
-        for (int place : outcome.path) tokens.push_back(outcome.picks[place]);
-        request.copies->extend(tokens);
-    }
+    std::vector<int> tokens;
+    for (int place : outcome.path) tokens.push_back(outcome.picks[place]);
+    if (request.copies) request.copies->extend(tokens);
+    if (request.adjusting) request.adjusting->extend(tokens);
     request.tokens = {outcome.picks[outcome.path.back()]};
     request.parents = {kNoParent};
     request.scores = {0.0};

@@ -32,11 +32,11 @@ class Rows {
 
     int rows() const { return static_cast<int>(tokens_.size()); }
 
-    /// Asks for what follows a row; it decides the token at this position of the text.
-    void want(int row, const Noise& noise, int position) {
+    /// Asks for what follows a row of a request, behind its text and the drafted tokens `path`.
+    void want(int row, const Drafted& request, std::vector<int> path) {
+        const int position = request.target.length + 1 + static_cast<int>(path.size());  // of the token that it decides
         wanted_.push_back(row);
-        noises_.push_back(&noise);
-        keys_.push_back(noise.key(static_cast<uint64_t>(position)));
+        asking_.push_back({&request, request.noise.key(static_cast<uint64_t>(position)), std::move(path)});
     }
 
     /// The best `count` tokens of each wanted row, by the logarithms of their shares where they are several, as a draft
@@ -52,11 +52,14 @@ class Rows {
         scores.reserve(wanted_.size() * outputs);
         best.resize(wanted_.size());
         forest_.after = [&](int number) {
-            const Noise& noise = *noises_[number];
-            Ranking task{scores.data() + number * outputs, side_.names, side_.held, 1.0, nullptr, count > 1};
+            const auto& [request, key, path] = asking_[number];
+            const Noise& noise = request->noise;
+            float* row = scores.data() + number * outputs;
+            if (request->adjusting) request->adjusting->apply(row, side_.names, side_.held, path);
+            Ranking task{row, side_.names, side_.held, 1.0, nullptr, count > 1};
             if (noise.is_there()) {
                 task.temperature = noise.temperature;
-                task.key = &keys_[number];
+                task.key = &key;
                 task.filters = noise.filters;
             }
             best[number] = best_of(side_.model->kernels(), task, noise.is_there() ? std::max(count, 2) : count);
@@ -64,7 +67,7 @@ class Rows {
         side_.model->forward(forest_, scores.data());
         for (std::size_t number = 0; number < best.size(); ++number) {
             if (best[number].tokens.empty()) return false;
-            if (count == 1 && noises_[number]->is_there() && !is_clear(best[number])) return false;
+            if (count == 1 && asking_[number].request->noise.is_there() && !is_clear(best[number])) return false;
         }
         return true;
     }
@@ -76,8 +79,12 @@ class Rows {
     std::vector<std::vector<char>> sees_;
     std::vector<int> tokens_, wanted_;
     std::vector<float> turns_;
-    std::vector<const Noise*> noises_;  // of each wanted row
-    std::vector<uint64_t> keys_;
+    struct Asking {
+        const Drafted* request;
+        uint64_t key;  // of its noise
+        std::vector<int> path;
+    };
+    std::vector<Asking> asking_;  // of each wanted row
 };
 
 /// One request in a round.
@@ -95,8 +102,12 @@ struct Turn {
     Turn(Drafted& one, const Growing& growing)
         : request(one), tree(one.plan, growing, one.tokens, one.parents, one.scores, one.chances) {}
 
-    /// The position of the token that follows a node: the root stands behind what the target has committed.
-    int decides(int node) const { return request.target.length + tree.depth(node) + 1; }
+    /// The tokens from below the root down to a node.
+    std::vector<int> path_to(int node) const {
+        std::vector<int> path(tree.depth(node));
+        for (auto place = path.rbegin(); place != path.rend(); ++place, node = tree.parent(node)) *place = tree.token(node);
+        return path;
+    }
 
     /// Whether the draft's session has slots for the next forward.
     bool has_slots() const {
@@ -114,7 +125,7 @@ struct Turn {
         for (int row = 0; row < missing; ++row) std::fill_n(sees.begin() + row * columns, row + 1, 1);
         for (std::size_t n = 0; n < frontier.size(); ++n) {  // where tokens are missing nothing is pending
             const int node = frontier[n], above = node ? tree.slot(tree.parent(node)) : kNoParent;
-            rows.want(rows.rows() + missing + static_cast<int>(n), request.noise, decides(node));
+            rows.want(rows.rows() + missing + static_cast<int>(n), request, path_to(node));
             tree.expand(node, static_cast<int>(parents.size()));
             tokens.push_back(tree.token(node));
             below.push_back(missing + tree.depth(node));
@@ -148,7 +159,7 @@ struct Turn {
             tokens.push_back(tree.token(node));
             below.push_back(tree.depth(node));
             for (int above = node; above != kNoParent; above = tree.parent(above)) sees[n * count + places[above]] = 1;
-            rows.want(rows.rows() + n, request.noise, decides(node));
+            rows.want(rows.rows() + n, request, path_to(node));
         }
         rows.add(request.target, 0, tokens, below, std::move(sees));
     }

@@ -19,6 +19,7 @@ inline void check(bool holds, const char* what) {
 void test_ranking();
 void test_pair();
 void test_sources();
+void test_adjusting();
 uint64_t test_stored();       // the bits of its products
 uint64_t test_stored_ours();  // those of formats that no GGUF file has
 struct Sizes;

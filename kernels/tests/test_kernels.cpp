@@ -129,6 +129,7 @@ void test_all() {
     test_ranking();
     test_pair();
     test_sources();
+    test_adjusting();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");
     const uint64_t ours = test_stored_ours();
     uint64_t bits = 0, more = 0, bytes = 0;

@@ -58,7 +58,7 @@ struct Text {
           copies({3, 6, 2, 1000, -600.0}),
           drafted{{&target, static_cast<int>(prompt.size()) - 1}, {&draft, 0}, {prompt.begin(), prompt.end() - 1},
                   {prompt.back()}, {kNoParent}, {0.0}, {1.0}, plan, 1, false, 60, kWritten, {}, &copies,
-                  std::vector<double>(kCopyKinds, -0.2), noise} {
+                  std::vector<double>(kCopyKinds, -0.2), noise, nullptr} {
         const int count = static_cast<int>(prompt.size()) - 1;
         score(model, {{&target, 0, chain(count), 0, {prompt.begin(), prompt.end() - 1}}});
         copies.extend(prompt);

@@ -178,13 +178,15 @@ class Growing(NamedTuple):
 
 class Reading(NamedTuple):
     """The draft's side of a request: its session, the committed tokens before the root that this lacks, and how deep
-    below the root it may expand. `trust`: how its values become chances."""
+    below the root it may expand. `trust`: how its values become chances. `adjusting`: the kernels' own object that
+    adjusts both models' scores, or None."""
 
     session: Any
     missing: Sequence[int]
     most_depth: int
     trust: Trust
     copied: Copied
+    adjusting: Any = None
 
 
 class Carrier(Protocol):

@@ -11,6 +11,7 @@ from outpace.core.carried import NO_COPIES, Carried, Carrier, Carrying, Copied, 
 from outpace.drafters._grower import CHUNK
 
 if TYPE_CHECKING:
+    from outpace.core.types import Request
     from outpace.drafters._chance import Choices
     from outpace.drafters._grower import Grower
 
@@ -25,6 +26,9 @@ class Pair(Protocol):
 
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
         """What copies from a request's text, as drafter `ngram` does with these options."""
+
+    def adjusting(self, request: Request) -> Any:
+        """What adjusts scores as this request asks for, when it is told of its text."""
 
 
 class ModelCarrier(Carrier):
@@ -80,7 +84,16 @@ class ModelCarrier(Carrier):
             expanded = min(growing.width * plan.deepest, growing.tree_nodes)
             grown = len(missing) + rounds * plan.most + expanded
             session.reserve(min(session.length + grown, session.capacity + session.room))
-        return Reading(session, missing, state.room, trust, copied)
+        return Reading(session, missing, state.room, trust, copied, self._adjusting(state))
+
+    def _adjusting(self, state: Any) -> Any:
+        """What adjusts a request's scores, which knows all of its text; None where nothing is to be adjusted."""
+        if state.request.adjustments is None:
+            return None
+        if state.adjusting is None:
+            state.adjusting = self.pair.adjusting(state.request)
+        state.adjusting.extend(state.tokens[state.adjusting.size :])
+        return state.adjusting
 
 
 class CopiesText:

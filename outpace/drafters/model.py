@@ -71,6 +71,7 @@ class ModelState(GrowState):
     ahead: Burst = field(default_factory=Burst)
     choice: ChoiceModel = field(default_factory=ChoiceModel)  # that of such requests
     is_drawn: bool = field(init=False)  # its children are
+    adjusting: Any = None  # the kernels' own adjustments of this request's scores, where they carry out its rounds
 
     def __post_init__(self) -> None:
         super().__post_init__()

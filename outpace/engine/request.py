@@ -75,13 +75,15 @@ class Running:
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
     is_due: bool = False  # the coroutine waits for its next round, or for its first
     alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
-    noise: Noise | None = field(init=False, repr=False)  # by which tokens are picked; None: in another way
+    noise: Noise | None = field(
+        init=False, repr=False
+    )  # by which tokens are picked, of adjusted scores; None: otherwise
     picks_by_score: bool = field(init=False, repr=False)  # each row's best token is picked
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
         self.noise = noise_of(self.request)
-        self.picks_by_score = self.noise == Noise()
+        self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
         self.text = Text(self.committed, self.request.reuse_key)

@@ -36,27 +36,24 @@ def by_race(rule: R) -> R:
 
 
 def noise_of(request: Request) -> Noise | None:
-    """By what this request's tokens are picked, where that is the best of all by scores or in a race; else None."""
-    if _is_by_score(request, request.rule.reduce):
+    """By what this request's tokens are picked, where that is the best of all by scores or in a race, of scores that
+    are adjusted, if at all, for tokens which the request or its text names; else None."""
+    moved = request.adjustments
+    names = moved is None or (moved.banned is None and moved.allowed is None)
+    if request.constraint is not None or not names:
+        return None
+    if hasattr(request.rule.reduce, _BY_SCORE):
         return Noise()
     sampling, rule = request.sampling, type(request.rule)
-    if getattr(rule, _BY_RACE, None) is not rule or sampling.is_greedy or _is_steered(request):
+    if getattr(rule, _BY_RACE, None) is not rule or sampling.is_greedy:
         return None
     return Noise(sampling.temperature, request.seed, request.choice % _WORD, *sampling.kernel_filters)
 
 
 def offers_by_score(request: Request) -> bool:
     """Whether what is proposed for this request are the draft's best tokens, as a model may tell them."""
-    return _is_by_score(request, request.rule.best)
-
-
-def _is_by_score(request: Request, function: Callable[..., Any]) -> bool:
-    return not _is_steered(request) and hasattr(function, _BY_SCORE)
-
-
-def _is_steered(request: Request) -> bool:
-    """Whether something beside the model decides which tokens are possible, or how likely."""
-    return request.adjustments is not None or request.constraint is not None
+    is_steered = request.adjustments is not None or request.constraint is not None
+    return not is_steered and hasattr(request.rule.best, _BY_SCORE)
 
 
 def reduced(scores: Scores, rows: Sequence[Row]) -> list[Any]:

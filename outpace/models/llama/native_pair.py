@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, PassTimes, Reading
+from outpace.core.types import Request
 from outpace.models.llama.turns import Turns
 
 _NO_SHARES = -1.0  # in place of what is left open
@@ -90,11 +91,19 @@ class NativePair:
         sessions = (target.store, target.length, draft.store, draft.length)
         keyed = self._kernels.Noise(*noise)
         end = (asked.rows, plan.follows, reading.most_depth, asked.left, asked.stops, *reading.copied, keyed)
-        return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end)
+        return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end, reading.adjusting)
 
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
         """What copies from one request's text, of which it knows nothing yet."""
         return self._kernels.Copies(longest, tokens, branches, window, least)
+
+    def adjusting(self, request: Request) -> Any:
+        """What adjusts scores as `core/adjust.py` does, of whose text it knows nothing yet."""
+        asked = request.adjustments
+        assert asked is not None
+        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
+        ends = (asked.min_tokens, [*request.stop_ids], len(request.prompt))
+        return self._kernels.Adjusting([*dict(asked.logit_bias).items()], *penalties, *ends)
 
 
 def _reach(times: PassTimes) -> int:

@@ -1,0 +1,59 @@
+#include "adjusting.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace outpace {
+namespace {
+
+/// Where a token's score stands in a row, or null.
+float* find(float* scores, const int64_t* names, int held, int token) {
+    if (!names) return token < held ? scores + token : nullptr;
+    const int64_t* place = std::lower_bound(names, names + held, static_cast<int64_t>(token));
+    return place < names + held && *place == token ? scores + (place - names) : nullptr;
+}
+
+}  // namespace
+
+void Adjusting::extend(const std::vector<int>& tokens) {
+    const bool repeats = asked_.repetition != 1.0f, is_counted = asked_.presence != 0.0f || asked_.frequency != 0.0f;
+    for (int token : tokens) {
+        const bool is_answer = size_++ >= asked_.prompt;
+        if (!repeats && !(is_counted && is_answer)) continue;
+        const auto [found, is_new] = places_.try_emplace(token, written_.size());
+        if (is_new) written_.push_back({token, 0});
+        written_[found->second].count += is_answer;
+    }
+}
+
+float Adjusting::penalised(float score, int count) const {
+    if (asked_.repetition != 1.0f) score = score > 0.0f ? score / asked_.repetition : score * asked_.repetition;
+    if (!count || (asked_.presence == 0.0f && asked_.frequency == 0.0f)) return score;
+    const float repeated = asked_.frequency * static_cast<float>(count);
+    return score - (asked_.presence + repeated);
+}
+
+void Adjusting::apply(float* scores, const int64_t* names, int held, const std::vector<int>& path) const {
+    for (const auto& [token, value] : asked_.bias)
+        if (float* score = find(scores, names, held, token)) *score += value;
+    const bool has_penalties = asked_.repetition != 1.0f || asked_.presence != 0.0f || asked_.frequency != 0.0f;
+    if (has_penalties) {
+        std::vector<std::pair<float*, float>> drafted;  // what replaces the score of a token of the path
+        for (std::size_t n = 0; n < path.size(); ++n) {
+            float* score = find(scores, names, held, path[n]);
+            if (!score || std::find(path.begin(), path.begin() + n, path[n]) != path.begin() + n) continue;
+            const auto found = places_.find(path[n]);
+            const int before = found == places_.end() ? 0 : written_[found->second].count;
+            const int count = before + static_cast<int>(std::count(path.begin(), path.end(), path[n]));
+            drafted.emplace_back(score, penalised(*score, count));
+        }
+        for (const Written& one : written_)
+            if (float* score = find(scores, names, held, one.token)) *score = penalised(*score, one.count);
+        for (const auto& [score, value] : drafted) *score = value;
+    }
+    if (size_ + static_cast<int>(path.size()) - asked_.prompt >= asked_.min_tokens) return;
+    for (int stop : asked_.stops)
+        if (float* score = find(scores, names, held, stop)) *score = -std::numeric_limits<float>::infinity();
+}
+
+}  // namespace outpace
