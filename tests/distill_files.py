@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,16 @@ TOKENS = 6000
 WORDS = ("hello", "world", "lo", "12", "he", "d", "we", "all", "or", "well")
 
 
-def target_folder(folder: Path, **changes: Any) -> Path:
-    """A random Llama with the tiny tokenizer of `files`, as a model folder."""
+def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **changes: Any) -> Path:
+    """A random Llama with the tiny tokenizer of `files`, as a model folder. `shaped`: changes by which its weights are
+    others, too."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     gguf = files.write_gguf(folder.parent / f"{folder.name}.gguf")
     made = folder / "model"
     folder.mkdir(exist_ok=True)
     files.folder_of(gguf, made)
-    config = files.CONFIG | changes
-    tensors = {name: torch.from_numpy(value) for name, value in files.weights(3).items()}
+    config = files.CONFIG | changes | dict(shaped or {})
+    tensors = {name: torch.from_numpy(value) for name, value in files.weights(3, **(shaped or {})).items()}
     scaled = {name: value * (0.15 if value.dim() > 1 else 1.0) for name, value in tensors.items()}
     save_file(
         {name: value.abs() if "norm" in name else value for name, value in scaled.items()}, made / "model.safetensors"

@@ -193,7 +193,7 @@ def test_what_a_later_stage_would_run_into_is_said_first(
     monkeypatch.setattr("outpace.distill.check.missing_kernels", lambda: "the native kernels are not installed")
     assert run(*common, "--out", tmp_path / "out", "--tasks", few, "--runtime", "native") == 2
     assert "the native kernels are not installed" in capsys.readouterr().err
-    other = target_folder(tmp_path / "other", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    other = target_folder(tmp_path / "other", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert run(*common, "--target", other, "--out", tmp_path / "out", "--tasks", few) == 2
-    assert "cannot be distilled: rope scaling is not supported" in capsys.readouterr().err
+    assert "rope_scaling of the type 'dynamic' (only" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -11,9 +11,10 @@ from outpace.distill import prompts, training_state
 from outpace.distill.export import settled_ids
 from outpace.distill.options import DRAFT, TRAINING, DistillOptions
 from outpace.distill.parts import shared_out
-from outpace.distill.start import draft_config, frozen_names, plain_config
+from outpace.distill.start import draft_config, frozen_names, target_config
 from outpace.distill.text import longest_prompt
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.source import open_folder
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer
@@ -24,8 +25,8 @@ def check(options: DistillOptions, target: Path | None) -> None:
     written or trained. Makes the run's folder."""
     texts = prompts.collect(options.prompts) if options.writes else []
     if target is not None:
-        with Checkpoint.open(target) as checkpoint:
-            sizes = plain_config(checkpoint)
+        with open_folder(target) as checkpoint:
+            sizes = target_config(checkpoint)
             if options.writes:
                 longest_prompt(options.writer, sizes.max_positions)
             if options.trains:

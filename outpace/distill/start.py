@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import shipped_model
 from outpace.models.files.pairs import shipped_draft
+from outpace.models.files.source import open_folder
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.layer_kinds import BY_LAYER, FULL, SLIDING
 
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 WINDOW = 128  # tokens of a text that its draft reads: a few layers see little further, see docs/log.md
-PLAIN = {"output_bias": False, "head_norm": False, "rope_scaling": None, "windows": (), "rotary_layers": ()}
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,9 @@ def chosen_shape(layers: str, hidden: int | None, init: str, vocab: int, target:
     return shape
 
 
-def plain_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """The sizes of a plain Llama whose tensors are there with these shapes; UserError for any other kind of model."""
+def target_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The sizes of a model of the Llama family whose tensors are there with these shapes; UserError for any other."""
     config = from_dict(checkpoint.config)
-    for name, plain in PLAIN.items():
-        if getattr(config, name, plain) != plain:
-            raise UserError(f"{checkpoint.path} cannot be distilled: {name.replace('_', ' ')} is not supported there")
     checkpoint.check_shapes(tensor_shapes(config))
     return config
 
@@ -102,12 +101,13 @@ def pick_layers(shape: Shape, total: int) -> list[int]:
 
 
 def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None) -> dict[str, Any]:
-    """The draft's config.json, from the target's."""
+    """The draft's config.json, from the target's, whose weights may be quantised: the draft's are not."""
+    config = {name: value for name, value in config.items() if name != "quantization_config"}
     sizes = from_dict(config)
     layers = pick_layers(shape, sizes.num_layers)
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read
-    made.pop("quantization_config", None)
+    made |= _of_layers(config, sizes, layers)
     if shape.hidden is not None:
         if shape.hidden > sizes.hidden_size:
             raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
@@ -118,11 +118,24 @@ def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None
     return made
 
 
+def _of_layers(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[int]) -> dict[str, Any]:
+    """What a config.json says of single layers, of these alone."""
+    chosen, said = sizes.of_layers(layers), dict[str, Any]()
+    types = config.get("layer_types")
+    if types is not None:
+        said["layer_types"] = [types[layer] for layer in layers]
+    elif chosen.windows and config.get("model_type") in BY_LAYER:
+        said["layer_types"] = [FULL if window is None else SLIDING for window in chosen.windows]
+    if config.get("no_rope_layers") is not None or sizes.rotary_layers:
+        said["no_rope_layers"] = [int(chosen.rotates(layer)) for layer in range(len(layers))]
+    return said
+
+
 def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
     """What training begins with. Where it has the target's width, embeddings and output layer are the target's and
     frozen."""
-    with Checkpoint.open(target) as checkpoint:
-        sizes = plain_config(checkpoint)
+    with open_folder(target) as checkpoint:
+        sizes = target_config(checkpoint)
         config = from_dict(draft_config(checkpoint.config, shape, None if ids is None else ids.tolist()))
         layers = pick_layers(shape, sizes.num_layers)
         tensors = {name: checkpoint.tensor(_source(name, layers)).float() for name in tensor_shapes(config)}
@@ -166,7 +179,9 @@ def _narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     hidden = len(basis)
     made = {}
     for name, value in tensors.items():
-        if value.dim() == 1 and "norm" in name:
+        if name.endswith(HEAD_NORMS):
+            made[name] = value
+        elif value.dim() == 1 and "norm" in name:
             made[name] = (basis**2).T @ value  # each direction's mean gain
         elif name.endswith(("o_proj.weight", "down_proj.weight")) or name.endswith(("o_proj.bias", "down_proj.bias")):
             made[name] = basis.T @ value

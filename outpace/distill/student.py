@@ -1,4 +1,5 @@
-"""A small Llama that can be trained: plain torch over Hugging Face weight names, packed sequences, float32 weights."""
+"""A small model of the Llama family that can be trained: plain torch over Hugging Face weight names, packed sequences,
+float32 weights."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.rope import frequencies_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -52,12 +54,11 @@ class Student:
         rows, length = batch.tokens.shape
         cos, sin = turns(self.config, batch.positions.flatten())
         turn = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
-        same = batch.sequences[:, :, None] == batch.sequences[:, None]
-        sees = (same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril())[:, None]
-        mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)  # [rows, 1, length, length]
+        masks = {window: _mask(batch, window) for window in {None, *self.config.windows}}
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
         for layer in range(self.config.num_layers):
-            x = self._layer(f"model.layers.{layer}.", x, turn, mask)
+            turns_by = turn if self.config.rotates(layer) else None
+            x = self._layer(f"model.layers.{layer}.", x, turns_by, masks[self.config.window(layer)])
         return normed(x.flatten(0, 1)[batch.places], self.tensors[NORM], self.config.rms_norm_eps)
 
     def logits(self, batch: Packed) -> Tensor:
@@ -74,15 +75,20 @@ class Student:
             self._rows = rows
         return rows
 
-    def _layer(self, prefix: str, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """One layer: [rows, length, hidden] to the same."""
+    def _layer(self, prefix: str, x: Tensor, turn: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
+        """One layer: [rows, length, hidden] to the same. `turn` None: its queries and keys know no positions."""
         config, eps = self.config, self.config.rms_norm_eps
         h = normed(x, self.tensors[prefix + "input_layernorm.weight"], eps)
         parts = (
             self._linear(f"{prefix}self_attn.{name}_proj", h).unflatten(2, (-1, config.head_dim)) for name in "qkv"
         )
         query, key, value = parts  # [rows, length, heads, d]
-        query, key = (rotated(part.float(), *turn).to(value.dtype).transpose(1, 2) for part in (query, key))
+        if config.head_norm:
+            query = normed(query.float(), self.tensors[prefix + "self_attn.q_norm.weight"], eps)
+            key = normed(key.float(), self.tensors[prefix + "self_attn.k_norm.weight"], eps)
+        if turn is not None:
+            query, key = (rotated(part.float(), *turn) for part in (query, key))
+        query, key = (part.to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
         mixed = _attended(query, key, value, mask.to(query.dtype))
@@ -110,11 +116,22 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor
     return (scores.float() + mask).softmax(-1).to(value.dtype) @ value
 
 
+def _mask(batch: Packed, window: int | None) -> Tensor:
+    """0 where a token sees another one, of the last `window` tokens, itself included, or of all; else -inf: [rows, 1,
+    length, length]."""
+    length, positions = batch.tokens.shape[1], batch.positions
+    sees = batch.sequences[:, :, None] == batch.sequences[:, None]
+    sees &= torch.ones(length, length, dtype=torch.bool, device=sees.device).tril()
+    if window is not None:
+        sees &= positions[:, :, None] - positions[:, None] < window
+    return torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)[:, None]
+
+
 def turns(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding: [rows] to [rows, 1, d / 2] each."""
-    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
-    angles = positions[:, None, None] * (1.0 / config.rope_theta**pairs)
-    return angles.cos(), angles.sin()
+    """Cosines and sines of the rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
+    frequencies = frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling).to(positions.device)
+    angles, gain = positions[:, None, None] * frequencies, config.rope_scaling.gain if config.rope_scaling else 1.0
+    return angles.cos() * gain, angles.sin() * gain
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

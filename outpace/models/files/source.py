@@ -11,6 +11,9 @@ from outpace.models.files.gguf.source import GgufSource
 
 def open_source(path: Path) -> Checkpoint | GgufSource:
     """Both have `path`, `config`, `check_shapes`, `tensor`, and `weight`, which gives a matrix as the file has it."""
-    if not path.is_dir():
-        return GgufSource(path)
+    return open_folder(path) if path.is_dir() else GgufSource(path)
+
+
+def open_folder(path: Path) -> Checkpoint:
+    """A folder of safetensors, in 4 bits or not."""
     return FourBitFolder.open(path) if is_four_bits(path) else Checkpoint.open(path)

@@ -146,14 +146,17 @@ def _gain(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
+    """By how much each pair turns from one position to the next, float32 [head_dim / 2]."""
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    return torch.from_numpy(scaling.stretched(frequencies.numpy(), theta)) if scaling else frequencies
+
+
 class Rotary:
     """e^(i position frequency), times the scaling's gain, for as many positions as were asked for."""
 
     def __init__(self, head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> None:
-        frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-        if scaling:
-            frequencies = torch.from_numpy(scaling.stretched(frequencies.numpy(), theta))
-        self._frequencies = frequencies
+        self._frequencies = frequencies_of(head_dim, theta, scaling)
         self._gain = scaling.gain if scaling else 1.0
         self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 

@@ -1,0 +1,123 @@
+"""Drafts for every architecture of the Llama family: the student computes what transformers does, what is written of it
+is a model that both load, and a run from the target's text to the draft serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from distill_files import settings, silent, target_folder
+from test_architectures import CASES, Pair
+from test_architectures import pairs as pairs
+from test_four_bits import folders
+from torch import Tensor
+
+import outpace
+from outpace.distill.export import write_draft
+from outpace.distill.run import distill
+from outpace.distill.start import Shape, draft_config, new_student
+from outpace.distill.student import Packed, Student
+from outpace.models.base import chain
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import from_dict
+from outpace.models.llama.torch_runtime import Llama
+
+TEXTS = ([5, 80, 9, 33, 61, 12, 7, 44, 2, 19, 70, 3, 8, 55, 21, 90, 17], [4, 4, 71, 30, 12, 6, 88, 41, 9, 23, 50, 1])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+OTHERS = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+}
+
+
+@torch.no_grad()
+def logits_of(student: Student, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Scores behind every token of texts that lie in one row."""
+    tokens = torch.tensor([[token for text in texts for token in text]])
+    positions = torch.tensor([[place for text in texts for place in range(len(text))]])
+    sequences = torch.tensor([[number for number, text in enumerate(texts) for _ in text]])
+    found = student.logits(Packed(tokens, positions, sequences, torch.arange(tokens.shape[1])))
+    return [*found.split([len(text) for text in texts])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_student_scores_as_transformers_does(name: str, pairs: Callable[[str], Pair]) -> None:
+    pair = pairs(name)
+    with Checkpoint.open(pair.folder) as checkpoint:
+        count = from_dict(checkpoint.config).num_layers
+    student = new_student(pair.folder, Shape(str(count)), None, 0)
+    for text, found in zip(TEXTS, logits_of(student, TEXTS), strict=True):
+        expected = pair.logits(text)
+        assert expected.std() > 0.1
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Of layers whose kinds differ where the target's do."""
+    folder = pairs(name).folder
+    shape = Shape("1,2,3")
+    with Checkpoint.open(folder) as checkpoint:
+        config = draft_config(checkpoint.config, shape, None)
+        sizes = from_dict(checkpoint.config)
+    student = new_student(folder, shape, None, 0)
+    for value in student.tensors.values():
+        value.data.copy_(value.data.bfloat16())
+    write_draft(tmp_path / "draft", student, config, folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "draft", attn_implementation="eager", dtype=torch.float32
+    )
+    with Checkpoint.open(tmp_path / "draft") as draft:
+        found = from_dict(draft.config)
+        ours = Llama.from_tensors(found, draft.tensor, dtype=torch.float32)
+    chosen = sizes.of_layers([1, 2, 3])
+    assert [(found.window(n), found.rotates(n)) for n in range(3)] == [
+        (chosen.window(n), chosen.rotates(n)) for n in range(3)
+    ]
+    for text, expected in zip(TEXTS, logits_of(student, TEXTS), strict=True):
+        assert (Pair(theirs.eval(), folder).logits(text) - expected).abs().max() < 1e-4
+        session = ours.open(len(text), 1)
+        scores = ours.score([chain(session, text, wanted=range(len(text)))])
+        assert (scores - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "biased"])
+def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str], Pair]) -> None:
+    target = new_student(pairs(name).folder, Shape("2"), None, 0)
+    narrow = new_student(pairs(name).folder, Shape("2", hidden=target.config.hidden_size // 2), None, 0)
+    for weight, value in narrow.tensors.items():
+        if "q_norm" in weight or "k_norm" in weight:
+            assert torch.equal(value, target.tensors[weight])
+    assert all(bool(part.isfinite().all()) for part in logits_of(narrow, TEXTS))
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gptq", "awq"])
+def test_a_run_from_text_to_draft(kind: str, tmp_path: Path) -> None:
+    """Its draft drafts, and the text stays the target's."""
+    if kind in ("gptq", "awq"):
+        target = folders(tmp_path / "four", kind, 64)[0]
+    elif kind in OTHERS:
+        target = target_folder(tmp_path / "target", OTHERS[kind])
+    else:
+        scaling = LLAMA3 if kind == "llama3" else {"rope_type": "linear", "factor": 2.0}
+        target = target_folder(tmp_path / "target", rope_scaling=scaling)
+    asked = settings(target, tmp_path / "run", tokens=1500)
+    for stage in ("text", "train"):
+        distill(replace(asked, stage=stage), silent)
+    with outpace.load(target, tmp_path / "run" / "draft", method="speculative", drafter="model") as llm:
+        drafted = llm.generate("hello world", max_tokens=30, ignore_eos=True)[0]
+    with outpace.load(target, method="autoregressive") as llm:
+        assert llm.generate("hello world", max_tokens=30, ignore_eos=True)[0].tokens == drafted.tokens
+    assert drafted.figures.drafted > 0
