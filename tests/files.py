@@ -80,9 +80,10 @@ def weights(seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str = "F32", **options: Any) -> Path:
-    """A tiny model as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`."""
+    """A tiny model as GGUF. `metadata` overrides fields (None leaves one out); options: `tensors`, `architecture`, and
+    `split`, the most tensors of a file: the first of several is returned."""
     tensors, architecture = options.get("tensors", weights()), options.get("architecture", "llama")
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=options.get("split", 0))
     for key, value in (_metadata(architecture) | dict(metadata or {})).items():
         if value is not None:
             _add(writer, key, value)
@@ -94,7 +95,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    parts = sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf")) if "split" in options else []
+    return parts[0] if parts else path
 
 
 def stored_as(kind: GGMLQuantizationType, values: np.ndarray) -> np.ndarray:

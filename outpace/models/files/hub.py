@@ -16,6 +16,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
+from outpace.models.files.gguf.parts import part_names
 from outpace.models.files.kind import check_kind
 from outpace.models.files.reading import read_json
 
@@ -100,8 +101,9 @@ def choose(name: HubName, listed: Sequence[str]) -> list[str]:
     """Those of a repository's files that are needed; UserError if there is no model among them that can be read."""
     top = sorted(file for file in listed if "/" not in file)
     gguf = sorted(file for file in listed if file.endswith(".gguf") and not Path(file).name.startswith(NO_MODELS))
+    gguf = [file for file in gguf if _parts(file)[0] == file]  # a model in several files goes by the first
     if name.file is not None:
-        return [_gguf_named(name, gguf)]
+        return _whole(name, _gguf_named(name, gguf), listed)
     weights = [file for file in top if file.endswith(".safetensors") and not file.startswith("consolidated")]
     if SINGLE in weights:
         weights = [SINGLE]
@@ -110,13 +112,28 @@ def choose(name: HubName, listed: Sequence[str]) -> list[str]:
         tokenizer = ["tokenizer.model"] if "tokenizer.model" in top and "tokenizer.json" not in top else []
         return [file for file in [*weights, *texts, *tokenizer] if not file.endswith(".bin.index.json")]
     if len(gguf) == 1:
-        return gguf
+        return _whole(name, gguf[0], listed)
     if gguf:
         raise UserError(f"{name} holds several GGUF files, name one as in {name}:{gguf[0]}: {', '.join(gguf)}")
     if pickled := [file for file in top if file.endswith(PICKLED)]:
         rule = "reading them can run any code and nothing is executed from a file; look for a revision with safetensors"
         raise UserError(f"{name} holds pickled weights only ({pickled[0]}): {rule}")
     raise UserError(f"{name} holds neither config.json with safetensors nor a GGUF file")
+
+
+def _parts(file: str) -> list[str]:
+    """All files of the model that this .gguf file is, or is a part of, in a repository's terms."""
+    folder, slash, last = file.rpartition("/")
+    return [folder + slash + part for part in part_names(last)]
+
+
+def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:
+    """A .gguf file with its further parts; UserError where the repository lacks one."""
+    parts = _parts(file)
+    missing = next((part for part in parts if part not in listed), None)
+    if missing is not None:
+        raise UserError(f"{name} holds {file} and no {missing}, which is a part of the same model")
+    return parts
 
 
 def _gguf_named(name: HubName, gguf: Sequence[str]) -> str:

@@ -135,8 +135,6 @@ def _check_metadata(header: GgufHeader, prefix: str, own: Mapping[str, Any]) -> 
     for name, harmless in REFUSED_UNLESS.items():
         if name in own and own[name] not in harmless:
             raise UserError(f"{header.path}: {prefix}{name} {own[name]!r:.50} is not supported")
-    if header.metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(f"{header.path} is one of several parts: join them by `llama-gguf-split --merge` first")
     for name in ("context_length", "block_count"):
         if own.get(name) is None:
             field = " (num_hidden_layers)" if name == "block_count" else ""

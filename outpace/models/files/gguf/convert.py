@@ -14,7 +14,8 @@ from outpace.models.files.cache import made_once
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
-from outpace.models.files.gguf.header import GgufHeader, open_gguf
+from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.gguf.parts import open_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.weights import check_types, num_bytes, write_weights
 from outpace.models.files.new_folder import new_folder
@@ -36,7 +37,7 @@ def convert(path: Path, cache: Path, progress: Progress = lambda stage, fraction
     folder = cache / f"{path.stem[:LONGEST_NAME]}-{_identity(path)}-v{FORMAT_VERSION}"
 
     def make() -> None:
-        with open_gguf(path) as header:
+        with open_model(path) as header:
             _write_folder(header, folder, progress)
         progress("done", 1.0)
 
@@ -45,16 +46,19 @@ def convert(path: Path, cache: Path, progress: Progress = lambda stage, fraction
 
 
 def _identity(path: Path) -> str:
-    """A short name for this file's content, from its size, time and both ends: cheap, however large the file."""
-    try:
-        with path.open("rb") as stream:
-            status = path.stat()
-            digest = hashlib.sha256(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-            digest.update(stream.read(ENDS_READ))
-            stream.seek(max(0, status.st_size - ENDS_READ))
-            digest.update(stream.read(ENDS_READ))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    """A short name for the content of this file and its further parts, from size, time and both ends: cheap, however
+    large they are."""
+    digest = hashlib.sha256()
+    for part in [path, *(file for file in part_files(path) if file != path and file.is_file())]:
+        try:
+            with part.open("rb") as stream:
+                status = part.stat()
+                digest.update(f"{part.name} {status.st_size} {status.st_mtime_ns}".encode())
+                digest.update(stream.read(ENDS_READ))
+                stream.seek(max(0, status.st_size - ENDS_READ))
+                digest.update(stream.read(ENDS_READ))
+        except OSError as error:
+            raise UserError(f"{part} cannot be read ({error.strerror})") from error
     return digest.hexdigest()[:16]
 
 

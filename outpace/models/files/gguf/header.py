@@ -46,36 +46,46 @@ SCALARS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `shape` is outermost first, `start` and `num_bytes` count bytes from the file's start."""
+    """Where a tensor lies: `shape` is outermost first, `start` and `num_bytes` count bytes from the file's start, which
+    is number `part` of the model's."""
 
     shape: tuple[int, ...]
     kind: int
     start: int
     num_bytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A GGUF file's metadata (text, numbers, lists) and its tensors by name."""
+    """A GGUF file's metadata (text, numbers, lists) and its tensors by name, those of a model's further parts too."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     data: Any = field(repr=False)  # the mapped file
+    further: tuple[GgufHeader, ...] = ()  # the model's other parts, in their order
 
     def raw(self, name: str) -> np.ndarray:
         """The stored bytes of one tensor, mapped from the file."""
         entry = self.tensors[name]
-        return np.frombuffer(self.data, np.uint8, entry.num_bytes, entry.start)
+        return np.frombuffer(self._part(entry).data, np.uint8, entry.num_bytes, entry.start)
+
+    def file_of(self, name: str) -> Path:
+        """Where a tensor lies."""
+        return self._part(self.tensors[name]).path
+
+    def _part(self, entry: TensorEntry) -> GgufHeader:
+        return self.further[entry.part - 1] if entry.part else self
 
     def forget(self, name: str) -> None:
         """Gives the memory of a tensor's whole pages back; read again, they come from the file again."""
         entry = self.tensors[name]
-        forget_pages(self.data, entry.start, entry.start + entry.num_bytes)
+        forget_pages(self._part(entry).data, entry.start, entry.start + entry.num_bytes)
 
     def forget_front(self) -> None:
         """As `forget`, of what stands before all tensors."""
-        forget_pages(self.data, 0, min((entry.start for entry in self.tensors.values()), default=0))
+        forget_pages(self.data, 0, min((one.start for one in self.tensors.values() if not one.part), default=0))
 
 
 @contextmanager

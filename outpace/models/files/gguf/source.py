@@ -19,7 +19,8 @@ from outpace.core.lazy import torch
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import GgufModel, read_model
 from outpace.models.files.gguf.convert import write_tokenizer
-from outpace.models.files.gguf.header import GgufHeader, open_gguf
+from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.gguf.parts import open_model
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.types import COMMON, type_of
 from outpace.models.files.gguf.weights import check_types, half_rotary, read_values, rotary_unit
@@ -34,7 +35,7 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         """UserError: not a GGUF file, torn, or not a model that runs here."""
         self.path = Path(path)
         with ExitStack() as stack:
-            self._header: GgufHeader = stack.enter_context(open_gguf(self.path))
+            self._header: GgufHeader = stack.enter_context(open_model(self.path))
             self._model: GgufModel = read_model(self._header)
             check_types(self._header, self._model, COMMON)
         special_ids = gguf_tokenizer.special_ids(self.path, self._header.metadata)
@@ -65,8 +66,7 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor; UserError if there is none of that name."""
-        self._source(name)
-        return self.path
+        return self._header.file_of(self._source(name))
 
     def held(self, name: str) -> Held:
         """What a tensor takes in the file, and in which format."""
@@ -92,11 +92,11 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         if len(entry.shape) != 2:
             return self.array(name)
         raw = self._header.raw(source).reshape(entry.shape[0], -1)
-        order = np.arange(len(raw), dtype=np.int32)
+        order, kind, file = np.arange(len(raw), dtype=np.int32), type_of(entry.kind).name, self._header.file_of(source)
         unit = rotary_unit(self._model, source)
         order = half_rotary(order, len(raw) // unit) if unit > 1 else order
         read, forget = partial(self.array, name), partial(self._header.forget, source)
-        return Stored(self.path, source, type_of(entry.kind).name, raw, order, entry.shape[1], read, forget)
+        return Stored(file, source, kind, raw, order, entry.shape[1], read, forget)
 
     def _source(self, name: str) -> str:
         if name not in self._model.sources:

@@ -28,7 +28,7 @@ def check_types(header: GgufHeader, model: GgufModel, known: Container[int] = ()
         kind = header.tensors[name].kind
         if kind not in known and not can_read(kind):
             found = f"tensor {name!r} has the unsupported quantisation {type_of(kind).name}"
-            raise UserError(f"{header.path}: {found}, allowed are {', '.join(readable_types())}")
+            raise UserError(f"{header.file_of(name)}: {found}, allowed are {', '.join(readable_types())}")
 
 
 def can_read(kind: int) -> bool:
@@ -138,5 +138,5 @@ def _read(header: GgufHeader, name: str, raw: np.ndarray) -> np.ndarray:
             values = dequantize(raw, GGMLQuantizationType(kind)).astype(np.float32, copy=False).view("<u4")
         exponent = PIECE_OF_TYPE[2]
     if (values & exponent == exponent).any():
-        raise UserError(f"{header.path} is damaged: tensor {name!r} holds values that are not finite")
+        raise UserError(f"{header.file_of(name)} is damaged: tensor {name!r} holds values that are not finite")
     return values
