@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,12 @@ def kinds(chance: random.Random) -> list[Adjustments]:
     return [Adjustments(**one) for one in (*given, together)]
 
 
-def rows_of(chance: random.Random, settings: Adjustments | None) -> list[Row]:
+def rows_of(
+    chance: random.Random, settings: Adjustments | None, stops: frozenset[int] = frozenset({5, 299})
+) -> list[Row]:
     """A request's tree of some nodes, whose tokens stand in the text already or do not."""
     prompt = tuple(chance.choices(range(VOCAB), k=chance.randint(1, 40)))
-    request = Request(prompt, GUMBEL, sampling=Sampling(0.8), adjustments=settings, stop_ids=frozenset({5, 299}))
+    request = Request(prompt, GUMBEL, sampling=Sampling(0.8), adjustments=settings, stop_ids=stops)
     committed = [*prompt, *chance.choices([*range(VOCAB), *prompt], k=chance.randint(0, 12))]
     paths = [tuple(chance.choices([*range(VOCAB + 9), *committed], k=depth)) for depth in (0, 1, 2, 2, 5)]
     return [Row(request, committed, path) for path in paths]
@@ -121,11 +124,11 @@ def test_the_kernels_adjust_by_the_same_arithmetic() -> None:
         pytest.skip("outpace-kernels is older than this test")
     chance, numbers, moved = random.Random(8), np.random.default_rng(8), 0
     pair = NativePair.__new__(NativePair)
-    pair._kernels = kernels
+    pair._kernels, pair._models = kernels, (SimpleNamespace(vocab_size=VOCAB),) * 2  # type: ignore[assignment]
     ids = np.flatnonzero(numbers.random(VOCAB) < 0.4)
     for settings in [one for _ in range(20) for one in kinds(chance)]:
-        few = replace(settings, banned=None, allowed=None)
-        rows = rows_of(chance, few)
+        few = replace(settings, banned=None, allowed=None, min_tokens=chance.choice([0, settings.min_tokens, 2**40]))
+        rows = rows_of(chance, few, stops=frozenset({5, 299, VOCAB, 2**40, -7}))
         adjusting = pair.adjusting(rows[0].request)
         for start in range(0, len(rows[0].committed), 5):
             adjusting.extend(rows[0].committed[start : start + 5])

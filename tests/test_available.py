@@ -14,6 +14,7 @@ from test_runtimes import needs_kernels
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.models import host
+from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config import from_dict, tensor_shapes
 from outpace.models.llama.footprint import float_bytes, native_bytes
@@ -112,6 +113,31 @@ def test_what_is_said_to_be_needed_is_near_what_is_held(tmp_path: Path) -> None:
         said = needs(path, held == "file")
         assert said >= model.weight_bytes
         assert said < 1.5 * model.weight_bytes  # what is rounded at a time is much of a tiny model
+
+
+@needs_kernels
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_draft_is_planned_as_it_is_loaded(tmp_path: Path, free: Callable[[int], None], layers: int) -> None:
+    """In four bits, however few its layers."""
+    folder = model_folder(tmp_path, num_hidden_layers=layers, hidden_size=128, intermediate_size=256)
+    free(1000)
+    with pytest.raises(UserError, match=r"GiB of memory in int4"):
+        load_model(folder, is_draft=True)
+    free(10**9)
+    assert load_model(folder, is_draft=True).precision == "int4"
+
+
+@needs_kernels
+def test_what_int8_would_need_is_told_as_the_kernels_read_it(tmp_path: Path, free: Callable[[int], None]) -> None:
+    folder = model_folder(tmp_path, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
+    with Checkpoint.open(folder) as source:
+        shapes = tensor_shapes(from_dict(source.config))
+        small, large = (native_bytes(shapes, source.held, formats, False) for formats in (("F32",), ()))
+    assert small < large
+    text = host.LEAST * load_model(folder, dtype="int8").model.token_bytes
+    free((small + large) // 2 + text)
+    with pytest.raises(UserError, match=r"of memory in float32, .* are free: dtype int8 needs"):
+        load_model(folder, dtype="float32")
 
 
 @needs_kernels

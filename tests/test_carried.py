@@ -312,7 +312,18 @@ def test_a_rule_that_is_made_from_another_is_not_taken_for_it(ways: Ways) -> Non
     assert not ways.carried
 
 
-@pytest.mark.parametrize("options", [{"top_k": 2**40}, {"min_p": 1.0}, {"temperature": 1e-6}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 2**40},
+        {"min_p": 1.0},
+        {"temperature": 1e-6},
+        {
+            "adjustments": Adjustments(min_tokens=30, logit_bias=((5, 1.0), (5, -2.0))),
+            "stop_ids": frozenset({6, 2**40}),
+        },
+    ],
+)
 def test_odd_options_write_plain_texts_beside_others(ways: Ways, options: dict[str, Any]) -> None:
     """And the drafter stays."""
     requests = [make_request([5, 6, 7, 5, 6], max_tokens=40, **(SAMPLED | options)), *asked(1)]
@@ -320,6 +331,16 @@ def test_odd_options_write_plain_texts_beside_others(ways: Ways, options: dict[s
         warnings.simplefilter("error")
         runs, _ = ways.runs(requests, carries=True)
     assert [run.tokens for run in runs] == [plain_tokens(ways.target, request) for request in requests]
+
+
+def test_kernels_that_adjust_no_scores_carry_out_all_other_rounds(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kernels, "Adjusting")
+    (plain,), (moved,) = asked(1), asked(1, **ADJUSTED)
+    for request, is_carried in ((plain, True), (moved, False)):
+        (run,), _ = ways.runs([request], carries=True)
+        assert run.tokens == plain_tokens(ways.target, request)
+        assert bool(ways.carried) == is_carried
+        ways.carried.clear()
 
 
 def test_what_gives_nothing_is_tried_ever_later(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,8 @@ NAME = "model.layers.0.mlp.up_proj."
         ("scales", lambda held: held.astype(np.float32), UnsupportedModel, "has type F32, taken is F16"),
         ("scales", lambda held: held[1:].copy(), UserError, r"scales has shape \[1, 384\], expected \[2, 384\]"),
         ("qweight", lambda held: held[8:].copy(), UserError, "up_proj.weight' has shape"),
+        ("qweight", lambda held: held[..., None].copy(), UserError, "qweight' has shape .* expected are 2 dimensions"),
+        ("scales", lambda held: held.reshape(-1).copy(), UserError, "scales' has shape .* expected are 2 dimensions"),
         ("qzeros", None, UserError, "holds no tensor 'model.layers.0.mlp.up_proj.qzeros'"),
     ],
 )

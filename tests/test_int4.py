@@ -12,6 +12,7 @@ import reference
 import torch
 from files import model_folder
 from passes import prefilled, random_parents, text
+from safetensors.numpy import load_file, save_file
 
 from outpace.core.errors import UserError
 from outpace.models.base import Part
@@ -133,3 +134,12 @@ def test_only_the_native_runtime_takes_it(tmp_path: Path) -> None:
     for runtime in ("llama", "transformers"):
         with pytest.raises(UserError, match="dtype int4 needs the runtime native"):
             load_model(folder, dtype="int4", runtime=runtime)
+
+
+def test_floats_of_64_bits_are_rounded_too(tmp_path: Path) -> None:
+    plain = model_folder(tmp_path / "plain", hidden_size=64, intermediate_size=96)
+    tensors = {name: value.astype(np.float64) for name, value in load_file(plain / "model.safetensors").items()}
+    save_file(tensors, plain / "model.safetensors")
+    found = load_model(plain, dtype="int4")
+    assert (found.precision, found.notice) == ("int4", None)
+    assert load_model(plain).notice is None

@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from files import CONFIG, weights
+from safetensors.torch import save_file
+from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
 from outpace.models.llama import config as llama
+from outpace.models.llama.native_runtime import NativeLlama
 
 
 def tensors(**changes: Any) -> dict[str, torch.Tensor]:
@@ -356,3 +359,21 @@ def test_missing_files(tmp_path: Path, folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json does not exist"):
         Checkpoint.open(folder)
+
+
+@needs_kernels
+def test_damage_in_one_of_several_files_names_it(tmp_path: Path) -> None:
+    """Where the kernels read several tensors into one matrix."""
+    held, bad = tensors(), "model.layers.0.self_attn.v_proj.weight"
+    held[bad][1, 2] = torch.nan
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    parts = {"a.safetensors": {bad: held.pop(bad)}, "b.safetensors": held}
+    for name, part in parts.items():
+        save_file(part, tmp_path / name)
+    placed = {key: name for name, part in parts.items() for key in part}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": placed}))
+    with (
+        Checkpoint.open(tmp_path) as found,
+        pytest.raises(UserError, match=f"a.safetensors is damaged: tensor '{bad}'"),
+    ):
+        NativeLlama.from_tensors(llama.from_dict(found.config), found.weight)

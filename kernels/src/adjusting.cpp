@@ -33,6 +33,23 @@ float Adjusting::penalised(float score, int count) const {
     return score - (asked_.presence + repeated);
 }
 
+void Adjusting::locate(const int64_t* names, int held) {
+    if (!names) return;
+    if (names != names_ || held != held_) columns_.clear();
+    names_ = names, held_ = held;
+    for (std::size_t n = columns_.size(); n < written_.size(); ++n) {
+        const int64_t* place = std::lower_bound(names, names + held, static_cast<int64_t>(written_[n].token));
+        const bool is_there = place < names + held && *place == written_[n].token;
+        columns_.push_back(is_there ? static_cast<int>(place - names) : -1);
+    }
+}
+
+float* Adjusting::score_of(float* scores, const int64_t* names, int held, std::size_t written) const {
+    if (!names || names != names_ || held != held_ || written >= columns_.size())
+        return find(scores, names, held, written_[written].token);
+    return columns_[written] < 0 ? nullptr : scores + columns_[written];
+}
+
 void Adjusting::apply(float* scores, const int64_t* names, int held, const std::vector<int>& path) const {
     for (const auto& [token, value] : asked_.bias)
         if (float* score = find(scores, names, held, token)) *score += value;
@@ -47,8 +64,8 @@ void Adjusting::apply(float* scores, const int64_t* names, int held, const std::
             const int count = before + static_cast<int>(std::count(path.begin(), path.end(), path[n]));
             drafted.emplace_back(score, penalised(*score, count));
         }
-        for (const Written& one : written_)
-            if (float* score = find(scores, names, held, one.token)) *score = penalised(*score, one.count);
+        for (std::size_t n = 0; n < written_.size(); ++n)
+            if (float* score = score_of(scores, names, held, n)) *score = penalised(*score, written_[n].count);
         for (const auto& [score, value] : drafted) *score = value;
     }
     if (size_ + static_cast<int>(path.size()) - asked_.prompt >= asked_.min_tokens) return;

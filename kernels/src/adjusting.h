@@ -29,6 +29,10 @@ class Adjusting {
     /// The text goes on.
     void extend(const std::vector<int>& tokens);
 
+    /// Looks up where the scores of what is written stand among these tokens, which rows of a reduced vocabulary then need
+    /// not do one by one.
+    void locate(const int64_t* names, int held);
+
     /// Adjusts a row's scores [held] of the tokens `names`, rising (null: 0, 1, ...), for what follows the text and the
     /// drafted tokens `path` behind it. May be called by several threads at once.
     void apply(float* scores, const int64_t* names, int held, const std::vector<int>& path) const;
@@ -40,11 +44,15 @@ class Adjusting {
     };
 
     float penalised(float score, int count) const;
+    float* score_of(float* scores, const int64_t* names, int held, std::size_t written) const;
 
     Adjustments asked_;
     int size_ = 0;
     std::vector<Written> written_;  // that have a penalty, each once
     std::unordered_map<int, std::size_t> places_;  // of tokens among them
+    const int64_t* names_ = nullptr;  // that were looked up last, and how many
+    int held_ = 0;
+    std::vector<int> columns_;  // of what is written, as far as it was looked up: its place among them, or below 0
 };
 
 }  // namespace outpace

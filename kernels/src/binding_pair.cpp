@@ -176,6 +176,9 @@ void bind_pair(nb::module_& m) {
              "prompt"_a)
         .def_prop_ro("size", &Adjusting::size)
         .def("extend", &go_on, "tokens"_a)
+        .def("locate", [](Adjusting& adjusting, const Tokens& names) {
+            adjusting.locate(names.data(), static_cast<int>(names.size()));
+        }, "names"_a)
         .def("apply", &adjust_row, "scores"_a, "names"_a.none(), "path"_a);
 
     nb::class_<Drafted>(m, "Drafted")

@@ -36,6 +36,7 @@ class Rows {
     void want(int row, const Drafted& request, std::vector<int> path) {
         const int position = request.target.length + 1 + static_cast<int>(path.size());  // of the token that it decides
         wanted_.push_back(row);
+        if (request.adjusting) request.adjusting->locate(side_.names, side_.held);
         asking_.push_back({&request, request.noise.key(static_cast<uint64_t>(position)), std::move(path)});
     }
 

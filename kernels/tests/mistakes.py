@@ -244,6 +244,9 @@ MUTATIONS = (
     Mutation("adjustments: penalties of a negative score", "adjusting.cpp", "score > 0.0f ? score /", "true ? score /"),
     Mutation("adjustments: stops come one token early", "adjusting.cpp", "asked_.prompt >= asked_.min_tokens",
              "asked_.prompt >= asked_.min_tokens - 1"),
+    Mutation("adjustments: a place is another token's", "adjusting.cpp",
+             "const bool is_there = place < names + held && *place == written_[n].token;",
+             "const bool is_there = place < names + held;"),
     Mutation("adjustments: a token without a score takes its neighbour's", "adjusting.cpp",
              "&& *place == token ? scores", "? scores"),
     # what panels are packed from

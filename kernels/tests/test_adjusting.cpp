@@ -46,6 +46,7 @@ void test_rows(Random& random, const Adjustments& asked) {
         adjusting.extend(more);
         check(adjusting.size() == static_cast<int>(text.size()), "the text is known");
         if (static_cast<int>(text.size()) < asked.prompt) continue;
+        if (random() % 2) adjusting.locate(names.data(), static_cast<int>(names.size()));
         for (const std::vector<int64_t>* held : {static_cast<std::vector<int64_t>*>(nullptr), &names}) {
             const int count = held ? static_cast<int>(held->size()) : kTokens;
             std::vector<float> scores(count), expected(count);

@@ -98,7 +98,7 @@ class _Places(NamedTuple):
         """Those of the tokens that have a place, and the places: int64 both"""
         asked = np.fromiter(tokens, np.int64, len(tokens))
         if self.ids is None:
-            known = asked[asked < self.size]
+            known = asked[(asked >= 0) & (asked < self.size)]
             return known, known
         places = np.minimum(np.searchsorted(self.ids, asked), self.size - 1)
         there = self.ids[places] == asked

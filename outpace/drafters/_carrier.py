@@ -27,6 +27,10 @@ class Pair(Protocol):
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
         """What copies from a request's text, as drafter `ngram` does with these options."""
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether it can adjust scores."""
+
     def adjusting(self, request: Request) -> Any:
         """What adjusts scores as this request asks for, when it is told of its text."""
 
@@ -55,7 +59,7 @@ class ModelCarrier(Carrier):
         """The same, with who copies from each request's text."""
         parts = []
         for state, one, copies in zip(states, asked, copied, strict=True):
-            if state.session.pending:
+            if state.session.pending or (state.request.adjustments is not None and not self.pair.adjusts):
                 return []
             if one.ask.plan.deepest and not self._is_close(state):
                 return []

@@ -40,7 +40,7 @@ def check_request(request: Request, target: Model) -> None:
     if request.adjustments is not None:
         check_whole("min_tokens", request.adjustments.min_tokens, 0, request.max_tokens)
         for token, _ in request.adjustments.logit_bias:
-            check_range("a token of logit_bias", token, 0, last)
+            check_whole("a token of logit_bias", token, 0, last)
         _check_allowed(request, request.adjustments, last)
 
 

@@ -11,6 +11,7 @@ from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.footprint import Held, float_bytes, native_bytes
 from outpace.models.llama.inflate import source_of
 from outpace.models.llama.kv import token_bytes
+from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
 from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, LoadOptions
 
 GIB = 1 << 30
@@ -48,19 +49,28 @@ def _ways(
         found: Held = source.held(source_of(name, source.config["num_hidden_layers"]))
         return found
 
-    ways = {INT8: native_bytes(shapes, held, formats or (), False)}
+    ways = {INT8: native_bytes(shapes, held, _read_by_kernels() if formats is None else formats, False)}
     if formats is None:
         name = "float32" if options.dtype == AUTO else options.dtype
         ways[name] = float_bytes(shapes, {"float32": 4, INT8: 1, FP8: 1}.get(name, 2))
         return name, ways
-    kept, small = (native_bytes(shapes, held, formats, True, in_four) for in_four in (False, True))
-    if options.dtype == INT4 or (options.dtype == AUTO and options.is_draft and small < kept):
+    kept = native_bytes(shapes, held, formats, True)
+    small = native_bytes(shapes, held, formats, True, in_four=True, threads=min(usable_cores(), config.num_layers))
+    if options.dtype == INT4:
         return INT4, {INT4: small}
     if small < min(kept, ways[INT8]):
         ways[INT4] = small
     if options.dtype == FILE or (options.dtype == AUTO and kept != ways[INT8]):
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})
+
+
+def _read_by_kernels() -> tuple[str, ...]:
+    """The formats that the native kernels would read where they lie; none where they are not installed."""
+    try:
+        return read_formats(load_kernels())
+    except UserError:
+        return ()
 
 
 def _kv_dtype(options: LoadOptions) -> str:

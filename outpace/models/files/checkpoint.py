@@ -19,7 +19,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
 from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import check_file, is_there, read_json
-from outpace.models.llama.footprint import Held
+from outpace.models.llama.footprint import FLOATS, Held
 from outpace.models.llama.stored import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -114,7 +114,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def weight(self, name: str) -> Stored | np.ndarray:
         """A matrix as the file has it, which nobody has looked into; anything else as `array`."""
-        if len(self.shape(name)) != 2:
+        if len(self.shape(name)) != 2 or self.held(name).kind not in FLOATS:
             return self.array(name)
         kind, values = self._mapped(name)
         rows, columns = values.shape

@@ -24,6 +24,7 @@ from outpace.models.llama.stored import Stored
 ORDER = "g_idx"
 NEEDED, ALLOWED = ("qweight", "qzeros", "scales"), (ORDER,)
 TYPES = {"qweight": "I32", "qzeros": "I32", "scales": "F16", "g_idx": "I32"}
+DIMENSIONS = {part: 1 if part == ORDER else 2 for part in TYPES}
 SAID = "quantization_config"
 
 
@@ -81,6 +82,10 @@ class FourBitFolder(Checkpoint):
                 if kind != TYPES[part]:
                     where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
                     raise UnsupportedModel(f"{where} has type {kind}, taken is {TYPES[part]}")
+                sizes = super().shape(f"{self._stem(name)}.{part}")
+                if len(sizes) != DIMENSIONS[part]:
+                    where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
+                    raise UserError(f"{where} has shape {list(sizes)}, expected are {DIMENSIONS[part]} dimensions")
             is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
             if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:
                 where = f"{self.file_of(name)}: tensor {name!r}"

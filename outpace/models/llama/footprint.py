@@ -24,11 +24,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def native_bytes(
-    shapes: Shapes, held: Callable[[str], Held], formats: Collection[str], kept: bool, in_four: bool = False
+    shapes: Shapes,
+    held: Callable[[str], Held],
+    formats: Collection[str],
+    kept: bool,
+    in_four: bool = False,
+    threads: int = 1,
 ) -> int:
     """By the native runtime: as the file has it where that is `kept` and the format one of `formats`, else int8, with
     what is rounded at a time: blocks of these formats, and floats of all else; floats of these formats are read where
-    they lie. `in_four`: what a layer has in float in four bits."""
+    they lie. `in_four`: what a layer has in float in four bits, which each of `threads` does by way of floats."""
     total, rounded = 0.0, 0.0
     for name, shape in shapes.items():
         count = math.prod(shape)
@@ -43,7 +48,8 @@ def native_bytes(
         is_small = in_four and ".layers." in name and not is_block
         total += count * (INT4_BYTES if is_small else INT8_BYTES)
         if is_block or is_small or not is_read:
-            rounded = max(rounded, PACKED * size if is_block else 2 * FLOAT_BYTES * count)
+            at_once = threads if is_small else 1
+            rounded = max(rounded, PACKED * size if is_block else 2 * FLOAT_BYTES * count * at_once)
     return int(total + rounded)
 
 

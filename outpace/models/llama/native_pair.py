@@ -14,6 +14,7 @@ from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, Pas
 from outpace.core.types import Request
 from outpace.models.llama.turns import Turns
 
+MOST = 2**31 - 1  # that the kernels count to
 _NO_SHARES = -1.0  # in place of what is left open
 
 
@@ -90,19 +91,27 @@ class NativePair:
         target, draft = asked.session, reading.session
         sessions = (target.store, target.length, draft.store, draft.length)
         keyed = self._kernels.Noise(*noise)
-        end = (asked.rows, plan.follows, reading.most_depth, asked.left, asked.stops, *reading.copied, keyed)
-        return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end, reading.adjusting)
+        left, stops = min(asked.left, MOST), [token for token in asked.stops if 0 <= token <= MOST]
+        end = (asked.rows, plan.follows, reading.most_depth, left, stops, *reading.copied, keyed)
+        adjusting = () if reading.adjusting is None else (reading.adjusting,)  # kernels of before know none
+        return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end, *adjusting)
 
     def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
         """What copies from one request's text, of which it knows nothing yet."""
         return self._kernels.Copies(longest, tokens, branches, window, least)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether these kernels adjust scores; those that were built before do not."""
+        return hasattr(self._kernels, "Adjusting")
 
     def adjusting(self, request: Request) -> Any:
         """What adjusts scores as `core/adjust.py` does, of whose text it knows nothing yet."""
         asked = request.adjustments
         assert asked is not None
         penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
-        ends = (asked.min_tokens, [*request.stop_ids], len(request.prompt))
+        stops = [token for token in request.stop_ids if 0 <= token < self._models[0].vocab_size]
+        ends = (min(asked.min_tokens, MOST), stops, len(request.prompt))
         return self._kernels.Adjusting([*dict(asked.logit_bias).items()], *penalties, *ends)
 
 

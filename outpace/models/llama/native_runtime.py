@@ -231,7 +231,7 @@ class NativeLlama(Model):
         return other
 
     def pair_with(self, draft: Any) -> NativePair | None:
-        if type(self) is not NativeLlama or type(draft) is not NativeLlama or not hasattr(self.kernels, "Adjusting"):
+        if type(self) is not NativeLlama or type(draft) is not NativeLlama or not hasattr(self.kernels, "Noise"):
             return None
         return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.llama.footprint import FLOATS
 from outpace.models.llama.packing import Packing
 
 PANEL = 32  # outputs that the kernels pack together
@@ -107,7 +108,10 @@ def _made(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, inputs: i
     data = [(part.kind, part.data) for part in parts]
     try:
         return packing.of_file(data, rows, inputs, **options)
-    except ValueError as error:  # of a scale: all else was checked
+    except ValueError as error:  # of a scale or a float: all else was checked
+        for part in parts:
+            if part.kind in FLOATS:
+                part.values()  # says which
         names = " or ".join(repr(part.name) for part in parts)
         raise UserError(f"{parts[0].path} is damaged: tensor {names} holds values that are not finite") from error
     finally:
