@@ -7,17 +7,17 @@ from typing import Any
 from mutation_checks import Mutation, Original
 from part_mutations import mutation
 
-from outpace.models.files import four_bit_folder
+from outpace.models.files import four_bit_blocks, four_bit_folder
 
 BLOCKS = "test_four_bits.py::test_blocks_hold_what_the_folder_means"
 
 
-def one_group(blocks_of: Original) -> Original:
-    return lambda kind, matrix: blocks_of(kind, matrix._replace(groups=0 * matrix.groups))
+def one_group(by_numpy: Original) -> Original:
+    return lambda kind, matrix: by_numpy(kind, matrix._replace(groups=0 * matrix.groups))
 
 
-def no_zeros(blocks_of: Original) -> Original:
-    return lambda kind, matrix: blocks_of(kind, matrix._replace(zeros=0 * matrix.zeros))
+def no_zeros(by_numpy: Original) -> Original:
+    return lambda kind, matrix: by_numpy(kind, matrix._replace(zeros=0 * matrix.zeros))
 
 
 def own_order(read_groups: Original) -> Original:
@@ -28,8 +28,8 @@ def own_order(read_groups: Original) -> Original:
 
 
 FILE_MUTATIONS: list[Mutation] = [
-    mutation("four bits: a row has one scale", four_bit_folder, "blocks_of", one_group, BLOCKS),
-    mutation("four bits: zeros are left out", four_bit_folder, "blocks_of", no_zeros, BLOCKS),
+    mutation("four bits: a row has one scale", four_bit_blocks, "by_numpy", one_group, BLOCKS),
+    mutation("four bits: zeros are left out", four_bit_blocks, "by_numpy", no_zeros, BLOCKS),
     mutation("four bits: 64 share a scale of 32", four_bit_folder, "kind_of", lambda f: lambda *_: "U4_64", BLOCKS),
     mutation(
         "four bits: act-order is the inputs' own order",

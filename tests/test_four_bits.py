@@ -17,6 +17,7 @@ from test_runtimes import PROMPT, needs_kernels
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
+from outpace.models.files import four_bit_blocks
 from outpace.models.files.checkpoint import SINGLE
 from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict, tensor_shapes
@@ -111,8 +112,14 @@ def test_values_are_those_that_the_folder_means(pair: tuple[Path, Path]) -> None
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
 
 
-def test_blocks_hold_what_the_folder_means(pair: tuple[Path, Path]) -> None:
-    """A number in half precision, the zero turned, then nibbles: 16 inputs in lower halves, 16 in upper ones."""
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_blocks_hold_what_the_folder_means(
+    pair: tuple[Path, Path], by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number in half precision, the zero turned, then nibbles: 16 inputs in lower halves, 16 in upper ones. By the
+    kernels where they are there, and without them."""
+    if not by_kernels:
+        monkeypatch.setattr(four_bit_blocks, "_converter", lambda: None)
     with open_source(pair[0]) as four, open_source(pair[1]) as plain:
         for name in (name for name in four.names() if "proj.weight" in name):
             held = four.weight(name)

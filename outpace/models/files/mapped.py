@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # bfloat16: the upper half of a float32's bits
-KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4"}
+KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_ALL = KINDS | {"I32": "<i4"}  # words of nibbles, which are read and not written
 _ORDER = ("F64", "F32", "BF16", "F16")  # of tensors in a file, then by name
 _LENGTH = 8  # bytes before the header, which say how long it is
 
@@ -59,10 +60,10 @@ class MappedFile:
         self._values = np.frombuffer(self._mapped, np.uint8, offset=self._start)
 
     def raw(self, name: str) -> Raw:
-        """One tensor of a type of KINDS, in the file's own memory."""
+        """One tensor of a type of KINDS, or of I32, in the file's own memory."""
         entry = self._entries[name]
         first, last = entry["data_offsets"]
-        held = self._values[first:last].view(KINDS[entry["dtype"]]).reshape(entry["shape"])
+        held = self._values[first:last].view(_ALL[entry["dtype"]]).reshape(entry["shape"])
         return Raw(entry["dtype"], held)
 
     def forget(self, name: str) -> None:
