@@ -13,25 +13,18 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from safetensors.numpy import load_file
 
-from outpace.core.errors import UserError
-from outpace.distill.shards import PATTERN
+from outpace.distill.shards import read_shards
 from outpace.drafters import _store, cacheback
 from outpace.models.load import load_model
 
 
 def answers(folder: Path) -> list[np.ndarray]:
     """The tokens of each answer, its prompt left out."""
-    files = sorted(folder.glob(PATTERN))
-    if not files:
-        raise UserError(f"{folder} holds no {PATTERN}: name the folder `text` of a run of outpace distill")
     found = list[np.ndarray]()
-    for file in track(files, "answers", console=Console(stderr=True)):
-        held = load_file(file)
-        tokens, starts, prompts = held["tokens"], held["starts"], held["prompts"]
-        for number in np.flatnonzero(~held["held_out"]):
-            found.append(tokens[starts[number] + prompts[number] : starts[number + 1]])
+    for shard in track(read_shards(folder), "answers", console=Console(stderr=True)):
+        for number in np.flatnonzero(~shard.held_out):
+            found.append(shard.tokens[shard.starts[number] + shard.prompts[number] : shard.starts[number + 1]])
     return found
 
 

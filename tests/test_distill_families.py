@@ -121,3 +121,10 @@ def test_a_run_from_text_to_draft(kind: str, tmp_path: Path) -> None:
     with outpace.load(target, method="autoregressive") as llm:
         assert llm.generate("hello world", max_tokens=30, ignore_eos=True)[0].tokens == drafted.tokens
     assert drafted.figures.drafted > 0
+
+
+def test_a_draft_of_a_config_with_an_empty_list_of_layers(tmp_path: Path) -> None:
+    """It says what its target says, which is nothing."""
+    folder = target_folder(tmp_path / "target", no_rope_layers=[])
+    with Checkpoint.open(folder) as checkpoint:
+        assert from_dict(draft_config(checkpoint.config, Shape("1"), None)).num_layers == 1

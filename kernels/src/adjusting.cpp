@@ -6,20 +6,23 @@
 namespace outpace {
 namespace {
 
-/// Where a token's score stands in a row, or null.
-float* find(float* scores, const int64_t* names, int held, int token) {
-    if (!names) return token < held ? scores + token : nullptr;
+/// Where a token stands in rows, or below 0.
+int column_of(const int64_t* names, int held, int token) {
+    if (!names) return token < held ? token : -1;
     const int64_t* place = std::lower_bound(names, names + held, static_cast<int64_t>(token));
-    return place < names + held && *place == token ? scores + (place - names) : nullptr;
+    return place < names + held && *place == token ? static_cast<int>(place - names) : -1;
 }
+
+float* at(float* scores, int column) { return column < 0 ? nullptr : scores + column; }
+
+float* find(float* scores, const int64_t* names, int held, int token) { return at(scores, column_of(names, held, token)); }
 
 }  // namespace
 
 void Adjusting::extend(const std::vector<int>& tokens) {
-    const bool repeats = asked_.repetition != 1.0f, is_counted = asked_.presence != 0.0f || asked_.frequency != 0.0f;
     for (int token : tokens) {
         const bool is_answer = size_++ >= asked_.prompt;
-        if (!repeats && !(is_counted && is_answer)) continue;
+        if (!asked_.repeats() && !(asked_.counts() && is_answer)) continue;
         const auto [found, is_new] = places_.try_emplace(token, written_.size());
         if (is_new) written_.push_back({token, 0});
         written_[found->second].count += is_answer;
@@ -27,8 +30,8 @@ void Adjusting::extend(const std::vector<int>& tokens) {
 }
 
 float Adjusting::penalised(float score, int count) const {
-    if (asked_.repetition != 1.0f) score = score > 0.0f ? score / asked_.repetition : score * asked_.repetition;
-    if (!count || (asked_.presence == 0.0f && asked_.frequency == 0.0f)) return score;
+    if (asked_.repeats()) score = score > 0.0f ? score / asked_.repetition : score * asked_.repetition;
+    if (!count || !asked_.counts()) return score;
     const float repeated = asked_.frequency * static_cast<float>(count);
     return score - (asked_.presence + repeated);
 }
@@ -37,24 +40,20 @@ void Adjusting::locate(const int64_t* names, int held) {
     if (!names) return;
     if (names != names_ || held != held_) columns_.clear();
     names_ = names, held_ = held;
-    for (std::size_t n = columns_.size(); n < written_.size(); ++n) {
-        const int64_t* place = std::lower_bound(names, names + held, static_cast<int64_t>(written_[n].token));
-        const bool is_there = place < names + held && *place == written_[n].token;
-        columns_.push_back(is_there ? static_cast<int>(place - names) : -1);
-    }
+    for (std::size_t n = columns_.size(); n < written_.size(); ++n)
+        columns_.push_back(column_of(names, held, written_[n].token));
 }
 
 float* Adjusting::score_of(float* scores, const int64_t* names, int held, std::size_t written) const {
     if (!names || names != names_ || held != held_ || written >= columns_.size())
         return find(scores, names, held, written_[written].token);
-    return columns_[written] < 0 ? nullptr : scores + columns_[written];
+    return at(scores, columns_[written]);
 }
 
 void Adjusting::apply(float* scores, const int64_t* names, int held, const std::vector<int>& path) const {
     for (const auto& [token, value] : asked_.bias)
         if (float* score = find(scores, names, held, token)) *score += value;
-    const bool has_penalties = asked_.repetition != 1.0f || asked_.presence != 0.0f || asked_.frequency != 0.0f;
-    if (has_penalties) {
+    if (asked_.repeats() || asked_.counts()) {
         std::vector<std::pair<float*, float>> drafted;  // what replaces the score of a token of the path
         for (std::size_t n = 0; n < path.size(); ++n) {
             float* score = find(scores, names, held, path[n]);

@@ -16,6 +16,9 @@ struct Adjustments {
     int min_tokens;                           // before so many the answer does not end
     std::vector<int> stops;
     int prompt;                               // tokens
+
+    bool repeats() const { return repetition != 1.0f; }
+    bool counts() const { return presence != 0.0f || frequency != 0.0f; }
 };
 
 /// The adjustments of one request, and what of its text they depend on.

@@ -80,14 +80,8 @@ void unpack_k6(const uint8_t* block, int at, Group& group) {
 
 /// The block of 32 inputs that is half `half` of a group; below 0 where the group is padded there.
 int find_block(const Stored& stored, int group, int half) {
-    int first = group * kGroup + half * kHalfGroup, most = stored.inputs, before = 0;
-    if (stored.chunk) {
-        const int room = round_up(stored.chunk, kGroup);
-        before = first / room * stored.chunk;
-        first %= room;
-        most = stored.chunk;
-    }
-    return first < most ? (before + first) / kHalfGroup : -1;
+    const Stored::Run run = stored.run_at(group * kGroup + half * kHalfGroup);
+    return run.count > 0 ? run.first / kHalfGroup : -1;
 }
 
 }  // namespace

@@ -83,8 +83,7 @@ std::vector<Section> cut_sections(const Stored& stored, int groups) {
 
 Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads, Room* room)
     : outputs_(outputs), inputs_(inputs), groups_(round_up(inputs, kGroup) / kGroup) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
-    pack(threads, [&](int output, int group, float* out) {
+    pack(threads, room, [&](int output, int group, float* out) {
         const int first = group * kGroup, count = std::min(kGroup, inputs - first);
         std::fill(std::copy_n(weights + static_cast<int64_t>(output) * inputs + first, count, out), out + kGroup, 0.0f);
     });
@@ -93,8 +92,7 @@ Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs,
 
 Matrix::Matrix(const Matrix& other, int threads, Room* room)
     : outputs_(other.outputs_), inputs_(other.inputs_), groups_(other.groups_), bias_(other.bias_) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
-    pack(threads, [&](int output, int group, float* out) { other.read(output, group, out); });
+    pack(threads, room, [&](int output, int group, float* out) { other.read(output, group, out); });
 }
 
 Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
@@ -125,9 +123,8 @@ void Matrix::keep(const Stored& stored, int threads, Room* room) {
 
 /// Floats of a file, to int8, a group at a time.
 void Matrix::round(const Stored& stored, int threads, Room* room) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
     std::atomic<bool> is_sound{true};
-    pack(threads, [&](int output, int group, float* out) {
+    pack(threads, room, [&](int output, int group, float* out) {
         Format format;
         const uint8_t* row = stored.find(output, &format);
         if (row && !read_floats(format, row, stored, group, out)) is_sound = false;
@@ -135,9 +132,10 @@ void Matrix::round(const Stored& stored, int threads, Room* room) {
     if (!is_sound) throw std::domain_error("a weight is not finite");
 }
 
-/// Rounds all weights to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.
+/// Makes room for all weights and rounds them to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.
 template <class F>
-void Matrix::pack(int threads, F read) {
+void Matrix::pack(int threads, Room* room, F read) {
+    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
     share(threads, panels().count(), [&](int number) {
         uint8_t* place = panel(number);
         for (int group = 0; group < groups_; ++group, place += kBlock)

@@ -44,7 +44,7 @@ class Matrix {
 
   private:
     template <class F>
-    void pack(int threads, F read);
+    void pack(int threads, Room* room, F read);
     void read(int output, int group, float* out) const;  // [kGroup]
     void keep(const Stored& stored, int threads, Room* room);
     void round(const Stored& stored, int threads, Room* room);

@@ -105,15 +105,9 @@ bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_
 }
 
 bool read_floats(Format format, const uint8_t* row, const Stored& stored, int number, float* out) {
-    int first = number * kGroup, end = stored.inputs, before = 0;  // `first` and `end` count within a chunk
-    if (stored.chunk) {
-        const int room = round_up(stored.chunk, kGroup);
-        before = first / room * stored.chunk;
-        first %= room;
-        end = stored.chunk;
-    }
-    const int count = std::clamp(end - first, 0, kGroup);
-    row += static_cast<int64_t>(before + first) * file_block(format).bytes;
+    const Stored::Run run = stored.run_at(number * kGroup);
+    const int count = std::clamp(run.count, 0, kGroup);
+    row += static_cast<int64_t>(run.first) * file_block(format).bytes;
     if (format == Format::f32)
         std::memcpy(out, row, sizeof(float) * count);
     else if (format == Format::f16)

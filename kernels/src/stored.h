@@ -30,6 +30,17 @@ struct Stored {
     /// Whether it is all floats.
     bool has_floats() const { return !parts.empty() && is_float(parts[0].format); }
 
+    /// Where input `input` of a row stands in the file, and how many of the file's follow each other from there; none where
+    /// it is padded.
+    struct Run {
+        int first, count;
+    };
+    Run run_at(int input) const {
+        if (!chunk) return {input, inputs - input};
+        const int room = round_up(chunk, kGroup);
+        return {input / room * chunk + input % room, chunk - input % room};
+    }
+
     /// The inputs that the file has.
     int file_inputs() const { return chunk ? inputs / round_up(chunk, kGroup) * chunk : inputs; }
 

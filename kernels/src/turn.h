@@ -32,9 +32,9 @@ class Rows {
 
     int rows() const { return static_cast<int>(tokens_.size()); }
 
-    /// Asks for what follows a row of a request, behind its text and the drafted tokens `path`.
-    void want(int row, const Drafted& request, std::vector<int> path) {
-        const int position = request.target.length + 1 + static_cast<int>(path.size());  // of the token that it decides
+    /// Asks for what follows a row of a request; it decides the token at this position of the text. `path`: the drafted
+    /// tokens before that, where scores are adjusted.
+    void want(int row, const Drafted& request, int position, std::vector<int> path) {
         wanted_.push_back(row);
         if (request.adjusting) request.adjusting->locate(side_.names, side_.held);
         asking_.push_back({&request, request.noise.key(static_cast<uint64_t>(position)), std::move(path)});
@@ -103,9 +103,12 @@ struct Turn {
     Turn(Drafted& one, const Growing& growing)
         : request(one), tree(one.plan, growing, one.tokens, one.parents, one.scores, one.chances) {}
 
-    /// The tokens from below the root down to a node.
+    /// The position of the token that follows a node: the root stands behind what the target has committed.
+    int decides(int node) const { return request.target.length + tree.depth(node) + 1; }
+
+    /// The tokens from below the root down to a node, where scores are adjusted.
     std::vector<int> path_to(int node) const {
-        std::vector<int> path(tree.depth(node));
+        std::vector<int> path(request.adjusting ? tree.depth(node) : 0);
         for (auto place = path.rbegin(); place != path.rend(); ++place, node = tree.parent(node)) *place = tree.token(node);
         return path;
     }
@@ -126,7 +129,7 @@ struct Turn {
         for (int row = 0; row < missing; ++row) std::fill_n(sees.begin() + row * columns, row + 1, 1);
         for (std::size_t n = 0; n < frontier.size(); ++n) {  // where tokens are missing nothing is pending
             const int node = frontier[n], above = node ? tree.slot(tree.parent(node)) : kNoParent;
-            rows.want(rows.rows() + missing + static_cast<int>(n), request, path_to(node));
+            rows.want(rows.rows() + missing + static_cast<int>(n), request, decides(node), path_to(node));
             tree.expand(node, static_cast<int>(parents.size()));
             tokens.push_back(tree.token(node));
             below.push_back(missing + tree.depth(node));
@@ -160,7 +163,7 @@ struct Turn {
             tokens.push_back(tree.token(node));
             below.push_back(tree.depth(node));
             for (int above = node; above != kNoParent; above = tree.parent(above)) sees[n * count + places[above]] = 1;
-            rows.want(rows.rows() + n, request, path_to(node));
+            rows.want(rows.rows() + n, request, decides(node), path_to(node));
         }
         rows.add(request.target, 0, tokens, below, std::move(sees));
     }

@@ -126,7 +126,7 @@ def _of_layers(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[i
         said["layer_types"] = [types[layer] for layer in layers]
     elif chosen.windows and config.get("model_type") in BY_LAYER:
         said["layer_types"] = [FULL if window is None else SLIDING for window in chosen.windows]
-    if config.get("no_rope_layers") is not None or sizes.rotary_layers:
+    if config.get("no_rope_layers") or sizes.rotary_layers:
         said["no_rope_layers"] = [int(chosen.rotates(layer)) for layer in range(len(layers))]
     return said
 

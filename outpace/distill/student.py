@@ -54,7 +54,9 @@ class Student:
         rows, length = batch.tokens.shape
         cos, sin = turns(self.config, batch.positions.flatten())
         turn = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
-        masks = {window: _mask(batch, window) for window in {None, *self.config.windows}}
+        masks = {
+            window: _mask(batch, window) for window in {self.config.window(n) for n in range(self.config.num_layers)}
+        }
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
         for layer in range(self.config.num_layers):
             turns_by = turn if self.config.rotates(layer) else None

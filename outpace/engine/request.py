@@ -75,9 +75,7 @@ class Running:
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
     is_due: bool = False  # the coroutine waits for its next round, or for its first
     alignment: Alignment = field(init=False, repr=False)  # with what the caller predicted
-    noise: Noise | None = field(
-        init=False, repr=False
-    )  # by which tokens are picked, of adjusted scores; None: otherwise
+    noise: Noise | None = field(init=False, repr=False)  # by which adjusted scores are picked; None: by others
     picks_by_score: bool = field(init=False, repr=False)  # each row's best token is picked
 
     def __post_init__(self) -> None:

@@ -78,13 +78,12 @@ class FourBitFolder(Checkpoint):
         super().check_shapes({name: shape for name, shape in shapes.items() if name not in packed})
         for name, expected in packed.items():
             for part in self._parts(name):
-                kind = self._slice(f"{self._stem(name)}.{part}").get_dtype()
+                held = self._slice(f"{self._stem(name)}.{part}")
+                where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
+                kind, sizes = held.get_dtype(), held.get_shape()
                 if kind != TYPES[part]:
-                    where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
                     raise UnsupportedModel(f"{where} has type {kind}, taken is {TYPES[part]}")
-                sizes = super().shape(f"{self._stem(name)}.{part}")
                 if len(sizes) != DIMENSIONS[part]:
-                    where = f"{self.file_of(name)}: tensor '{self._stem(name)}.{part}'"
                     raise UserError(f"{where} has shape {list(sizes)}, expected are {DIMENSIONS[part]} dimensions")
             is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
             if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:

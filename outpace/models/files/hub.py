@@ -11,12 +11,12 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
-from outpace.models.files.gguf.parts import part_names
+from outpace.models.files.gguf.parts import part_files
 from outpace.models.files.kind import check_kind
 from outpace.models.files.reading import read_json
 
@@ -123,8 +123,7 @@ def choose(name: HubName, listed: Sequence[str]) -> list[str]:
 
 def _parts(file: str) -> list[str]:
     """All files of the model that this .gguf file is, or is a part of, in a repository's terms."""
-    folder, slash, last = file.rpartition("/")
-    return [folder + slash + part for part in part_names(last)]
+    return [str(part) for part in part_files(PurePosixPath(file))]
 
 
 def _whole(name: HubName, file: str, listed: Sequence[str]) -> list[str]:

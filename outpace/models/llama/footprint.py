@@ -41,15 +41,14 @@ def native_bytes(
             total += count * FLOAT_BYTES
             continue
         kind, size = held(name)
-        is_block, is_read = kind in formats and kind not in FLOATS, kind in formats
-        if kept and is_block:
-            total += PACKED * size
+        if kind in formats and kind not in FLOATS:
+            total += PACKED * size if kept else count * INT8_BYTES
+            rounded = max(rounded, 0.0 if kept else PACKED * size)
             continue
-        is_small = in_four and ".layers." in name and not is_block
+        is_small = in_four and ".layers." in name
         total += count * (INT4_BYTES if is_small else INT8_BYTES)
-        if is_block or is_small or not is_read:
-            at_once = threads if is_small else 1
-            rounded = max(rounded, PACKED * size if is_block else 2 * FLOAT_BYTES * count * at_once)
+        at_once = threads if is_small else int(kind not in formats)
+        rounded = max(rounded, 2 * FLOAT_BYTES * count * at_once)
     return int(total + rounded)
 
 

@@ -60,9 +60,8 @@ class Fetch:
             held = held.to(device="cpu", dtype=torch.float32).numpy()
         return np.ascontiguousarray(held, np.float32)
 
-    def _note_rounded(self, kind: str) -> None:
-        if kind not in self._expected:
-            self._slow.add(kind)
+    def _note_rounded(self, *kinds: str) -> None:
+        self._slow.update(kind for kind in kinds if kind not in self._expected)
 
     def stored(self, *names: str) -> Matrices:
         """The matrices, their blocks as a file has them, or its floats, which the kernels round as they read them."""
@@ -71,8 +70,7 @@ class Fetch:
         kinds = {one.kind for one in blocks}
         if len(blocks) < len(held) or (len(kinds) > 1 and kinds.intersection(FLOATS)):
             return Matrices(held, [], self._floats)
-        for kind in kinds.intersection(FLOATS):
-            self._note_rounded(kind)
+        self._note_rounded(*kinds.intersection(FLOATS))
         self._kept |= bool(kinds.difference(FLOATS)) and not self.rounded
         return Matrices(held, blocks, self._floats)
 

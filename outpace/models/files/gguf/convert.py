@@ -49,7 +49,7 @@ def _identity(path: Path) -> str:
     """A short name for the content of this file and its further parts, from size, time and both ends: cheap, however
     large they are."""
     digest = hashlib.sha256()
-    for part in [path, *(file for file in part_files(path) if file != path and file.is_file())]:
+    for part in (file for file in part_files(path) if file == path or file.is_file()):
         try:
             with part.open("rb") as stream:
                 status = part.stat()

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, open_gguf
 
+P = TypeVar("P", bound=PurePath)
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 
@@ -25,9 +26,9 @@ def part_names(name: str) -> list[str]:
     return [f"{found[1]}-{number:05}-of-{found[3]}{found[4]}" for number in range(1, int(found[3]) + 1)]
 
 
-def part_files(path: PurePath) -> list[Path]:
+def part_files(path: P) -> list[P]:
     """The same of files."""
-    return [Path(path).with_name(name) for name in part_names(path.name)]
+    return [path.with_name(name) for name in part_names(path.name)]
 
 
 @contextmanager
