@@ -20,6 +20,7 @@ from option_checks import find_in_memory, find_in_options, find_in_rejection
 from option_mutations import OPTION_MUTATIONS, key_without
 from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS, find_in_planner
+from recall_mutations import RECALL_MUTATIONS
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
@@ -255,6 +256,7 @@ MUTATIONS = [
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
     *STEP_MUTATIONS,
+    *RECALL_MUTATIONS,
 ]
 
 

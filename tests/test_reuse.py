@@ -84,6 +84,25 @@ def test_storage_equals_a_fresh_prefills(tiny: Loaded, path: str) -> None:
         assert alone.tokens == run.tokens
 
 
+@pytest.mark.parametrize(("shared", "rest", "kept"), [(32, 40, 2), (96, 40, 2), (200, 12, 1)])
+def test_a_prompt_that_shares_little_leaves_the_text_that_it_begins_like(
+    tiny: Loaded, shared: int, rest: int, kept: int
+) -> None:
+    """As those of a chat that have no more in common than a system prompt: each is found again. What is short beside
+    the beginning that both share, as a question behind a document, is not worth a second copy of that."""
+    system, rule = tuple(3 + number % 190 for number in range(shared)), make_request((1,)).rule
+    prompts = [(*system, *(first + number % 30 for number in range(rest))) for first in (200, 240)]
+    with Engine(tiny.model) as engine:
+        for turn in range(2):
+            for prompt in prompts:
+                (run,) = submit(engine, Request(prompt, rule, 4))
+                while run.finish_reason is None:
+                    engine.step()
+                if turn:
+                    assert run.history.reused == (len(prompt) - 1 if kept == 2 else shared)
+            assert len(engine.memory._kept) == kept
+
+
 def test_the_library_says_what_does_not_fit_and_goes_on(tiny: Loaded) -> None:
     with closing(LLM(tiny, method="autoregressive", kv_memory=slots(300, tiny.model))) as llm:
         with pytest.raises(outpace.UserError, match="allow fewer tokens or a larger budget"):

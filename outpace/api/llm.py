@@ -75,7 +75,8 @@ class LLM(AbstractContextManager["LLM"]):
     Serving:
         batch: requests that are answered at once; the others wait.
         kv_memory: GiB for keys and values, drafts' too; None: half of what is free. Where they end, answers pause.
-        reuse: a prompt that begins like an earlier text starts from its keys and values (prefix cache).
+        reuse: a prompt that begins like an earlier text starts from its keys and values (prefix cache), and what stood
+            there behind all of it is drafted (drafter prediction).
 
     All else by name are options of the method, the drafter and the rule.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from outpace.core.tree import TokenTree
@@ -28,15 +29,21 @@ class Alignment:
     the nearest before it. Beside them stands the place behind a token that was replaced.
     """
 
-    def __init__(self, prediction: Sequence[int]) -> None:
+    def __init__(self, prediction: Sequence[int], before: int = 0) -> None:
+        """`before`: tokens before the text that are known to be equal, as those of a prompt."""
         self._prediction = list(prediction)
-        self._places: dict[tuple[int, ...], list[int]] = {}
-        for length in _LENGTHS:
-            for place in range(length, len(self._prediction)):
-                self._places.setdefault(tuple(self._prediction[place - length : place]), []).append(place)
         self._text: list[int] = []  # its end
         self._home = 0
-        self.offers: tuple[Offer, ...] = (Offer(0, 0),) if self._prediction else ()
+        self.offers: tuple[Offer, ...] = (Offer(0, min(before, _COUNTED)),) if self._prediction else ()
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, ...], list[int]]:
+        """Where each n-gram stands; not asked for as long as all is as predicted."""
+        places: dict[tuple[int, ...], list[int]] = {}
+        for length in _LENGTHS:
+            for place in range(length, len(self._prediction)):
+                places.setdefault(tuple(self._prediction[place - length : place]), []).append(place)
+        return places
 
     def tokens(self, offer: Offer, count: int) -> list[int]:
         """The first of what is offered there."""

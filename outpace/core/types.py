@@ -124,6 +124,7 @@ class Request:
     nodes: int | None = None  # that its trees may have at most, of those that the engine allows
     rounds: bool = False  # what each round verified is kept for whoever asks
     prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
+    recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier text: drafted from as a prediction is
     reuse_key: str | None = None  # keys and values are reused among requests of one key only
 
 
@@ -155,8 +156,7 @@ def tree_rows(request: Request, committed: Sequence[int], tree: TokenTree) -> li
 class Verdict(NamedTuple):
     """What a rule accepted: nodes from the root down, and the target's own token after the last of them.
     `next_token` is None where the path ends on a late child, which has no score row yet. `relaxed`: of the accepted
-    tokens, those that the exact rule would have rejected with the same random numbers.
-    """
+    tokens, those that the exact rule would have rejected with the same random numbers."""
 
     path: list[int]
     next_token: int | None

@@ -1,4 +1,5 @@
-"""Copies the caller's own guess of the answer, and finds the place to go on after each difference.
+"""Copies the caller's own guess of the answer, else an earlier answer to the same prompt, and finds the place to go on
+after each difference.
 
 As in OpenAI's predicted outputs (2024, platform.openai.com/docs/guides/predicted-outputs); no training, no model.
 """
@@ -31,7 +32,7 @@ class Options:
 
 @dataclass
 class PredictionState(GraftState):
-    """Where the answer stands in its prediction; `is_new` until something is written."""
+    """Where the answer stands in its prediction; `is_new` until something is written of one that the caller made."""
 
     alignment: Alignment = field(default_factory=lambda: Alignment(()))
     is_new: bool = True
@@ -47,11 +48,14 @@ class Prediction(Grafter[PredictionState]):
         self._options = options
 
     def sources_for(self, request: Request) -> Sequence[Source]:
-        """None for a request without a prediction."""
-        return self.sources if request.prediction else ()
+        """None for a request without a guess."""
+        return self.sources if request.prediction or request.recalled else ()
 
     def open(self, request: Request) -> PredictionState:
-        return PredictionState(request, list(request.prompt), alignment=Alignment(request.prediction))
+        if request.prediction:
+            return PredictionState(request, list(request.prompt), alignment=Alignment(request.prediction))
+        known = Alignment(request.recalled, len(request.prompt))
+        return PredictionState(request, list(request.prompt), alignment=known, is_new=False)
 
     def propose(self, state: PredictionState, tree: TokenTree) -> None:
         """Branches from the root, the likelier place first."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outpace.engine.drafting import Drafting
 from outpace.engine.memory import Memory
+from outpace.engine.recall import Recall
 from outpace.engine.request import Running
 
 
@@ -17,9 +18,17 @@ class Admission:
     The oldest request is never paused while another one runs, so it comes to its end, and then the next is the oldest.
     """
 
-    def __init__(self, memory: Memory, drafting: Drafting, batch: int, clock: Callable[[], float]) -> None:
-        """`batch` requests run at once."""
+    def __init__(
+        self,
+        memory: Memory,
+        drafting: Drafting,
+        batch: int,
+        clock: Callable[[], float],
+        recall: Recall | None = None,
+    ) -> None:
+        """`batch` requests run at once; `recall` keeps the texts of those that are over."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
+        self._recall = recall
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
 
@@ -100,6 +109,8 @@ class Admission:
         run.coroutine = run.ask = None  # with the last tree, and the q rows in it
         self._drafting.close(run)
         self._memory.close(run)
+        if self._recall is not None:
+            self._recall.keep(run.request, run.committed)
 
     def _pause(self, run: Running) -> None:
         """Takes a request's keys and values away, its draft's too, until there is room for them. All else stays as it

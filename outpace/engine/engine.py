@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import reduce
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.passes import Judged, Passes
 from outpace.engine.reading import ReadingCosts, Span
+from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
 from outpace.engine.sharing import Unread, share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
@@ -68,7 +70,8 @@ class Engine(AbstractContextManager["Engine"]):
         most_kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
         self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
-        self._admission = Admission(self.memory, self.drafting, self.options.batch, clock)
+        self._recall = Recall() if self.options.reuse else None
+        self._admission = Admission(self.memory, self.drafting, self.options.batch, clock, self._recall)
         self._carriers = Carriers(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())
@@ -114,6 +117,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise UserError("the engine is closed, requests need an open one")
         check_request(request, self.target)
         check_rule_needs(request, self.needs)
+        if self._recall is not None and not request.prediction and (recalled := self._recall.find(request)):
+            request = replace(request, recalled=recalled)
         run = Running(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
         self.drafting.choose(run, drafter)

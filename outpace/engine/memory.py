@@ -27,6 +27,7 @@ from outpace.models.base import Model, Session
 
 _AHEAD = 64  # slots that each running request should still find when another one joins
 _WORTH_WAITING = 64  # tokens that another request is just reading: wait for them
+_SHORT = 8  # a text is short beside one of so many times its tokens
 _AT_ONCE = 512  # slots that a prompt finds when its reading begins; then twice as many each time
 _GIB = 1 << 30
 
@@ -190,9 +191,12 @@ class Memory:
 
     def _is_replaced(self, kept: _Kept, length: int, run: Running, slots: int) -> bool:
         """Whether a request takes over the kept session that it begins like, in place of a new one of so many slots:
-        nothing of that is lost, or its slots are as many as the text can ever need, or both together are too much."""
-        is_too_much = self._bytes([*self._slots(), (run, slots)], [kept.session.slots]) > self.budget
-        return length == len(kept.text.tokens) or kept.session.slots >= self._capacity(run) or is_too_much
+        little of that is lost, or both together are too much. Little is nothing, what stands behind all of the
+        request's own text too, and what is short beside that which both share."""
+        lost = len(kept.text.tokens) - length
+        if not lost or _SHORT * lost <= length or kept.text.tokens[: length + 1] == run.committed:
+            return True
+        return self._bytes([*self._slots(), (run, slots)], [kept.session.slots]) > self.budget
 
     def _copy(self, holder: Running | _Kept, session: Session, length: int) -> None:
         if isinstance(holder, _Kept):

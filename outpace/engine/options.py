@@ -13,9 +13,9 @@ BURST = 0.016  # seconds of rounds in one step: less than a picture of a screen 
 class EngineOptions:
     """`nodes` a request's tree may have in one pass, the root included, and `rows` all trees together; `chunk` prompt
     tokens a pass; `batch` requests running at once, the others wait; `kv_memory` GiB for keys and values (None: half of
-    what is free); `reuse`: a prompt that begins like a text that is there does not read that again; `burst`: seconds of
-    rounds that one step may take, plain ones or whole ones by the kernels, so that the host's work is done for all of
-    them together."""
+    what is free); `reuse`: a prompt that begins like a text that is there does not read that again, and what
+    followed all of it there is told to drafters; `burst`: seconds of rounds that one step may take, plain ones or whole
+    ones by the kernels, so that the host's work is done for all of them together."""
 
     nodes: int = 8
     rows: int = 64

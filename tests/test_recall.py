@@ -1,0 +1,229 @@
+"""Answers that were written before are drafted for those who ask again: the same texts, in a fraction of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from doubles import QuickToy, make_request, write
+
+from outpace.candidates.inline import InlineWorker
+from outpace.core import registry
+from outpace.core.adjust import Adjustments
+from outpace.core.alignment import Alignment, Offer
+from outpace.core.types import Request
+from outpace.drafters import ngram, prediction
+from outpace.drafters._combined import Combined
+from outpace.engine import recall
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.recall import Recall
+from outpace.engine.request import Running
+
+TARGET = QuickToy(16, 3, 0)
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+WIDE = EngineOptions(nodes=33, rows=256)
+
+
+def engine(options: EngineOptions = WIDE) -> Engine:
+    parts = [prediction.build(prediction.Options()), ngram.build(ngram.Options())]
+    return Engine(TARGET, Combined(parts), options=options)
+
+
+def answer(parts: Engine, request: Request, method: str = "auto") -> Running:
+    """One request to its end, its text compared with plain decoding's."""
+    decoder = registry.find("decoders", method)
+    run = parts.submit(request, decoder, decoder.Options())
+    while run.finish_reason is None:
+        parts.step()
+    if run.error is not None:
+        raise run.error
+    assert run.tokens == write(TARGET, request)
+    return run
+
+
+def passes(run: Running) -> int:
+    return len(run.history.steps)
+
+
+def accepted_of_prediction(run: Running) -> int:
+    return sum(step.predicted_accepted for step in run.history.steps)
+
+
+def asked(*tokens: int, **options: Any) -> Request:
+    return make_request(tokens or PROMPT, **options)
+
+
+def filled(*texts: Sequence[int], **options: Any) -> Recall:
+    """A recall of these texts, whose first token alone is the prompt."""
+    known = Recall()
+    for text in texts:
+        known.keep(asked(text[0], **options), text)
+    return known
+
+
+@pytest.mark.parametrize("method", ["speculative", "card"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "rule": "gumbel", "seed": 7}], ids=["greedy", "gumbel"])
+def test_who_asks_again_waits_for_few_passes(method: str, options: dict[str, Any]) -> None:
+    request = asked(max_tokens=60, **options)
+    if method == "card":
+        made = Engine(TARGET, None, InlineWorker(prediction.build(prediction.Options())), WIDE)
+    else:
+        made = engine()
+    with made as parts:
+        first, again = passes(answer(parts, request, method)), passes(answer(parts, request, method))
+    assert again <= min(20, first / 2), (first, again)
+
+
+def test_a_planner_is_asked_to_draft_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many passes it takes follows the clock; that it takes what is offered does not."""
+    asked_for: list[str] = []
+    grow_by = Combined.grow_by
+
+    def noted(self: Combined, source: Any, states: Any, trees: Any) -> Any:
+        asked_for.append(source.name)
+        return grow_by(self, source, states, trees)
+
+    monkeypatch.setattr(Combined, "grow_by", noted)
+    with engine() as parts:
+        answer(parts, asked(max_tokens=60))
+        assert "prediction" not in asked_for
+        answer(parts, asked(max_tokens=60))
+    assert "prediction" in asked_for
+
+
+def test_who_types_on_what_was_written_is_offered_the_rest() -> None:
+    request = asked(max_tokens=60)
+    text = write(TARGET, request)
+    with engine() as parts:
+        answer(parts, request)
+        on = answer(parts, asked(*PROMPT, *text[:7], max_tokens=53), "speculative")
+    assert on.request.recalled == tuple(text[7:])
+    assert passes(on) <= 20
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 8},
+        {"choice": 1},
+        {"temperature": 0.9},
+        {"rule": "match"},
+        {"reuse_key": "theirs"},
+        {"adjustments": Adjustments(repetition_penalty=1.3)},
+        {"prediction": (1, 2, 3)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_others_are_offered_nothing(other: dict[str, Any]) -> None:
+    own = {"temperature": 1.0, "rule": "gumbel", "seed": 7, "max_tokens": 20}
+    with engine() as parts:
+        answer(parts, asked(**own))
+        assert answer(parts, asked(**own)).request.recalled
+        assert not answer(parts, asked(**{**own, **other})).request.recalled
+
+
+def test_a_rule_whose_text_follows_the_drafts_is_offered_nothing() -> None:
+    """With the same seed it would write another text the second time."""
+    request = asked(temperature=1.0, rule="rejection", seed=7, max_tokens=30)
+    decoder = registry.find("decoders", "autoregressive")
+    with engine() as parts:
+        for _ in range(2):
+            run = parts.submit(request, decoder, decoder.Options())
+            while run.finish_reason is None:
+                parts.step()
+            assert run.tokens
+            assert not run.request.recalled
+
+
+def test_greedy_answers_are_recalled_whatever_their_seed() -> None:
+    with engine() as parts:
+        answer(parts, asked(seed=1))
+        assert answer(parts, asked(seed=2, choice=3)).request.recalled
+
+
+def test_nothing_is_kept_where_nothing_is_reused() -> None:
+    with engine(EngineOptions(nodes=33, rows=256, reuse=False)) as parts:
+        answer(parts, asked())
+        assert not answer(parts, asked()).request.recalled
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "rule": "gumbel"}], ids=["greedy", "gumbel"])
+@pytest.mark.parametrize("guess", [(0,) * 60, tuple(range(16)) * 8, (15,)])
+def test_a_wrong_memory_changes_no_text(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], guess: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(Recall, "find", lambda self, request: guess)
+    with engine() as parts:
+        for seed in range(6):
+            answer(parts, asked(seed, *PROMPT, seed=seed, **options))
+
+
+def test_what_is_recalled_is_no_prediction_of_the_callers() -> None:
+    """A server's usage counts what was accepted of the caller's own."""
+    with engine() as parts:
+        answer(parts, asked(max_tokens=40))
+        again = answer(parts, asked(max_tokens=40))
+        assert again.request.recalled
+        assert not accepted_of_prediction(again)
+        own = asked(max_tokens=40, prediction=tuple(write(TARGET, asked(max_tokens=40))))
+        assert accepted_of_prediction(answer(parts, own)) > 0
+
+
+def test_the_latest_text_that_begins_so_is_found() -> None:
+    known = filled((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 9))
+    assert known.find(asked(1, 2, 3)) == (5, 6)
+    assert known.find(asked(1)) == (9,)
+    assert known.find(asked(1, 2, 3, 4)) == ()  # nothing stands behind it
+    assert known.find(asked(2, 3)) == ()
+    assert known.find(asked(1, 2, 3, 5, 6, 7)) == ()
+
+
+def test_a_token_is_not_found_in_the_middle_of_two() -> None:
+    assert filled((1, 256, 65536, 7)).find(asked(1, 0)) == ()
+    assert filled((1, 256, 65536, 7)).find(asked(1, 256)) == (65536, 7)
+
+
+def test_a_text_takes_the_place_of_those_that_it_begins_with() -> None:
+    known = filled((1, 2, 3), (1, 2, 3, 4), (5, 6))
+    assert len(known._kept.shared) == 2
+    known.keep(asked(5, temperature=1.0), (5, 6, 7))  # picked in another way
+    assert len(known._kept.shared) == 3
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "_TEXTS", 3)
+    monkeypatch.setattr(recall, "_TOKENS", 12)
+    known = filled(*[(number, 50) for number in range(6)])
+    assert [known.find(asked(number)) for number in range(6)] == [(), (), (), (50,), (50,), (50,)]
+    known.keep(asked(7), range(7, 18))
+    assert [len(kept.text) for kept in known._kept.shared] == [44]
+    known.keep(asked(8), range(8, 30))  # longer than all that may be kept
+    assert known.find(asked(7)) == tuple(range(8, 18))
+    assert not known.find(asked(8))
+
+
+def test_a_prompt_without_an_answer_is_not_kept() -> None:
+    known = Recall()
+    known.keep(asked(1, 2), (1, 2))
+    assert known.find(asked(1)) == ()
+
+
+def test_an_answer_that_was_broken_off_is_kept_as_far_as_it_goes() -> None:
+    decoder = registry.find("decoders", "auto")
+    with engine() as parts:
+        run = parts.submit(asked(max_tokens=40), decoder, decoder.Options())
+        for _ in range(5):
+            parts.step()
+        parts.abort(run)
+        parts.sweep()
+        assert answer(parts, asked(max_tokens=40)).request.recalled == tuple(run.tokens)
+
+
+def test_tokens_before_a_prediction_count_for_its_first_offer() -> None:
+    assert Alignment((5, 6), 3).offers == (Offer(0, 3),)
+    assert Alignment((5, 6), 1000).offers == (Offer(0, 64),)
+    assert Alignment((), 3).offers == ()
+    known = Alignment((5, 6, 7), 9)
+    known.follow((5,))
+    assert known.offers == (Offer(1, 10),)
