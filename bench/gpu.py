@@ -131,7 +131,7 @@ def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> It
         rates: dict[str, list[float]] = {name: [] for name in METHODS}
         accepted: dict[str, float] = {}
         for name in [*METHODS] * bench.args.repeats:
-            with LLM(target, draft, batch=batch, **METHODS[name]) as llm:
+            with LLM(target, draft, batch=batch, reuse=False, **METHODS[name]) as llm:
                 llm.generate(asked[:1], max_tokens=4)
                 before, start = joules(bench), time.perf_counter()
                 results = llm.generate(asked, max_tokens=count, ignore_eos=True)

@@ -1,6 +1,6 @@
 """Loads a server: tokens a second by number of clients, first tokens, disconnects, and more requests than it takes.
 
-outpace serve --port 8000
+outpace serve --port 8000 --no-reuse  # the ways ask the same: none is to draft what another one was answered
 python bench/server_load.py http://127.0.0.1:8000 --rounds 9  # ways in turn: a table, and one JSON line last
 python bench/server_load.py URL --peer llama-server=http://127.0.0.1:8080 --rows rows.json  # beside others of the same
     # API, and of the same model, in the same rounds; a later call adds rounds to those that the file has

@@ -72,7 +72,8 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     asked = [target.tokenizer.encode_prompt(text) for text in options.prompts]
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(target, own, profile=False, **values)) for name, (own, values) in ways.items()
+            name: stack.enter_context(LLM(target, own, profile=False, reuse=False, **values))
+            for name, (own, values) in ways.items()
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):

@@ -154,6 +154,14 @@ class Loading:
             rich_help_panel=METHOD,
         ),
     ] = None
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            help="Start from the keys and values of an earlier text that begins alike, and draft what followed a prompt"
+            " that was asked before.",
+            rich_help_panel=METHOD,
+        ),
+    ] = True
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Loads the models; `extra` are the method's and the drafter's own options. Names are checked first."""
