@@ -137,7 +137,7 @@ def test_an_error_in_one_is_told_by_all(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (broken / file.name).write_bytes(file.read_bytes() if file.suffix != ".safetensors" else b"nothing")
     first, second = Group((folder, broken), {}).ends()
-    assert (first[0], second[0]) == (1, 1)
+    assert (first[0], second[0]) == (1, 1), (first[2], second[2])
     assert "rank 1 of the split model could not load it" in first[2]
 
 

@@ -37,7 +37,11 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     from outpace.models.hf import split
 
     rank = split.start()
-    module, tokenizer = split.together(lambda: _load(source, revision, options))
+    try:
+        module, tokenizer = split.together(lambda: _load(source, revision, options))
+    except BaseException:
+        split.leave()
+        raise
     if rank:
         try:
             split.follow(module, split.link())
