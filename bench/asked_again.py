@@ -10,7 +10,6 @@ their sums. One JSON line last; exit 1 where a text differs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from contextlib import ExitStack, closing
@@ -21,12 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from short_answers import as_prompt, read_prompts
+from short_answers import as_prompt, end, read_prompts, shipped_pair
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.models.files.pairs import shipped_draft
-from outpace.models.load import load_draft, load_model
 
 SEED = 1  # of all answers: a prompt that is asked again is asked with its seed
 PLAIN = "plain decoding"
@@ -78,8 +75,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="of each task")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    target = load_model(None)
-    draft = load_draft(shipped_draft(target.name), target)
+    target, draft = shipped_pair()
     prompts = {name: as_prompt(target, text) for name, text in read_prompts(args.data, args.prompts).items()}
     figures: dict[str, float] = {}
     differing = 0
@@ -92,8 +88,7 @@ def main() -> None:
             times, wrong = measure(llms, prompts, args.rounds, max_tokens=tokens, temperature=args.temperature)
         figures |= report(times, prompts, tokens)
         differing += wrong
-    print(json.dumps({"prompts": len(prompts), "temperature": args.temperature, "differing": differing, **figures}))
-    sys.exit(1 if differing else 0)
+    end({"prompts": len(prompts), "temperature": args.temperature, "differing": differing, **figures}, differing)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ differs from plain decoding's with the same options.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -21,12 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from short_answers import as_prompt, new_llm, read_prompts
+from short_answers import as_prompt, end, new_llm, read_prompts, shipped_pair
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.models.files.pairs import shipped_draft
-from outpace.models.load import load_draft, load_model
 
 PLAIN, AUTO = "plain", "auto"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,8 +60,7 @@ def main() -> None:
     chosen = {name: one for name, one in OPTIONS.items() if args.only in name}
     if not chosen:
         raise UserError(f"no options have {args.only!r} in their name, there are: {'; '.join(OPTIONS)}")
-    target = load_model(None)
-    draft = load_draft(shipped_draft(target.name), target)
+    target, draft = shipped_pair()
     texts = read_prompts(args.data, args.prompts).values()
     prompts = [as_prompt(target, text) for text in texts]
     speeds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -90,8 +86,7 @@ def main() -> None:
         table.add_row(name, f"{median(plain):.0f}", f"{median(auto):.0f}", f"{ratio:.2f}x", str(other))
         rows.append({"options": name, "plain": median(plain), "auto": median(auto), "over_plain": ratio})
     Console(width=120).print(table)
-    print(json.dumps({"rows": rows, "differing": differing}))
-    sys.exit(1 if differing else 0)
+    end({"rows": rows, "differing": differing}, differing)
 
 
 if __name__ == "__main__":

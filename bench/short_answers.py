@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import Progress
@@ -42,6 +42,18 @@ def read_prompts(folder: Path, each: int) -> dict[str, str]:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         found |= {str(row["id"]): row["turns"][0] for row in rows[:: max(1, len(rows) // each)][:each]}
     return found
+
+
+def shipped_pair() -> tuple[Loaded, Loaded]:
+    """The shipped model and its draft."""
+    target = load_model(None)
+    return target, load_draft(shipped_draft(target.name), target)
+
+
+def end(row: dict[str, Any], differing: int) -> NoReturn:
+    """The line for machines, which is the last; exit 1 where texts differ."""
+    print(json.dumps(row))
+    sys.exit(1 if differing else 0)
 
 
 def new_llm(target: Loaded, draft: Loaded, method: str) -> LLM:
@@ -135,8 +147,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="a file for all times")
     args = parser.parse_args()
     texts = read_prompts(args.data, args.prompts)
-    target = load_model(None)
-    race = Race(target, load_draft(shipped_draft(target.name), target), texts)
+    race = Race(*shipped_pair(), texts)
     race.learn()
     with Progress(console=Console(stderr=True)) as progress:
         race.go(args.tokens, args.rounds, progress)
@@ -144,8 +155,7 @@ def main() -> None:
     if args.save:
         rows = [{"way": w, "tokens": t, "prompt": p, "seconds": s} for (w, t, p), s in race.times.items()]
         args.save.write_text(json.dumps(rows), encoding="utf-8")
-    print(json.dumps(figures))
-    sys.exit(1 if race.differing else 0)
+    end(figures, race.differing)
 
 
 if __name__ == "__main__":

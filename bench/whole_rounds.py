@@ -10,7 +10,6 @@ the kernels. Prompts' reading counts in tokens/s, as users meet it. One JSON lin
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
@@ -23,15 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from short_answers import as_prompt, new_llm, read_prompts
+from short_answers import as_prompt, end, new_llm, read_prompts, shipped_pair
 
 from outpace.core.errors import UserError
 from outpace.engine.carrying import Carriers
 from outpace.engine.engine import Engine
-from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.load import Loaded, load_draft, load_model
+from outpace.models.load import Loaded
 
 PLAIN, STEPS, WHOLE = "plain", "auto, step by step", "auto, whole rounds"
 WAYS = (PLAIN, STEPS, WHOLE)
@@ -111,8 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     options = {"max_tokens": args.tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": 1}
     texts = list(read_prompts(args.data, args.prompts).values())
-    target = load_model(None)
-    draft = load_draft(shipped_draft(target.name), target)
+    target, draft = shipped_pair()
     batches = [int(one) for one in args.batch.split(",")]
     found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     with Progress(console=Console(stderr=True)) as progress:
@@ -137,8 +134,7 @@ def main() -> None:
                 {"batch": batch, "way": way, "tokens_per_second": median(own), "over_plain": ratio, "host": host}
             )
     Console(width=120).print(table)
-    print(json.dumps({"rows": rows, "differing": differing}))
-    sys.exit(1 if differing else 0)
+    end({"rows": rows, "differing": differing}, differing)
 
 
 if __name__ == "__main__":

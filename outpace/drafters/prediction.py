@@ -52,10 +52,9 @@ class Prediction(Grafter[PredictionState]):
         return self.sources if request.prediction or request.recalled else ()
 
     def open(self, request: Request) -> PredictionState:
-        if request.prediction:
-            return PredictionState(request, list(request.prompt), alignment=Alignment(request.prediction))
-        known = Alignment(request.recalled, len(request.prompt))
-        return PredictionState(request, list(request.prompt), alignment=known, is_new=False)
+        is_own = bool(request.prediction)
+        guess, before = (request.prediction, 0) if is_own else (request.recalled, len(request.prompt))
+        return PredictionState(request, list(request.prompt), alignment=Alignment(guess, before), is_new=is_own)
 
     def propose(self, state: PredictionState, tree: TokenTree) -> None:
         """Branches from the root, the likelier place first."""

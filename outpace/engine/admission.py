@@ -24,7 +24,7 @@ class Admission:
         drafting: Drafting,
         batch: int,
         clock: Callable[[], float],
-        recall: Recall | None = None,
+        recall: Recall | None,
     ) -> None:
         """`batch` requests run at once; `recall` keeps the texts of those that are over."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
