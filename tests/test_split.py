@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +84,10 @@ class Group:
         """The next that rank 0 says."""
         out = self.ranks[0].stdout
         assert out is not None
-        return json.loads(out.readline())
+        line = out.readline()
+        if not line:
+            pytest.fail(f"rank 0 has ended and said nothing more: {self.ends()}")
+        return json.loads(line)
 
     def ends(self) -> list[tuple[int, str, str]]:
         """Status, what was written and what was complained of, of each rank, once both have ended."""
@@ -179,6 +184,25 @@ def test_a_model_without_a_plan_is_refused() -> None:
         split.check_plan(config(None), None, 2, "it")
     with pytest.raises(UserError, match=r"2 num_key_value_heads, which 4 processes"):
         split.check_plan(config({"a": "b"}, num_attention_heads=4, num_key_value_heads=2), None, 4, "it")
+
+
+def test_a_stranger_who_connects_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Queue[Any] = Queue()
+    monkeypatch.setattr(split.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
+    monkeypatch.setattr(split.dist, "get_world_size", lambda: 2)
+    found: list[Lead] = []
+    thread = threading.Thread(target=lambda: found.append(split.lead()), daemon=True)
+    thread.start()
+    address, secret = told.get(timeout=60)
+    socket.create_connection(address).close()
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    link = split._link_of(socket.create_connection(address))
+    link.send_bytes(secret)
+    thread.join(60)
+    assert len(found) == 1
+    found[0].end()
+    assert pickle.loads(link.recv_bytes()) == [(leading.END, ())]
 
 
 class Followed:

@@ -57,12 +57,12 @@ struct Processor {
 }  // namespace
 #endif
 
-int fetching_rows() {
+Fetching fetching() {
 #ifdef OUTPACE_X86
-    static const int rows = Processor().is_amd ? 1 : 3;
-    return rows;
+    static const bool is_amd = Processor().is_amd;
+    return {is_amd ? 1 : 3, is_amd};
 #else
-    return 3;
+    return {3, false};
 #endif
 }
 

@@ -9,8 +9,11 @@
 //
 // A block of a panel is one group of inputs, in the K formats four:
 //     K formats: 32 scales in half precision, then 32 of the minimum, its sign turned, where there is one
+//     where c and m have six bits, the upper two of both for two groups: 2 parts x 32 bytes, from the lowest bit on c and
+//     m of the first group, c and m of the second; then the same for the other two
 //     for each group:
-//         for each part that has its own: 32 x c, then 32 x m where there is one; half precision, in the K formats a byte
+//         for each part that has its own: 32 x c, then 32 x m where there is one, in half precision; in Q6_K 32 bytes of c;
+//         where they have six bits, 32 bytes of their lower four bits, c below m
 //         low bits, for every half of 32 inputs: 4 x (32 outputs x 4 inputs), a nibble for inputs 4 i and 4 i + 16;
 //         then high bits: of five, 1 x (32 x 4), bit t for inputs 4 t; of six, 2 x (32 x 4), a pair of bits for every
 //         second step; or, of eight, 8 x (32 x 4) bytes
@@ -38,16 +41,27 @@ struct FormatOf {
 
     static constexpr int kGroups = IsSuper ? kSuperGroups : 1;  // of a block
     static constexpr int kNumbers = HasMin ? 2 : 1;             // c, and m
-    static constexpr int kHeader = IsSuper ? kNumbers * 2 * kPanel : 0;
+    static constexpr int kFactors = IsSuper ? kNumbers * 2 * kPanel : 0;
+
+    static constexpr bool kSixBits = IsSuper && HasMin;  // of c and m, which take a byte each where they are multiplied
+    static constexpr int kSix = kParts * kPanel;         // bytes of c, or m, of a group there
+    static constexpr int kHeader = kFactors + (kSixBits ? kGroups / 2 * kSix : 0);
+
     static constexpr int kNumberBytes = IsSuper ? 1 : 2;
-    static constexpr int kScales = kShares * kNumbers * kNumberBytes * kPanel;
+    static constexpr int kScales = kShares * kNumbers * kNumberBytes * kPanel / (kSixBits ? 2 : 1);
     static constexpr int kLow = kPanel * kGroup * (Bits == 8 ? 8 : 4) / 8;
     static constexpr int kHigh = kPanel * kGroup * (Bits == 8 ? 0 : Bits - 4) / 8;
     static constexpr int kGroupBytes = kScales + kLow + kHigh;
     static constexpr int kBlockBytes = kHeader + kGroups * kGroupBytes;
 
-    /// Where c (0), or m (1), of a part lies among the scales of its group, in numbers.
-    static constexpr int number_at(int part, int which) { return (part * kShares / kParts * kNumbers + which) * kPanel; }
+    /// Where the upper two bits of a group's c and m lie in its block, and where these four begin in their byte.
+    static constexpr int high_at(int group) { return kFactors + group % kGroups / 2 * kSix; }
+    static constexpr int high_bit(int group) { return group % 2 * 4; }
+
+    /// Where c (0), or m (1), of a part lies among those of its group, in numbers.
+    static constexpr int number_at(int part, int which) {
+        return kSixBits ? which * kSix + part * kPanel : (part * kShares / kParts * kNumbers + which) * kPanel;
+    }
 
     static constexpr int64_t panel_bytes(int groups) {
         return static_cast<int64_t>(round_up(groups, kGroups) / kGroups) * kBlockBytes;

@@ -21,9 +21,13 @@ struct Normalize {
     Activations out;
 };
 
-/// From so many rows in a single tile on, what comes next is fetched ahead. One and two rows wait for memory anyway: on
-/// AMD's processors they take 0.75 to 0.93 of the time with it, on Intel's the machine's own prefetching serves them better.
-int fetching_rows();
+/// Which weights a product asks for before it needs them. AMD's processors take up to 0.75 of the time where one and two
+/// rows ask, and up to half where what is asked for is near; for Intel's the machine's own fetching serves such rows better.
+struct Fetching {
+    int rows;      // from so many rows in a single tile on what comes next is fetched at all
+    bool is_near;  // also a few kilobytes ahead, into the first cache
+};
+Fetching fetching();
 
 /// What a thread reads when it has done its own units of a product: while the one before unit `end` is computed, `next` is
 /// fetched from memory; while another is, the one behind it.

@@ -103,6 +103,11 @@ struct Bytes {
         const auto* halves = reinterpret_cast<const __m256i*>(p);
         return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
     }
+    void store(uint8_t* p) const {
+        auto* halves = reinterpret_cast<__m256i*>(p);
+        _mm256_storeu_si256(halves, lo);
+        _mm256_storeu_si256(halves + 1, hi);
+    }
 };
 
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }

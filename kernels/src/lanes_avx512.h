@@ -93,6 +93,7 @@ struct Bytes {
     __m512i v;
 
     static Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+    void store(uint8_t* p) const { _mm512_storeu_si512(p, v); }
 };
 
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }

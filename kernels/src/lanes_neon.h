@@ -128,6 +128,9 @@ struct Bytes {
     uint8x16_t v[4];
 
     static Bytes load(const uint8_t* p) { return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}}; }
+    void store(uint8_t* p) const {
+        for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, v[i]);
+    }
 };
 
 inline Bytes operator|(const Bytes& a, const Bytes& b) {

@@ -147,6 +147,7 @@ struct Bytes {
         std::memcpy(r.v, p, sizeof r.v);
         return r;
     }
+    void store(uint8_t* p) const { std::memcpy(p, v, sizeof v); }
 };
 
 template <class F>

@@ -21,9 +21,10 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
     Floats total[R][V];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
+    const Fetched<kBlock, 1, 8, R, V> fetched(tile, in.groups);
     for (int group = 0; group < in.groups; ++group, block += kBlock) {
         const uint8_t* weights = block + kBlockScales + first * 4 * kLanes;
-        if (tile.fetched_steps & 1) __builtin_prefetch(block + tile.ahead, 0, 2);  // the scales
+        const Lines lines = fetched.of(group);
         const Activations at = in.from(tile.first, group);
         Ints sums[kChains][R][V];
         for (int r = 0; r < R; ++r) {
@@ -35,10 +36,8 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
 #pragma GCC unroll 16
         for (int step = 0; step < kSteps; ++step, weights += kStep) {
             Weights w[V];
-            for (int v = 0; v < V; ++v) {
-                w[v] = Weights::load(weights + v * 4 * kLanes);
-                if (tile.fetched_steps >> step & 1) __builtin_prefetch(weights + v * 4 * kLanes + tile.ahead, 0, 2);
-            }
+            fetch_lines<kBlock, V>(block, step, first, lines);
+            for (int v = 0; v < V; ++v) w[v] = Weights::load(weights + v * 4 * kLanes);
             for (int r = 0; r < R; ++r) {
                 const Quad a = Quad::load(at.values + r * kGroup + 4 * step);
                 for (int v = 0; v < V; ++v)
@@ -94,13 +93,14 @@ inline void multiply(const Panels& weights, int panel, const Activations& in, co
 /// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: bytes from here to what is needed next.
 template <class F>
 inline void for_tiles(int rows, int64_t ahead, F f) {
+    const Fetching asks = fetching();
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < fetching_rows() ? 0 : 0xffff;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < asks.rows ? 0 : 0xffff;
         const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
-        f(Tile{first, rows * (number + 1) / tiles - first, ahead, steps});
+        f(Tile{first, rows * (number + 1) / tiles - first, ahead, ahead, steps, asks.is_near, tiles == 1});
     }
 }
 
@@ -139,11 +139,13 @@ void gated_product(const GatedProduct& task, int group) {
     const Section& section = task.weights.section(group * kPanels);
     const uint8_t* place = Panels::blocks(section, group * kPanels);
     const int64_t ahead = task.following.ahead(group, place, kPanels * section.panel_bytes);
-    for_tiles(task.rows, ahead, [&](const Tile& tile) {
+    for_tiles(task.rows, ahead, [&](Tile tile) {
         alignas(64) float gated[kTileRows * kGroup];
         for (int r = 0; r < tile.rows; ++r) task.out.from(tile.first + r, group).claim();
         for (int part = 0; part < kPanels; ++part) {
             alignas(64) float products[kTileRows * kPanel];
+            const bool is_last = part == kPanels - 1;
+            tile.next = is_last ? ahead - part * section.panel_bytes : section.panel_bytes;
             multiply(task.weights, group * kPanels + part, task.in, tile, products);
             for (int r = 0; r < tile.rows; ++r) {
                 const float* gate = products + r * kPanel;

@@ -19,26 +19,43 @@ bool is_finite(const Group& group) {
     return true;
 }
 
-/// Where a group lies: its block's scales, and what is its own.
+/// Where a group lies: its block, the upper bits of its c and m where these have six, c and m, and its bits.
 template <class F, class T>
 struct Place {
-    T* header;
-    T* own;
+    T *block, *high, *scales, *bits;
+    int high_bit;
 
-    Place(T* panel, int group)
-        : header(panel + static_cast<int64_t>(group / F::kGroups) * F::kBlockBytes),
-          own(header + F::kHeader + group % F::kGroups * F::kGroupBytes) {}
+    Place(T* panel, int group) : block(panel + static_cast<int64_t>(group / F::kGroups) * F::kBlockBytes) {
+        high = block + F::high_at(group), high_bit = F::high_bit(group);
+        scales = block + F::kHeader + group % F::kGroups * F::kGroupBytes;
+        bits = scales + F::kScales;
+    }
 };
+
+/// c and m of a group, six bits each.
+template <class F>
+void write_six_bits(const Group& group, const Place<F, uint8_t>& place, int lane) {
+    for (int part = 0; part < F::kParts; ++part) {
+        const int c = group.numbers[part][0], m = group.numbers[part][1], at = part * kPanel + lane;
+        place.scales[at] = static_cast<uint8_t>((c & 15) | (m & 15) << 4);
+        const int others = place.high[at] & ~(15 << place.high_bit);
+        place.high[at] = static_cast<uint8_t>(others | (c >> 4 | m >> 4 << 2) << place.high_bit);
+    }
+}
 
 template <class F>
 void write_scales(const Group& group, const Place<F, uint8_t>& place, int lane) {
     if (F::kIsSuper)
         for (int which = 0; which < F::kNumbers; ++which)
-            std::memcpy(place.header + (which * kPanel + lane) * 2, &group.scales[which], 2);
+            std::memcpy(place.block + (which * kPanel + lane) * 2, &group.scales[which], 2);
+    if (F::kSixBits) {
+        write_six_bits<F>(group, place, lane);
+        return;
+    }
     for (int share = 0; share < F::kShares; ++share)
         for (int which = 0; which < F::kNumbers; ++which) {
             const int at = (share * F::kNumbers + which) * kPanel + lane;  // the lower byte of a number is its first
-            std::memcpy(place.own + at * F::kNumberBytes, &group.numbers[share][which], F::kNumberBytes);
+            std::memcpy(place.scales + at * F::kNumberBytes, &group.numbers[share][which], F::kNumberBytes);
         }
 }
 
@@ -81,9 +98,13 @@ uint32_t read_bits(const uint8_t* low, int i) {
 template <class F>
 float read_number(const Place<F, const uint8_t>& place, int part, int which, int lane) {
     const int at = F::number_at(part, which) + lane;
-    if (!F::kIsSuper) return half_to_float({short_word(place.own + 2 * at)});
-    return static_cast<float>(static_cast<int8_t>(place.own[at])) *
-           half_to_float({short_word(place.header + (which * kPanel + lane) * 2)});
+    if (!F::kIsSuper) return half_to_float({short_word(place.scales + 2 * at)});
+    int number = static_cast<int8_t>(place.scales[F::kSixBits ? part * kPanel + lane : at]);
+    if (F::kSixBits) {
+        const int high = place.high[part * kPanel + lane] >> place.high_bit >> 2 * which & 3;
+        number = (number >> 4 * which & 15) | high << 4;
+    }
+    return static_cast<float>(number) * half_to_float({short_word(place.block + (which * kPanel + lane) * 2)});
 }
 
 }  // namespace
@@ -99,7 +120,7 @@ bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_
         using F = decltype(f);
         const Place<F, uint8_t> place(panel, number);
         write_scales<F>(group, place, lane);
-        write_bits<F>(group, place.own + F::kScales + lane * 4);
+        write_bits<F>(group, place.bits + lane * 4);
         return is_finite<F>(group);
     });
 }
@@ -129,7 +150,7 @@ void read_stored(Format format, const uint8_t* panel, int number, int lane, floa
         const Place<F, const uint8_t> place(panel, number);
         uint8_t numbers[kGroup];
         for (int i = 0; i < kWords; ++i) {
-            const uint32_t four = read_bits<F>(place.own + F::kScales + lane * 4, i);
+            const uint32_t four = read_bits<F>(place.bits + lane * 4, i);
             std::memcpy(numbers + 4 * i, &four, 4);
         }
         if (F::kHasTable)

@@ -9,24 +9,11 @@
 
 #include <type_traits>
 
+#include "fetched.h"
 #include "formats.h"
-#include "kernels.h"
 
 namespace outpace {
 namespace {
-
-constexpr int kSteps = kGroup / 4;
-
-/// Some rows of a product that are computed together, and what is fetched from memory meanwhile: the lines that lie
-/// `ahead` bytes further on, in those steps of every group whose bit is set. So the next panel has arrived when this
-/// one is done: two tiles take turns, of more the last does it. Spread over the steps: processors drop what is asked
-/// for in one go.
-struct Tile {
-    int first;
-    int rows;
-    int64_t ahead;
-    uint32_t fetched_steps;
-};
 
 /// Weights of 16 outputs x 4 inputs, step `Step` of a group, from its bits.
 template <class F, int Step>
@@ -49,13 +36,43 @@ inline auto unpack(const uint8_t* low) {
     }
 }
 
-/// c, or m, of a part for 16 outputs. `header`: the scales of its block.
+/// A group of a panel: its block, its c and m, its bits, and which of its block's groups it is.
+struct StoredGroup {
+    const uint8_t *block, *scales, *bits;
+    int number;
+
+    template <class F>
+    OUTPACE_WITHIN static StoredGroup at(const uint8_t* panel, int group) {
+        const uint8_t* block = panel + static_cast<int64_t>(group / F::kGroups) * F::kBlockBytes;
+        const uint8_t* own = block + F::kHeader + group % F::kGroups * F::kGroupBytes;
+        return {block, own, own + F::kScales, group % F::kGroups};
+    }
+};
+
+/// What a step of a group fetches: lines of another group, and one of that one's block's header.
+template <class F, int V>
+OUTPACE_WITHIN void fetch_stored(const StoredGroup& group, int step, int first, const Lines& lines) {
+    fetch_lines<F::kGroupBytes, V>(group.bits - F::kScales, step, first, lines);
+    if (F::kSixBits && step == kSteps - 1) fetch_lines<kLine, V>(group.block + group.number * kLine, step, 0, lines);
+}
+
+/// c and m of a group in a byte each, from six bits.
 template <class F>
-inline Floats numbers(const uint8_t* header, const uint8_t* scales, int part, int which, int vector) {
-    const uint8_t* place = scales + (F::number_at(part, which) + vector * kLanes) * F::kNumberBytes;
+inline void unpack_six_bits(const StoredGroup& group, uint8_t* bytes) {
+    static_assert(F::kSix == 64);
+    const Bytes low = Bytes::load(group.scales), pairs = Bytes::load(group.block + F::high_at(group.number));
+    const Bytes high = F::high_bit(group.number) ? bits<-4, 15>(pairs) : bits<0, 15>(pairs);
+    (bits<0, 15>(low) | bits<4, 48>(high)).store(bytes);
+    (bits<-4, 15>(low) | bits<2, 48>(high)).store(bytes + F::kSix);
+}
+
+/// c (0), or m (1), of a part for 16 outputs.
+template <class F, int Part, int Which>
+inline Floats numbers(const StoredGroup& group, int vector) {
+    const uint8_t* place = group.scales + (F::number_at(Part, Which) + vector * kLanes) * F::kNumberBytes;
     if constexpr (F::kIsSuper)
         return load_bytes(place) *
-               Floats::load(reinterpret_cast<const Half*>(header) + which * kPanel + vector * kLanes);
+               Floats::load(reinterpret_cast<const Half*>(group.block) + Which * kPanel + vector * kLanes);
     else
         return Floats::load(reinterpret_cast<const Half*>(place));
 }
@@ -69,15 +86,6 @@ inline Ints start_of(const int32_t* sums, int part) {
     const int32_t offset = -F::kBias * total;
     if constexpr (F::kBits == 8 || F::kHasTable) return begin(offset);
     return Ints::all(offset);
-}
-
-/// The lines of the next panel that step `step` of a group fetches.
-template <class F, int V>
-inline void fetch_ahead(const uint8_t* group, int step, int first, const Tile& tile) {
-    constexpr int kLines = F::kGroupBytes / 64;
-    if (!(tile.fetched_steps >> step & 1)) return;
-    for (int line = step * kLines / kSteps; line < (step + 1) * kLines / kSteps; ++line)
-        if (V > 1 || line % 2 == first) __builtin_prefetch(group + tile.ahead + line * 64, 0, 2);
 }
 
 /// What a part's products are summed in: int32, or sums of nibbles as the lanes like them.
@@ -96,33 +104,25 @@ inline Ints all_sums(const Sums& sums, Ints start) {
     else return start + sums.to_ints();
 }
 
-/// Within its caller by order: a compiler's own measure ends with so many formats, and sums that pass through memory take
-/// half as long again. Under a sanitizer such functions would take minutes to compile.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define OUTPACE_WITHIN inline
-#else
-#define OUTPACE_WITHIN [[gnu::always_inline]] inline
-#endif
-
 /// The sums of part `Part` of a group, from its step `Step` on.
 template <class F, int R, int V, int Part, int Step, class Sums>
-OUTPACE_WITHIN void add_steps(const uint8_t* group, int first, const int8_t* values, const Tile& tile,
-                              Sums (&sums)[R][V]) {
+OUTPACE_WITHIN void add_steps(const StoredGroup& group, int first, const int8_t* values,
+                              const Lines& lines, Sums (&sums)[R][V]) {
     constexpr int kPartSteps = F::kPart / 4, kAt = Part * kPartSteps + Step;
     if constexpr (Step < kPartSteps) {
-        fetch_ahead<F, V>(group, kAt, first, tile);
+        fetch_stored<F, V>(group, kAt, first, lines);
         for (int v = 0; v < V; ++v) {
-            const auto w = unpack<F, kAt>(group + F::kScales + (first + v) * 4 * kLanes);
+            const auto w = unpack<F, kAt>(group.bits + (first + v) * 4 * kLanes);
             for (int r = 0; r < R; ++r) sums[r][v] = dot(sums[r][v], w, Quad::load(values + r * kGroup + 4 * kAt));
         }
-        add_steps<F, R, V, Part, Step + 1>(group, first, values, tile, sums);
+        add_steps<F, R, V, Part, Step + 1>(group, first, values, lines, sums);
     }
 }
 
 /// The parts of a group, from `Part` on, into the totals.
 template <class F, int R, int V, int Part>
-OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int first, const Activations& in,
-                              const Tile& tile, Floats (&total)[R][V]) {
+OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activations& in,
+                              const Lines& lines, Floats (&total)[R][V]) {
     if constexpr (Part < F::kParts) {
         using Sums = PartSums<F>;
         const auto start = [&](int r) { return start_of<F>(in.facts[r].sums, Part); };
@@ -131,20 +131,20 @@ OUTPACE_WITHIN void add_parts(const uint8_t* header, const uint8_t* place, int f
             const Sums none = first_sums<Sums>(start(r));
             for (int v = 0; v < V; ++v) sums[r][v] = none;
         }
-        add_steps<F, R, V, Part, 0>(place, first, in.values, tile, sums);
+        add_steps<F, R, V, Part, 0>(group, first, in.values, lines, sums);
         for (int v = 0; v < V; ++v) {
-            const Floats c = numbers<F>(header, place, Part, 0, first + v);
+            const Floats c = numbers<F, Part, 0>(group, first + v);
             for (int r = 0; r < R; ++r)
                 total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
                                   c * Floats::all(in.facts[r].scale), total[r][v]);
             if constexpr (F::kHasMin) {
-                Floats m = numbers<F>(header, place, Part, 1, first + v);
+                Floats m = numbers<F, Part, 1>(group, first + v);
                 if constexpr (F::kMinInSteps) m = m * c;
                 for (int r = 0; r < R; ++r)
                     total[r][v] = fma(m, Floats::all(in.facts[r].mins[Part]), total[r][v]);
             }
         }
-        add_parts<F, R, V, Part + 1>(header, place, first, in, tile, total);
+        add_parts<F, R, V, Part + 1>(group, first, in, lines, total);
     }
 }
 
@@ -154,11 +154,15 @@ inline void multiply_stored(const uint8_t* panel, int first, const Activations& 
     Floats total[R][V];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
-    const uint8_t *header = panel, *place = panel + F::kHeader;
+    const Fetched<F::kBlockBytes, F::kGroups, F::kBits, R, V> fetched(tile, in.groups);
     for (int group = 0; group < in.groups; ++group) {
-        add_parts<F, R, V, 0>(header, place, first, in.from(tile.first, group), tile, total);
-        place += F::kGroupBytes;
-        if ((group + 1) % F::kGroups == 0) header = place, place += F::kHeader;
+        StoredGroup at = StoredGroup::at<F>(panel, group);
+        alignas(64) uint8_t bytes[F::kSixBits ? 2 * F::kSix : 1];
+        if constexpr (F::kSixBits) {
+            unpack_six_bits<F>(at, bytes);
+            at.scales = bytes;
+        }
+        add_parts<F, R, V, 0>(at, first, in.from(tile.first, group), fetched.of(group), total);
     }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) total[r][v].store(out + r * kPanel + (first + v) * kLanes);

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -83,8 +84,9 @@ def lead() -> Lead:
         while len(links) < dist.get_world_size() - 1:
             connection, _ = server.accept()
             link = _link_of(connection)
-            if link.poll(_SECONDS) and secrets.compare_digest(link.recv_bytes(64), secret):
-                links.append(link)
+            with suppress(EOFError, OSError):  # whoever it was that knew nothing of us
+                if link.poll(_SECONDS) and secrets.compare_digest(link.recv_bytes(64), secret):
+                    links.append(link)
     return Lead(links)
 
 

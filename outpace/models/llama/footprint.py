@@ -10,7 +10,6 @@ FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
 INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
-PACKED = 1.03  # times a file's blocks: scales of six bits become bytes in a panel
 
 
 class Held(NamedTuple):
@@ -42,8 +41,8 @@ def native_bytes(
             continue
         kind, size = held(name)
         if kind in formats and kind not in FLOATS:
-            total += PACKED * size if kept else count * INT8_BYTES
-            rounded = max(rounded, 0.0 if kept else PACKED * size)
+            total += size if kept else count * INT8_BYTES
+            rounded = max(rounded, 0.0 if kept else size)
             continue
         is_small = in_four and ".layers." in name
         total += count * (INT4_BYTES if is_small else INT8_BYTES)
