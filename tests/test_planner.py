@@ -194,6 +194,22 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
     assert found[0] == pytest.approx(found[1]) if not row else found[0] > 1.5 * found[1] > 0
 
 
+@pytest.mark.parametrize(("trust", "is_asked"), [(0.5, True), (0.2, False)])
+def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: float, is_asked: bool) -> None:
+    """Where rows are dear too; but not one whose word came to nothing."""
+    costs = Costs()
+    for rows in (1, 2, 4, 8) * 3:
+        costs.round(1, rows, 1, PASS * (1 + 0.15 * (rows - 1)), 0.0)
+    costs.expect(DRAFT, 0.1)
+    costs.trust(DRAFT.name).learn(0.0, 2.0 / trust - 2.0)
+    for layer in range(4):
+        costs.growth(DRAFT, layer).learn(0.0, 100.0)
+    planner = _planner.Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+    planner.begin()
+    assert costs.trust_of_one(DRAFT.name).value == pytest.approx(trust, abs=0.02)
+    assert planner.pays(tree_of(DRAFT), planner.growers[0]) is is_asked
+
+
 def test_bad_copies_do_not_bring_a_good_model_into_disrepute() -> None:
     alone, beside = World(0.9, lambda place: True), World(0.9, lambda place: True)
     beside.free_promise = 0.9

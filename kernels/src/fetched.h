@@ -56,7 +56,7 @@ struct Fetched {
 
     OUTPACE_WITHIN Fetched(const Tile& tile, int groups)
         : tile(tile),
-          is_near(V > 1 && tile.is_near && (tile.is_alone ? Bits > 4 || R <= 3 : Bits > 4 && groups * (Block / Groups) > kFirstCache)),
+          is_near(V > 1 && tile.is_near && (tile.is_alone ? Bits > 4 || R <= 4 : Bits > 4 && groups * (Block / Groups) > kFirstCache)),
           last(kNear < groups ? groups - kNear : 0),
           within(kNear / Groups * Block),
           behind(tile.next - last / Groups * int64_t{Block}) {}

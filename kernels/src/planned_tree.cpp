@@ -9,7 +9,7 @@ namespace outpace {
 namespace {
 
 // The same numbers as in outpace/decoders/_planner.py, _row_times.py, drafters/model.py and core/steps.py.
-constexpr double kLittle = 0.5;
+constexpr double kLittle = 0.5, kHope = 0.4;
 constexpr int kBeam = 4;
 constexpr int kUnknown = 2;
 constexpr int kFirst = 4;
@@ -111,7 +111,7 @@ bool PlannedTree::pays() {
     if (is_trial_ || static_cast<int>(layer) >= deepest || plan_.growth.empty()) return false;
     at_leaves_ = reach();
     const double growth = plan_.growth[std::min(layer, plan_.growth.size() - 1)];
-    if (growth * at_leaves_ > plan_.cost || (at_leaves_ > kLittle && layer == 0 && plan_.explores > 0)) return true;
+    if (growth * at_leaves_ > plan_.cost || (layer == 0 && plan_.explores > 0 && plan_.trust * (1.0 - copied_) > kHope)) return true;
     is_trial_ = is_due(layer);
     return is_trial_;
 }

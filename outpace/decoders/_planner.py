@@ -23,6 +23,7 @@ _DOUBT = 1.1  # what is chosen because it looks best is a little worse than it l
 _PLAIN = 24  # rounds at the beginning of an answer that may be plain until one was timed: none is beside a prompt
 _CROWDED, _LOOKS = 0.35, 32  # tokens that a row may cost; rounds
 UNPLANNED = 7  # plain rounds that may follow one in which nobody was asked
+_HOPE = 0.4  # what a model must promise below the root, for that to be tried in a new text
 _UNPAID = 0.25  # of what a row must bring: a node that is less likely than that is not even planted
 _UNKNOWN = 2  # layers at most before the draft's time is known, and the price
 
@@ -110,10 +111,11 @@ class Planner:
         grower.is_trial = self._is_due(grower)
         return grower.is_trial and self._asks(tree, grower)
 
-    @staticmethod
-    def _brings(grower: Grower, at_leaves: float, cost: float) -> bool:
-        """Whether a layer below leaves with this chance brings more than its cost, or is grown to see what it gives."""
-        return grower.growth.value * at_leaves > cost or (at_leaves > LITTLE and grower.explores())
+    def _brings(self, grower: Grower, at_leaves: float, cost: float) -> bool:
+        """Whether a layer below leaves with this chance brings more than its cost; or is grown to see what it gives in
+        this text, whatever it gave in others."""
+        hope = self._chances.trust(grower.source) * (1.0 - self._copied)
+        return grower.growth.value * at_leaves > cost or (hope > _HOPE and grower.explores())
 
     def _asks(self, tree: TokenTree, grower: Grower) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""
