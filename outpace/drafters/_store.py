@@ -6,7 +6,6 @@ its place and moved there whole, so that whoever has the old file open keeps it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.hashed import sha256
 from outpace.core.needs import Given
 from outpace.models.files.find import cache_folder
 
@@ -128,7 +128,7 @@ def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.n
 
 def _checksum(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
     """Of all that the file holds, but for the checksum itself."""
-    digest = hashlib.sha256(json.dumps(head).encode())
+    digest = sha256(json.dumps(head).encode())
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)
         for start in range(0, len(flat), _BLOCK):

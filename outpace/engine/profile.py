@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine
+from outpace.core.hashed import sha256
 from outpace.core.lazy import threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
@@ -50,7 +50,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
 
 def path_of(about: Mapping[str, Any], cache: Path | None = None) -> Path:
     """Where the profile of this subject lies."""
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    name = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return (cache or cache_folder()) / "profiles" / f"{name}.json"
 
 

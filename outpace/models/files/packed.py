@@ -6,7 +6,6 @@ made whole with the files of its target, as a standard folder, before anything l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.core.hashed import sha256
 from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.checkpoint import (
@@ -200,7 +200,7 @@ def _is_whole(folder: Path) -> bool:
 def _content(draft: Path, target: Path, memory: Path) -> str:
     """A short name for all that the whole draft is made of: what the files hold, wherever they lie."""
     config = read_json(draft / "config.json")
-    digest = hashlib.sha256()
+    digest = sha256()
     with open_source(target) as large, Digests(memory, memory.parent.parent) as digests:
         _check_fit(draft, config, target, large.config)
         for file in sorted(draft.iterdir()):
@@ -221,18 +221,18 @@ def _content(draft: Path, target: Path, memory: Path) -> str:
 def _hash_tokenizer(source: GgufSource) -> str:
     """Of all that the tokenizer's files would hold."""
     built = source.tokenizer
-    return hashlib.sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
+    return sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
 
 
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
     """Of a tensor's type, shape and values, in the blocks that the file has."""
     weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
     if isinstance(weight, Stored):
-        digest = hashlib.sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
+        digest = sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
         digest.update(np.ascontiguousarray(weight.data).data)
         return digest.hexdigest()
     kind, values = weight if isinstance(weight, Raw) else Raw("F32", weight)
     dtype = "bfloat16" if kind == "BF16" else f"float{kind[1:]}"
-    digest = hashlib.sha256(f"torch.{dtype} {values.shape}\n".encode())
+    digest = sha256(f"torch.{dtype} {values.shape}\n".encode())
     digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

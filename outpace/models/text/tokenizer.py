@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.banned_text import TokenTexts
 from outpace.core.errors import UserError
+from outpace.core.hashed import sha256
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.text_stream import DAMAGED, TextStream, TokenText, stream_maker
@@ -203,7 +203,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """All tokens with their ids in a word: the same where ids mean the same."""
         words = "\0".join(f"{index} {self.words[index]}" for index in sorted(self.words))
-        return hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
+        return sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
@@ -250,7 +250,7 @@ def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
 def _parsed(file: Path) -> tokenizers.Tokenizer:
     """What the file holds. A draft's mostly holds what its target's does: the one read last is read once."""
     text = file.read_bytes()
-    digest = hashlib.sha256(text).digest()
+    digest = sha256(text).digest()
     with _READING:
         if not _LAST or _LAST[0] != digest:
             import tokenizers
