@@ -64,7 +64,7 @@ def _carry_out(tree: TokenTree, planner: PlannerAhead, place: Place) -> Generato
         yield from _copy(tree, planner)
     plan = None if place.carries is None else planner.plan(tree)
     done: Sequence[Carried] | None = None
-    if plan is not None and (plan.drafts or place.requests > 1):
+    if plan is not None and (plan.drafts or (place.requests > 1 and not planner.is_plain)):
         done = yield CarryOut(tree, plan)
     if leaves_copies and not done:
         yield from _copy(tree, planner)

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from outpace.core.errors import UserError
 from outpace.models.files.kind import check_kind
+from outpace.models.hf.lead import Lead
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.passes import Passes
 from outpace.models.hf.probe import probe
@@ -56,8 +57,16 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
     except BaseException:
         lead.end()
         raise
-    finalize(model, lead.end)  # by the end of the program at the latest
+    finalize(model, _end, lead)  # by the end of the program at the latest
     return model, wrapped
+
+
+def _end(lead: Lead) -> None:
+    """A split model is not needed any more."""
+    from outpace.models.hf import split
+
+    lead.end()
+    split.settle()
 
 
 def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:

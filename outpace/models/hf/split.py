@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from outpace.models.hf.lead import END, FAILED, PATIENCE, Lead, Message
 from outpace.models.hf.passes import Passes, TransformersSession
 
 _SECONDS = 60.0  # for all processes to come, once all have loaded
+_SETTLED = 0.1  # seconds in which threads of torch finish what the last collective has left
 
 T = TypeVar("T")
 
@@ -41,7 +43,14 @@ def start() -> int:
 def leave() -> None:
     """This process knows the others no more. One that ends while it does may be aborted by torch: threads that wait for
     a process that died are still there then."""
+    settle()
     dist.destroy_process_group()
+
+
+def settle() -> None:
+    """Before this process ends: threads of gloo let go of a collective's tensors a moment after it, for which they need
+    the interpreter, and one that finds it ending is aborted, with the whole process (seen in a debugger)."""
+    time.sleep(_SETTLED)
 
 
 def together(work: Callable[[], T]) -> T:
