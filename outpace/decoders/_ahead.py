@@ -38,13 +38,13 @@ class PlannerAhead(Planner):
         return len(self.copiers) == 1 and self.copiers[0].source.name in names
 
     def plan(self, tree: TokenTree) -> Plan | None:
-        """What rounds go by that are carried out without being asked about; None where there is not one model to ask.
-        Copies that are left to whoever carries them out are made in every round."""
+        """What rounds go by that are carried out without being asked about, none of them plain in any case; None where
+        there is not one model to ask. Copies that are left to whoever carries them out are made in every round."""
         if len(self.growers) != 1:
             return None
         (grower,), place, costs = self.growers, self._place, self._costs
         reads = grower.has_read or grower.is_worth_reading()
-        if not self.asks and not (reads and not self.is_plain and self._first_layer_pays(tree, grower)):
+        if not self.asks and not (reads and self._first_layer_pays(tree, grower)):
             return resting(UNPLANNED + 1)
         leaves_copies = place.carries is not None and self.leaves_copies(place.carries)
         rounds = place.left

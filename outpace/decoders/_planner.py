@@ -114,8 +114,9 @@ class Planner:
     def _brings(self, grower: Grower, at_leaves: float, cost: float) -> bool:
         """Whether a layer below leaves with this chance brings more than its cost; or is grown to see what it gives in
         this text, whatever it gave in others."""
-        hope = self._chances.trust(grower.source) * (1.0 - self._copied)
-        return grower.growth.value * at_leaves > cost or (hope > _HOPE and grower.explores())
+        if grower.growth.value * at_leaves > cost:
+            return True
+        return self._chances.trust(grower.source) * (1.0 - self._copied) > _HOPE and grower.explores()
 
     def _asks(self, tree: TokenTree, grower: Grower) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""

@@ -62,9 +62,9 @@ def _carry_out(tree: TokenTree, planner: PlannerAhead, place: Place) -> Generato
     leaves_copies = place.carries is not None and planner.leaves_copies(place.carries)
     if not leaves_copies:
         yield from _copy(tree, planner)
-    plan = None if place.carries is None else planner.plan(tree)
+    plan = None if place.carries is None or planner.is_plain else planner.plan(tree)
     done: Sequence[Carried] | None = None
-    if plan is not None and (plan.drafts or (place.requests > 1 and not planner.is_plain)):
+    if plan is not None and (plan.drafts or place.requests > 1):
         done = yield CarryOut(tree, plan)
     if leaves_copies and not done:
         yield from _copy(tree, planner)
