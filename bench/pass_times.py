@@ -1,4 +1,4 @@
-"""Milliseconds of a whole pass by precision, rows and threads, with the floors beside them.
+"""Milliseconds of a whole pass by instruction set, precision, rows and threads, with the floors beside them.
 
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
 All of them are interleaved, round after round; minimum and median are shown, for other jobs make single figures mean
@@ -24,9 +24,9 @@ from outpace.models.llama.native_runtime import NativeLlama, NativeSession
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 
 
-def open_model(args: argparse.Namespace, dtype: str, threads: int) -> NativeLlama:
-    """The model in this precision, on so many threads."""
-    options = Options(threads=threads, kv_dtype=args.kv_dtype, instruction_set=args.set, weights=dtype)
+def open_model(args: argparse.Namespace, name: str, dtype: str, threads: int) -> NativeLlama:
+    """The model by this instruction set, in this precision, on so many threads."""
+    options = Options(threads=threads, kv_dtype=args.kv_dtype, instruction_set=name, weights=dtype)
     with open_source(locate(args.model)) as source:
         return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=options)
 
@@ -59,37 +59,41 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--kv-dtype", default="float32")
-    parser.add_argument("--set", default="", help="instruction set, the fastest by default")
+    parser.add_argument("--set", nargs="+", default=[""], help="instruction sets, the fastest by default")
     parser.add_argument("--gigabytes", type=float, default=35.0, help="what the memory gives a second")
     args = parser.parse_args()
-    ways = [(dtype, threads) for dtype in args.dtype for threads in args.threads]
+    ways = [(name, dtype, threads) for name in args.set for dtype in args.dtype for threads in args.threads]
     models = {way: open_model(args, *way) for way in ways}
     sessions = {way: session_of(model, args.context) for way, model in models.items()}
-    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, str, int, int], list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         for rows in args.rows:
             for way, model in models.items():
                 times[(*way, rows)].append(time_pass(model, sessions[way], rows))
-    report(args, {dtype: model for (dtype, _), model in models.items()}, times)
+    report(args, {way[:2]: model for way, model in models.items()}, times)
 
 
 def report(
-    args: argparse.Namespace, models: dict[str, NativeLlama], times: dict[tuple[str, int, int], list[float]]
+    args: argparse.Namespace,
+    models: dict[tuple[str, str], NativeLlama],
+    times: dict[tuple[str, str, int, int], list[float]],
 ) -> None:
     """The table, and the line for machines."""
-    for dtype, model in models.items():
+    for (_, dtype), model in models.items():
         weights = model.weight_bytes
         floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes
-        print(f"{dtype}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
-    print(f"{model.instruction_set}, {args.context} tokens of context; load", *(f"{x:.1f}" for x in os.getloadavg()))
-    print("dtype  threads  rows  minimum ms  median ms  rows/s at the minimum")
+        name = f"{model.instruction_set}, {dtype}"
+        print(f"{name}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
+    print(f"{args.context} tokens of context; load", *(f"{x:.1f}" for x in os.getloadavg()))
+    print("set          dtype  threads  rows  minimum ms  median ms  rows/s at the minimum")
     found = []
-    for (dtype, threads, rows), values in sorted(times.items()):
+    for (name, dtype, threads, rows), values in sorted(times.items()):
+        name = models[name, dtype].instruction_set
         low, middle = min(values), statistics.median(values)
-        print(f"{dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
+        print(f"{name:12} {dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
         measured = {"minimum_ms": round(low, 3), "median_ms": round(middle, 3)}
-        found.append({"dtype": dtype, "threads": threads, "rows": rows, **measured})
-    print(json.dumps({"instruction_set": model.instruction_set, "context": args.context, "passes": found}))
+        found.append({"instruction_set": name, "dtype": dtype, "threads": threads, "rows": rows, **measured})
+    print(json.dumps({"context": args.context, "passes": found}))
 
 
 if __name__ == "__main__":

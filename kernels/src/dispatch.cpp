@@ -60,9 +60,9 @@ struct Processor {
 Fetching fetching() {
 #ifdef OUTPACE_X86
     static const bool is_amd = Processor().is_amd;
-    return {is_amd ? 1 : 3, is_amd};
+    return {is_amd, is_amd};
 #else
-    return {3, false};
+    return {false, false};
 #endif
 }
 

@@ -21,11 +21,11 @@ struct Normalize {
     Activations out;
 };
 
-/// Which weights a product asks for before it needs them. AMD's processors take up to 0.75 of the time where one and two
-/// rows ask, and up to half where what is asked for is near; for Intel's the machine's own fetching serves such rows better.
+/// Which weights a product asks for before it needs them, as far as the processor's maker tells. AMD's take down to 0.75 of
+/// the time where one and two rows ask, and down to half where what is asked for is near.
 struct Fetching {
-    int rows;      // from so many rows in a single tile on what comes next is fetched at all
-    bool is_near;  // also a few kilobytes ahead, into the first cache
+    bool few_ask;  // one or two rows ask for what comes next; where not, it is tried, see fetch_trial.h
+    bool is_near;  // rows ask also a few kilobytes ahead, into the first cache
 };
 Fetching fetching();
 
@@ -34,6 +34,7 @@ Fetching fetching();
 struct Following {
     int end;
     const uint8_t* next;
+    bool asks;  // for it, and for the weights of the next unit
 
     /// Bytes from the weights of `unit`, at `place`, to what is needed after it. `bytes`: of a unit.
     int64_t ahead(int unit, const uint8_t* place, int64_t bytes) const {

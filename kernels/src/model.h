@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "fetch_trial.h"
 #include "kernels.h"
 #include "matrix.h"
 #include "store.h"
@@ -99,6 +100,7 @@ class Model {
     std::vector<float> norm_;
     const Kernels* kernels_;
     std::shared_ptr<Scratch> scratch_;
+    FetchTrial trial_{fetching()};
     Team team_;
     std::mutex running_;
 };

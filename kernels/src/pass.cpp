@@ -36,6 +36,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     normed_ = scratch_.normed.view(rows, stride_ / kGroup);
     attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
+    model.trial_.begin_pass();
     find_reaches();
     find_steers();
     cut_tiles();
@@ -107,10 +108,13 @@ void Model::Pass::cut_tiles() {
 
 void Model::Pass::run(Team::Member& member) {
     team_.share(member, forest_.rows, [&](int row) { embed(row); });
+    FetchTrial* const trial = member.number == 0 && model_.trial_.wants(forest_.rows) ? &model_.trial_ : nullptr;
     for (int number = 0; number < model_.num_layers(); ++number) {
         show(number, member);
+        const auto begin = trial ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
         if (!skips(number, 0)) mix(number, member);
         if (!skips(number, 1)) feed(number, member);
+        if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
     show(model_.num_layers(), member);
     score(forest_.wanted, forest_.num_wanted, member);
@@ -127,7 +131,7 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
     normalize(model_.norm_.data(), rows, count, member);
-    multiply(*model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
+    multiply(model_.num_layers(), *model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
 }
 
 void Model::Pass::embed(int row) {
@@ -166,11 +170,11 @@ void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
     normalize(layer.attention_norm.data(), nullptr, forest_.rows, member);
-    multiply(*layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(), false,
-             member);
+    multiply(number, *layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
+             false, member);
     rotate(layer, spans, member);
     attend(spans, member);
-    multiply(*layer.output, *layer.gate_up, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    multiply(number, *layer.output, *layer.gate_up, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
 }
 
 /// A layer's MLP.
@@ -179,13 +183,13 @@ void Model::Pass::feed(int number, Team::Member& member) {
     const int middle = model_.shape_.middle;
     normalize(layer.mlp_norm.data(), nullptr, forest_.rows, member);
     const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), following(groups, *layer.down, member), normed_, forest_.rows, gated_,
+    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_, forest_.rows, gated_,
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
     team_.share(member, groups, gate);
     const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
-    multiply(*layer.down, next, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    multiply(number, *layer.down, next, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
@@ -216,17 +220,18 @@ void Model::Pass::normalize(const float* norm, const int* rows, int count, Team:
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
-/// What a member reads behind its own of so many units, where `next` are the weights of the next product.
-Following Model::Pass::following(int units, const Matrix& next, const Team::Member& member) const {
+/// What a member reads behind its own of so many units, where `next` are the weights of the next product, in layer `number`.
+Following Model::Pass::following(int number, int units, const Matrix& next, const Team::Member& member) const {
     const Panels panels = next.panels();
     const int first = team_.first_unit(member.number, panels.count());
-    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first)};
+    const bool asks = forest_.rows > FetchTrial::kFewRows || model_.trial_.asks(number);
+    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first), asks};
 }
 
-void Model::Pass::multiply(const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
-                           int64_t stride, bool add, Team::Member& member) {
+void Model::Pass::multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows,
+                           float* out, int64_t stride, bool add, Team::Member& member) {
     const int panels = weights.panels().count();
-    const Product task{weights.panels(), following(panels, next, member), in, rows, out, stride, add};
+    const Product task{weights.panels(), following(number, panels, next, member), in, rows, out, stride, add};
     const auto one = [&](int panel) { kernels_.product(task, panel); };
     team_.share(member, panels, one);
 }

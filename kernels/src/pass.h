@@ -51,9 +51,9 @@ class Model::Pass {
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const KeyValues* spans, Team::Member& member);
     void normalize(const float* norm, const int* rows, int count, Team::Member& member);
-    Following following(int units, const Matrix& next, const Team::Member& member) const;
-    void multiply(const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out, int64_t stride,
-                  bool add, Team::Member& member);
+    Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
+    void multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
+                  int64_t stride, bool add, Team::Member& member);
 
     Model& model_;
     const Forest& forest_;

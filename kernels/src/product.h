@@ -90,17 +90,18 @@ inline void multiply(const Panels& weights, int panel, const Activations& in, co
         for (int i = 0; i < kPanel; ++i) out[r * kPanel + i] = out[r * kPanel + i] + bias[i];
 }
 
-/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: bytes from here to what is needed next.
+/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: bytes from here to what is needed next, which is
+/// asked for or not.
 template <class F>
-inline void for_tiles(int rows, int64_t ahead, F f) {
-    const Fetching asks = fetching();
+inline void for_tiles(int rows, int64_t ahead, bool asks, F f) {
+    const bool is_near = fetching().is_near;
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t last_steps = tiles == 2 ? 0xaaaa : rows < asks.rows ? 0 : 0xffff;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : asks ? 0xffff : 0;
         const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
-        f(Tile{first, rows * (number + 1) / tiles - first, ahead, ahead, steps, asks.is_near, tiles == 1});
+        f(Tile{first, rows * (number + 1) / tiles - first, ahead, ahead, steps, is_near, tiles == 1});
     }
 }
 
@@ -110,7 +111,7 @@ void product(const Product& task, int panel) {
     const int outputs = weights.outputs - first_output < kPanel ? weights.outputs - first_output : kPanel;
     const Section& section = weights.section(panel);
     const int64_t ahead = task.following.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
-    for_tiles(task.rows, ahead, [&](const Tile& tile) {
+    for_tiles(task.rows, ahead, task.following.asks, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
         for (int r = 0; r < tile.rows; ++r)  // what is added to was read by all cores, an output layer's scores are cold
             for (int i = 0; i < kPanel; i += kLanes)
@@ -139,7 +140,7 @@ void gated_product(const GatedProduct& task, int group) {
     const Section& section = task.weights.section(group * kPanels);
     const uint8_t* place = Panels::blocks(section, group * kPanels);
     const int64_t ahead = task.following.ahead(group, place, kPanels * section.panel_bytes);
-    for_tiles(task.rows, ahead, [&](Tile tile) {
+    for_tiles(task.rows, ahead, task.following.asks, [&](Tile tile) {
         alignas(64) float gated[kTileRows * kGroup];
         for (int r = 0; r < tile.rows; ++r) task.out.from(tile.first + r, group).claim();
         for (int part = 0; part < kPanels; ++part) {

@@ -18,6 +18,7 @@ inline void check(bool holds, const char* what) {
 
 void test_ranking();
 void test_pair();
+void test_fetching();
 void test_sources();
 void test_adjusting();
 uint64_t test_stored();       // the bits of its products

@@ -253,6 +253,10 @@ MUTATIONS = (
              "if (names != names_ || held != held_) columns_.clear();", "columns_.assign(1, 0);"),
     Mutation("adjustments: a token without a score takes its neighbour's", "adjusting.cpp",
              "&& *place == token ? static_cast", "? static_cast"),
+    # which weights are asked for
+    Mutation("fetching: the slower way stays", "fetch_trial.h", "median(times_[1]) < median(times_[0])",
+             "median(times_[1]) > median(times_[0])"),
+    Mutation("fetching: the same layers ask in every pass", "fetch_trial.h", "(layer + passes_) % 2", "layer % 2"),
     # what panels are packed from
     Mutation("floats: padding is read", "stored.cpp", "std::clamp(run.count, 0, kGroup)", "kGroup"),
     Mutation("floats: a chunk begins where its padding does", "stored.h", "input / room * chunk + input % room,",

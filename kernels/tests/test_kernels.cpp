@@ -128,6 +128,7 @@ void test_all() {
                          {33, 192, 128, 2, 4, 2, 80, KvFormat::int8, false}};  // its bits stand apart
     test_ranking();
     test_pair();
+    test_fetching();
     test_sources();
     test_adjusting();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");

@@ -1,0 +1,43 @@
+// Whether few rows ask for weights ahead: known by the maker, or found out by doing both.
+#include "check.h"
+#include "fetch_trial.h"
+
+namespace outpace {
+namespace {
+
+using Time = std::chrono::steady_clock::duration;
+
+/// A trial in which layers that ask take `asking` and others `waiting`, but for one that is interrupted; ended.
+FetchTrial tried(int layers, int asking, int waiting) {
+    FetchTrial trial({false, false});
+    bool first_asked = false;
+    for (int pass = 0; pass < 1000; ++pass) {
+        trial.begin_pass();
+        if (!trial.wants(1)) break;
+        check(trial.asks(0) != trial.asks(1), "layers that take turns");
+        check(pass == 0 || trial.asks(0) != first_asked, "passes that take turns");
+        first_asked = trial.asks(0);
+        for (int layer = 0; layer < layers; ++layer)
+            trial.note(layer, Time(pass == 1 && layer == 1 ? 1000 : trial.asks(layer) ? asking : waiting));
+    }
+    check(!trial.wants(1), "a trial that ends");
+    return trial;
+}
+
+}  // namespace
+
+void test_fetching() {
+    for (int layers : {3, 30})
+        for (bool is_better : {false, true}) {
+            const FetchTrial trial = tried(layers, is_better ? 4 : 5, is_better ? 5 : 4);
+            for (int layer = 0; layer < layers; ++layer) check(trial.asks(layer) == is_better, "the faster way stays");
+        }
+    FetchTrial known({true, false});
+    known.begin_pass();
+    check(known.asks(0) && known.asks(1) && !known.wants(1), "where the maker tells, nothing is tried");
+    FetchTrial open({false, false});
+    open.begin_pass();
+    check(open.wants(1) && !open.wants(2), "only passes of one row are timed");
+}
+
+}  // namespace outpace
