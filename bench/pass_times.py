@@ -20,6 +20,7 @@ from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict
 from outpace.models.llama.native_kernels import WEIGHTS, Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama, NativeSession
+from outpace.models.options import NATIVE_KV
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--kv-dtype", default="float32")
+    parser.add_argument("--kv-dtype", default=NATIVE_KV)
     parser.add_argument("--set", nargs="+", default=[""], help="instruction sets, the fastest by default")
     parser.add_argument("--gigabytes", type=float, default=35.0, help="what the memory gives a second")
     args = parser.parse_args()

@@ -39,6 +39,7 @@ from outpace.models.files.source import open_source
 from outpace.models.llama.config import from_dict
 from outpace.models.llama.native_kernels import Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.options import NATIVE_KV
 
 OURS, THEIRS = "outpace", "llama.cpp"
 Scores = np.ndarray  # [rows, vocab] float32
@@ -124,7 +125,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument(
-        "--kv-dtype", default="float32", choices=("float32", "float16", "int8"), help="ours; theirs is float16"
+        "--kv-dtype", default=NATIVE_KV, choices=("float32", "float16", "int8"), help="ours; theirs is float16"
     )
     parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="our weights; file: the .gguf file's")
     parser.add_argument("--flash", action="store_true", help="llama.cpp's flash attention")

@@ -135,9 +135,12 @@ def test_the_native_runtime_computes_in_int8_only(folder: Path, dtype: str) -> N
 
 
 @needs_kernels
-def test_half_precision_halves_the_native_keys_and_values(folder: Path) -> None:
-    whole, half = (load_model(folder, runtime="native", dtype=dtype).model for dtype in ("int8", "float16"))
-    assert whole.token_bytes == 2 * half.token_bytes
+def test_native_keys_and_values_are_in_half_precision(folder: Path) -> None:
+    model, half, whole = (
+        load_model(folder, runtime="native", kv_dtype=held).model for held in ("auto", "float16", "float32")
+    )
+    assert model.kv_dtype == half.kv_dtype == "float16"
+    assert whole.token_bytes == 2 * model.token_bytes
 
 
 @needs_kernels

@@ -69,7 +69,7 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
         "kv_dtype": typer.Option(
             "--kv-dtype",
             help="Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's"
-            " too; auto: the runtime's own.",
+            " too; auto: float16 by the native kernels, else the runtime's own.",
             rich_help_panel=MODEL,
         ),
         "graphs": typer.Option(

@@ -12,7 +12,7 @@ from outpace.models.llama.footprint import Held, float_bytes, native_bytes
 from outpace.models.llama.inflate import source_of
 from outpace.models.llama.kv import token_bytes
 from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
-from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, LoadOptions
+from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, NATIVE_KV, LoadOptions
 
 GIB = 1 << 30
 FEWEST = 0.1  # billions of weights that are worth naming
@@ -26,7 +26,7 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     """
     if not options.is_on_cpu:
         return
-    free, text = available_bytes(), LEAST * token_bytes(config, _kv_dtype(options))
+    free, text = available_bytes(), LEAST * token_bytes(config, _kv_dtype(options, formats is not None))
     chosen, ways = _ways(source, config, options, formats)
     needed = ways[chosen] + text
     if needed <= free:
@@ -73,5 +73,6 @@ def _read_by_kernels() -> tuple[str, ...]:
         return ()
 
 
-def _kv_dtype(options: LoadOptions) -> str:
-    return "float32" if options.kv_dtype == AUTO else options.kv_dtype
+def _kv_dtype(options: LoadOptions, is_native: bool) -> str:
+    own = NATIVE_KV if is_native else "float32"
+    return own if options.kv_dtype == AUTO else options.kv_dtype

@@ -18,6 +18,7 @@ MOST_INFLATED = 256
 CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
+NATIVE_KV = "float16"  # keys and values where the native kernels run a model: as most engines hold them
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class LoadOptions:
     files that come with the model, the second is accelerate's; so is `tp_plan`, "auto": each layer is split over the
     processes that torch.distributed.run started, of which the first alone writes. `inflate`: a pass costs so many times
     as much.
-    `kv_dtype`: of keys and values, of the draft's too; "auto": the runtime's own. `graphs`, of the runtime llama:
-    "cuda" replays captured passes, "eager" runs the same passes without a capture, on any device; "auto" is cuda on a
-    GPU and off elsewhere. `is_draft`: the model only proposes, and what it holds in four bits changes no text: where
-    the native kernels run it, "auto" is "int4".
+    `kv_dtype`: of keys and values, of the draft's too; "auto": float16 by the native kernels, else the runtime's own.
+    `graphs`, of the runtime llama: "cuda" replays captured passes, "eager" runs the same passes without a capture, on
+    any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the model only proposes, and what it holds in
+    four bits changes no text: where the native kernels run it, "auto" is "int4".
     """
 
     device: str = "cpu"

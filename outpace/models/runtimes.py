@@ -21,7 +21,7 @@ from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_memory
 from outpace.models.host import check_host
 from outpace.models.llama.inflate import inflated, label, notice
-from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, LoadOptions
+from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
 INSTALL = "`pip install 'outpace[transformers]'`"
@@ -162,11 +162,10 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
         held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
     count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
-    own = "float16" if options.dtype == "float16" else "float32"
     weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
     if options.is_draft and weights == AUTO and rounds:
         weights, options = INT4, replace(options, dtype=INT4)
-    native = Options(count, own if options.kv_dtype == AUTO else options.kv_dtype, weights=weights)
+    native = Options(count, NATIVE_KV if options.kv_dtype == AUTO else options.kv_dtype, weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
     return _read(spec, options, progress, build, None, True, is_old, read_formats(load_kernels()))
 
