@@ -439,10 +439,10 @@ def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
         with pytest.raises(ValueError, match=message):
             kernels.Drafted(store, 0, store, 0, [], nodes, *rest)
     with pytest.raises(ValueError, match="1 to 3 tokens"):
-        kernels.Copies(4, 10, 2, 100, -9.0)
+        kernels.Copies(4, 10, 2, 100, -9.0, 8)
     with pytest.raises(ValueError, match="out of range"):
-        kernels.Copies(3, 10, 2, 100, -9.0).extend([1 << 21])
-    copies = kernels.Copies(3, 10, 2, 100, -9.0)
+        kernels.Copies(3, 10, 2, 100, -9.0, 8).extend([1 << 21])
+    copies = kernels.Copies(3, 10, 2, 100, -9.0, 8)
     with pytest.raises(ValueError, match="for every kind"):
         kernels.Drafted(store, 0, store, 0, [], ([1], [-1], [0.0], [1.0]), *rest[:-3], copies, [0.0], rest[-1])
 

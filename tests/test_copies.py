@@ -200,6 +200,18 @@ def test_the_longest_and_latest_ngram_stands_first() -> None:
     assert drafter.grow([state], [tree]) == [0]
 
 
+def test_of_the_places_that_are_looked_at_the_longest_matches_are_copied() -> None:
+    """The last three tokens stood at four places, at the oldest one behind two more that are equal."""
+    text = (7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3)
+    for places, expected in ((3, [4, 6]), (2, [6, 5]), (1, [6, 5])):
+        drafter = ngram.Ngram(ngram.Options(copies=1, branches=2, places=places))
+        tree = TokenTree(3)
+        assert drafter.grow([drafter.open(request(*text))], [tree]) == [2]
+        assert tree.tokens[1:] == expected
+    with pytest.raises(UserError, match="places is 0"):
+        ngram.Options(places=0)
+
+
 def test_ngrams_hold_a_window_of_the_text() -> None:
     drafter = ngram.Ngram(ngram.Options(window=16))
     state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))

@@ -58,10 +58,11 @@ void init_noise(Noise* place, double temperature, uint64_t seed, uint64_t choice
     new (place) Noise{temperature, seed, choice, filters_of({top_k, top_p, min_p})};
 }
 
-void init_copies(Copies* place, int longest, int tokens, int branches, int window, double least) {
+void init_copies(Copies* place, int longest, int tokens, int branches, int window, double least, int places) {
     require(longest >= 1 && longest <= kLongestCopied, "n-grams of 1 to 3 tokens are copied");
     require(tokens >= 1 && branches >= 1 && window >= 1, "tokens, branches and window are at least 1");
-    new (place) Copies({longest, tokens, branches, window, least});
+    require(places >= branches, "places are at least as many as branches");
+    new (place) Copies({longest, tokens, branches, window, least, places});
 }
 
 void extend(Copies& copies, const Numbers& tokens) {
@@ -167,8 +168,9 @@ void bind_pair(nb::module_& m) {
         .def("__init__", &init_noise, "temperature"_a, "seed"_a, "choice"_a, "top_k"_a, "top_p"_a, "min_p"_a);
 
     nb::class_<Copies>(m, "Copies")
-        .def("__init__", &init_copies, "longest"_a, "tokens"_a, "branches"_a, "window"_a, "least"_a)
+        .def("__init__", &init_copies, "longest"_a, "tokens"_a, "branches"_a, "window"_a, "least"_a, "places"_a)
         .def_prop_ro("size", &Copies::size)
+        .def_prop_ro("places", &Copies::places)
         .def("extend", &extend, "tokens"_a);
 
     nb::class_<Adjusting>(m, "Adjusting")

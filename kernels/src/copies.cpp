@@ -52,10 +52,11 @@ void Copies::extend(const std::vector<int>& tokens) {
     }
 }
 
-/// Places where the last tokens stood: the longest n-gram first, of equal ones the latest first.
+/// Places where the last tokens stood: of those that are looked at, the longest n-gram's and of equal ones the latest
+/// first, the ones with the longest matches.
 std::vector<Copies::Match> Copies::matches() const {
     std::vector<Match> found;
-    const int count = copying_.branches, oldest = std::max(size() - copying_.window, 0);
+    const int count = copying_.places, oldest = std::max(size() - copying_.window, 0);
     const int most = std::min(kCounted, size());
     for (int length = std::min(copying_.longest, size()); length >= 1; --length) {
         const Chains& chains = chains_[length - 1];
@@ -69,6 +70,9 @@ std::vector<Copies::Match> Copies::matches() const {
             place = chains.before[place];
         }
     }
+    const auto is_longer = [](const Match& one, const Match& other) { return one.length > other.length; };
+    std::stable_sort(found.begin(), found.end(), is_longer);
+    if (static_cast<int>(found.size()) > copying_.branches) found.resize(copying_.branches);
     return found;
 }
 

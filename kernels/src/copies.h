@@ -22,6 +22,7 @@ struct Copying {
     int branches;   // the most different copies
     int window;     // the last tokens of the text in which matches are sought
     double least;   // what is less likely to be reached is not planted
+    int places;     // that are looked at: those with the longest matches are copied
 };
 
 /// Tokens that were planted below a node, each with its kind.
@@ -33,6 +34,8 @@ class Copies {
 
     /// The tokens of the text that are known.
     int size() const { return static_cast<int>(tokens_.size()); }
+
+    int places() const { return copying_.places; }
 
     /// The text goes on.
     void extend(const std::vector<int>& tokens);

@@ -253,6 +253,10 @@ MUTATIONS = (
              "if (names != names_ || held != held_) columns_.clear();", "columns_.assign(1, 0);"),
     Mutation("adjustments: a token without a score takes its neighbour's", "adjusting.cpp",
              "&& *place == token ? static_cast", "? static_cast"),
+    # copies
+    Mutation("copies: the latest places, however short their matches", "copies.cpp",
+             "std::stable_sort(found.begin(), found.end(), is_longer);", "(void)is_longer;"),
+    Mutation("copies: as many places as branches", "copies.cpp", "count = copying_.places", "count = copying_.branches"),
     # which weights are asked for
     Mutation("fetching: the slower way stays", "fetch_trial.h", "median(times_[1]) < median(times_[0])",
              "median(times_[1]) > median(times_[0])"),

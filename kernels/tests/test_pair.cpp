@@ -55,7 +55,7 @@ struct Text {
         : tokens(prompt),
           target(store_of(sizes)),
           draft(store_of(draft_sizes)),
-          copies({3, 6, 2, 1000, -600.0}),
+          copies({3, 6, 2, 1000, -600.0, 8}),
           drafted{{&target, static_cast<int>(prompt.size()) - 1}, {&draft, 0}, {prompt.begin(), prompt.end() - 1},
                   {prompt.back()}, {kNoParent}, {0.0}, {1.0}, plan, 1, false, 60, kWritten, {}, &copies,
                   std::vector<double>(kCopyKinds, -0.2), noise, nullptr} {
@@ -138,10 +138,32 @@ void check_chances() {
     check(std::fabs(together({1.0, -1.0, 0.9}) - 0.9) < 1e-12, "values that are no shares");
 }
 
+/// What the places of a text give that are looked at: the last three tokens stood at three of them, at the oldest one
+/// behind two more that are equal.
+void check_copies() {
+    const std::vector<int> text{7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3};
+    const Plan plan = plan_of(0.1, 8);
+    const Growing growing{3, 40, -12.0};
+    const auto copied = [&](int places, int window) {
+        PlannedTree tree(plan, growing, {3}, {kNoParent}, {0.0}, {1.0});
+        std::vector<Planted> planted;
+        Copies copies({3, 1, 2, window, -600.0, places});
+        copies.extend(text);
+        copies.plant(tree, std::vector<double>(kCopyKinds, -0.2), planted);
+        std::vector<int> tokens;
+        for (int node = 1; node < tree.size(); ++node) tokens.push_back(tree.token(node));
+        return tokens;
+    };
+    check(copied(3, 100) == std::vector<int>{4, 6}, "the longest match of all places");
+    check(copied(2, 100) == std::vector<int>{6, 5}, "the latest of equal matches");
+    check(copied(3, 15) == std::vector<int>{6, 5}, "no place before the window");
+}
+
 }  // namespace
 
 void test_pair() {
     check_chances();
+    check_copies();
     const Sizes sizes{97, 48, 80, 2, 6, 2, 8, KvFormat::float32, false};
     const Sizes other{97, 64, 64, 1, 4, 2, 16, KvFormat::float32, false};
     const Kernels* kernels = find_kernels("");

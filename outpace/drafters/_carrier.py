@@ -24,7 +24,7 @@ class Pair(Protocol):
     def carry(self, growing: Growing, parts: Parts, rounds: int, seconds: float) -> list[list[Carried]]:
         """Up to so many rounds of all requests, round by round."""
 
-    def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
+    def copies(self, longest: int, tokens: int, branches: int, places: int, window: int, least: float) -> Any:
         """What copies from a request's text, as drafter `ngram` does with these options."""
 
     @property
@@ -107,7 +107,7 @@ class CopiesText:
     can_be_copied = True
 
     def copied(self, state: Any, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """What copies from `text`, the request's: `made(longest, tokens, branches, window, least)` where it is new."""
+        """What copies from `text`, the request's: `made(longest, tokens, branches, places, window, least)` where it is new."""
         raise NotImplementedError
 
     def note(self, state: Any, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from outpace.core.carried import Copied
@@ -19,18 +20,21 @@ from outpace.drafters._grafter import NEVER, Grade, Grafter, GraftState
 from outpace.drafters._index import Index
 
 LONGEST = 3  # tokens of an n-gram that the kernels hold
+_LENGTH = itemgetter(0)  # of a match
 _COUNTED = 64  # equal tokens that make a copy no surer than more would
 
 
 @dataclass(frozen=True)
 class Options:
     """`longest`: the last tokens to match, fewer where there is no match; `copies`: tokens copied of each match;
-    `branches`: the most different copies; `least_chance`: tokens less likely to be reached are not proposed, 0: all
+    `branches`: the most different copies; `places`: so many are looked at, as branches at least, and those with the
+    longest matches are copied; `least_chance`: tokens less likely to be reached are not proposed, 0: all
     are, whatever came true in other answers; `window`: the last tokens of the text in which matches are sought."""
 
     longest: int = 3
     copies: int = 10
     branches: int = 2
+    places: int = 8
     least_chance: float = 0.0
     window: int = 65536
 
@@ -38,6 +42,7 @@ class Options:
         check_whole("longest", self.longest, 1, 16)
         check_whole("copies", self.copies, 1, 256)
         check_whole("branches", self.branches, 1, 64)
+        check_whole("places", self.places, 1, 1024)
         check_range("least_chance", self.least_chance, 0.0, 1.0)
         check_whole("window", self.window, 16)
 
@@ -53,13 +58,14 @@ class NgramState(GraftState):
 
 
 class Ngram(Grafter[NgramState], CopiesText):
-    """Grows one branch from the root for each place where the last tokens stood before, longest match first."""
+    """Grows a branch from the root for some places where the last tokens stood before, longest match first."""
 
     name = "ngram"
 
     def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
+        self._places = max(options.places, options.branches)
 
     def open(self, request: Request) -> NgramState:
         state = NgramState(request, list(request.prompt))
@@ -71,7 +77,8 @@ class Ngram(Grafter[NgramState], CopiesText):
         options, grade = self._options, Grade.SURE
         state.index.extend(state.tokens[state.indexed :])
         state.indexed = len(state.tokens)
-        for length, place in state.index.matches(state.tokens, options.branches, _COUNTED):
+        found = state.index.matches(state.tokens, self._places, _COUNTED)
+        for length, place in sorted(found, key=_LENGTH, reverse=True)[: options.branches]:
             tokens = state.index.after(place, options.copies)
             self.branch(state, tree, tokens, length, grade, options.least_chance)
             grade = Grade.OTHER
@@ -86,7 +93,8 @@ class Ngram(Grafter[NgramState], CopiesText):
         options = self._options
         if state.made is None:
             least = math.log(options.least_chance or NEVER)
-            state.made = made(options.longest, options.copies, options.branches, options.window, least)
+            limits = options.branches, self._places, options.window
+            state.made = made(options.longest, options.copies, *limits, least)
         state.made.extend(text[state.made.size :])
         return Copied(state.made, self.log_rates(state))
 

@@ -96,9 +96,11 @@ class NativePair:
         adjusting = () if reading.adjusting is None else (reading.adjusting,)  # kernels of before know none
         return self._kernels.Drafted(*sessions, reading.missing, nodes, given, *end, *adjusting)
 
-    def copies(self, longest: int, tokens: int, branches: int, window: int, least: float) -> Any:
+    def copies(self, longest: int, tokens: int, branches: int, places: int, window: int, least: float) -> Any:
         """What copies from one request's text, of which it knows nothing yet."""
-        return self._kernels.Copies(longest, tokens, branches, window, least)
+        made = self._kernels.Copies
+        more = {"places": places} if hasattr(made, "places") else {}  # those of before look at twice the branches
+        return made(longest, tokens, branches, window, least, **more)
 
     @property
     def adjusts(self) -> bool:
