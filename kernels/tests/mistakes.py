@@ -256,7 +256,8 @@ MUTATIONS = (
     # copies
     Mutation("copies: the latest places, however short their matches", "copies.cpp",
              "std::stable_sort(found.begin(), found.end(), is_longer);", "(void)is_longer;"),
-    Mutation("copies: as many places as branches", "copies.cpp", "count = copying_.places", "count = copying_.branches"),
+    Mutation("copies: as many places as branches", "copies.cpp", "count = copying_.places",
+             "count = copying_.branches"),
     # which weights are asked for
     Mutation("fetching: the slower way stays", "fetch_trial.h", "median(times_[1]) < median(times_[0])",
              "median(times_[1]) > median(times_[0])"),

@@ -107,7 +107,7 @@ class CopiesText:
     can_be_copied = True
 
     def copied(self, state: Any, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """What copies from `text`, the request's: `made(longest, tokens, branches, places, window, least)` where it is new."""
+        """What copies from `text`, the request's: where it is new what `made` gives, which is `Pair.copies`."""
         raise NotImplementedError
 
     def note(self, state: Any, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:
