@@ -83,13 +83,13 @@ def report(
     for (_, dtype), model in models.items():
         weights = model.weight_bytes
         floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes
-        name = f"{model.instruction_set}, {dtype}"
-        print(f"{name}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
+        held = f"{model.instruction_set}, {dtype}"
+        print(f"{held}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
     print(f"{args.context} tokens of context; load", *(f"{x:.1f}" for x in os.getloadavg()))
     print("set          dtype  threads  rows  minimum ms  median ms  rows/s at the minimum")
     found = []
-    for (name, dtype, threads, rows), values in sorted(times.items()):
-        name = models[name, dtype].instruction_set
+    for (asked, dtype, threads, rows), values in sorted(times.items()):
+        name = models[asked, dtype].instruction_set
         low, middle = min(values), statistics.median(values)
         print(f"{name:12} {dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
         measured = {"minimum_ms": round(low, 3), "median_ms": round(middle, 3)}

@@ -94,6 +94,10 @@ def test_every_model_tells_its_precision(folder: Path, dtype: str) -> None:
     assert [one.precision for one in (target, load_draft("layers:0", target), made_by_hand)] == [dtype] * 3
     kind = "NativeLlama  cpu" if dtype == "int8" else f"Llama torch.{dtype} cpu"
     assert subject(target, None)["target"]["kind"] == kind, "profiles of the release before would not be found"
+    other = load_model(folder, dtype=dtype, kv_dtype="float32" if dtype == "int8" else "float16")
+    assert subject(other, None)["target"]["kind"] == f"{kind} {other.model.kv_dtype}", (
+        "its times are not the usual ones"
+    )
 
 
 def test_options_may_be_given_whole_or_by_name(folder: Path) -> None:

@@ -183,7 +183,8 @@ void Model::Pass::feed(int number, Team::Member& member) {
     const int middle = model_.shape_.middle;
     normalize(layer.mlp_norm.data(), nullptr, forest_.rows, member);
     const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_, forest_.rows, gated_,
+    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_,
+                             forest_.rows, gated_,
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };

@@ -20,7 +20,7 @@ from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
 from outpace.models.files.find import cache_folder
 from outpace.models.load import Loaded
-from outpace.models.options import AUTO, NATIVE_KV
+from outpace.models.options import AUTO
 
 VERSION = 5  # of the values' meaning too: another one's profile has another name, and stays unread
 FEWEST = 50  # rounds to go by
@@ -132,10 +132,8 @@ def _model(loaded: Loaded) -> dict[str, Any]:
     """A model by its name, its size, and what computes it."""
     model, config = loaded.model, loaded.config
     sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
-    held = getattr(model, "kv_dtype", "auto")  # keys and values, where they are not what is usual
-    kind = f"{type(model).__name__} {model.dtype or ''} {model.device}" + (
-        "" if held in (AUTO, NATIVE_KV) else f" {held}"
-    )
+    held, usual = getattr(model, "kv_dtype", AUTO), getattr(model, "usual_kv", "float32")
+    kind = f"{type(model).__name__} {model.dtype or ''} {model.device}" + ("" if held in (AUTO, usual) else f" {held}")
     return {"name": loaded.name, "kind": kind, **sizes}
 
 

@@ -26,7 +26,8 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     """
     if not options.is_on_cpu:
         return
-    free, text = available_bytes(), LEAST * token_bytes(config, _kv_dtype(options, formats is not None))
+    kv_dtype = options.kv_dtype_or("float32" if formats is None else NATIVE_KV)
+    free, text = available_bytes(), LEAST * token_bytes(config, kv_dtype)
     chosen, ways = _ways(source, config, options, formats)
     needed = ways[chosen] + text
     if needed <= free:
@@ -71,8 +72,3 @@ def _read_by_kernels() -> tuple[str, ...]:
         return read_formats(load_kernels())
     except UserError:
         return ()
-
-
-def _kv_dtype(options: LoadOptions, is_native: bool) -> str:
-    own = NATIVE_KV if is_native else "float32"
-    return own if options.kv_dtype == AUTO else options.kv_dtype

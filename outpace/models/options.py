@@ -79,6 +79,10 @@ class LoadOptions:
         own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
         return replace(own, device_map=None, tp_plan=None, inflate=1)
 
+    def kv_dtype_or(self, own: str) -> str:
+        """How keys and values are held by a runtime whose own way is `own`."""
+        return own if self.kv_dtype == AUTO else self.kv_dtype
+
     @property
     def is_spread(self) -> bool:
         """Whether transformers chooses the devices."""

@@ -165,7 +165,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
     if options.is_draft and weights == AUTO and rounds:
         weights, options = INT4, replace(options, dtype=INT4)
-    native = Options(count, NATIVE_KV if options.kv_dtype == AUTO else options.kv_dtype, weights=weights)
+    native = Options(count, options.kv_dtype_or(NATIVE_KV), weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
     return _read(spec, options, progress, build, None, True, is_old, read_formats(load_kernels()))
 

@@ -37,7 +37,7 @@ from outpace.models.llama.packing import Packing
 from outpace.models.llama.rows import shown_numbers
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
-from outpace.models.options import INT8
+from outpace.models.options import INT8, NATIVE_KV
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +82,7 @@ class NativeLlama(Model):
     exact = True
     device = "cpu"
     precision = INT8
+    usual_kv = NATIVE_KV  # what a profile does not name
     extras = frozenset(Extra)
 
     def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
