@@ -73,9 +73,14 @@ class Choice:
         self._pending: list[Delta] = []
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the engine has begun with it."""
+        return self.run is not None and bool(self.run.history.began)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether it has no room in the engine yet."""
-        return self.ended is None and (self.run is None or not self.run.history.began)
+        return self.ended is None and not self.has_begun
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -126,6 +131,11 @@ class Group:
     def is_waiting(self) -> bool:
         """Whether the engine has begun with none of its choices."""
         return all(choice.is_waiting for choice in self.choices)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has begun with one of its choices."""
+        return any(choice.has_begun for choice in self.choices)
 
     @property
     def error(self) -> Exception | None:

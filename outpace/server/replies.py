@@ -179,8 +179,9 @@ class EventStream(Reply):
         except Gone:
             raise
         except Exception as error:
-            await self._send_whole(scope, send, self._refusal(scope, error))
-            return
+            if not self._group.has_begun:  # else it is told below, however soon it came
+                await self._send_whole(scope, send, self._refusal(scope, error))
+                return
         self._group.wake()  # what came is still to be looked at
         pairs = {**self._beside, **EVENT_HEADERS}.items()
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
