@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace outpace {
 namespace {
@@ -28,7 +29,8 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
       team_(model.team_),
       scores_(scores),
       stride_(round_up(model.shape_.hidden, kGroup)),
-      most_slots_(0) {
+      most_slots_(0),
+      narrows_(narrows()) {
     const Shape& shape = model.shape_;
     const int rows = forest.rows;
     scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
@@ -39,7 +41,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     model.trial_.begin_pass();
     find_reaches();
     find_steers();
-    cut_tiles();
+    cut_tiles(static_cast<int>(scratch_.row_spans.size()), scratch_.tiles);
     for (const Span& span : forest.spans) most_slots_ = std::max(most_slots_, span.store->slots());
     scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * most_slots_);
     scratch_.stores.clear();
@@ -89,21 +91,46 @@ void Model::Pass::find_steers() {
 }
 
 /// Queries that share keys stand together in a tile; the last tiles are small, so that all members end together.
-void Model::Pass::cut_tiles() {
+void Model::Pass::cut_tiles(int rows, std::vector<QueryTile>& tiles) {
     const Heads& heads = model_.shape_.heads;
-    int left = forest_.rows * heads.queries;
-    scratch_.tiles.clear();
-    int first_row = 0;
-    for (std::size_t number = 0; number < forest_.spans.size(); ++number) {
-        const int first = first_row * heads.group();
-        first_row += forest_.spans[number].tokens;
+    int left = rows * heads.queries;
+    tiles.clear();
+    for (int row = 0, end; row < rows; row = end) {
+        const int number = scratch_.row_spans[row];
+        for (end = row + 1; end < rows && scratch_.row_spans[end] == number;) ++end;
+        const int first = row * heads.group(), last = end * heads.group();
         for (int head = 0; head < heads.keys; ++head)
-            for (int query = first, count; query < first_row * heads.group(); query += count, left -= count) {
+            for (int query = first, count; query < last; query += count, left -= count) {
                 const int each = left / team_.size(), most = most_queries(each, kernels_.tile_queries);
-                count = std::min(most, first_row * heads.group() - query);
-                scratch_.tiles.push_back({static_cast<int>(number), head, query, count, query == first});
+                count = std::min(most, last - query);
+                tiles.push_back({number, head, query, count, query == first});
             }
     }
+}
+
+/// Whether behind the last layer's keys and values nothing but scores is asked for, and not those of all rows.
+bool Model::Pass::narrows() const {
+    const Taps& taps = forest_.taps;
+    const int layers = model_.num_layers(), *wanted = forest_.wanted, *end = wanted + forest_.num_wanted;
+    if (!layers || forest_.num_wanted == forest_.rows || skips(layers - 1, 0)) return false;
+    if (std::count(taps.layers, taps.layers + taps.num_layers, layers)) return false;
+    return std::adjacent_find(wanted, end, std::greater_equal<int>()) == end;
+}
+
+/// The rows that are wanted come to lie in front, and the others are done.
+void Model::Pass::narrow() {
+    const int outputs = model_.shape_.heads.outputs(), rows = forest_.num_wanted;
+    float *x = scratch_.x.data(), *mixed = scratch_.mixed.data();
+    for (int to = 0; to < rows; ++to) {
+        const int from = forest_.wanted[to];
+        if (from == to) continue;
+        std::copy_n(x + static_cast<int64_t>(from) * stride_, stride_, x + static_cast<int64_t>(to) * stride_);
+        std::copy_n(mixed + static_cast<int64_t>(from) * outputs, outputs, mixed + static_cast<int64_t>(to) * outputs);
+        scratch_.reaches[to] = scratch_.reaches[from];
+        scratch_.row_spans[to] = scratch_.row_spans[from];
+        if (!scratch_.steers.empty()) scratch_.steers[to] = scratch_.steers[from];
+    }
+    cut_tiles(rows, scratch_.last_tiles);
 }
 
 void Model::Pass::run(Team::Member& member) {
@@ -117,7 +144,7 @@ void Model::Pass::run(Team::Member& member) {
         if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
     show(model_.num_layers(), member);
-    score(forest_.wanted, forest_.num_wanted, member);
+    score(narrows_ ? nullptr : forest_.wanted, forest_.num_wanted, member);
     if (forest_.after) team_.share(member, forest_.num_wanted, forest_.after);
 }
 
@@ -173,24 +200,26 @@ void Model::Pass::mix(int number, Team::Member& member) {
     multiply(number, *layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
              false, member);
     rotate(layer, spans, member);
-    attend(spans, member);
-    multiply(number, *layer.output, *layer.gate_up, attended_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    if (is_narrow(number)) team_.share(member, 1, [&](int) { narrow(); });
+    attend(is_narrow(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
+    multiply(number, *layer.output, *layer.gate_up, attended_, rows_behind(number), scratch_.x.data(), stride_, true,
+             member);
 }
 
 /// A layer's MLP.
 void Model::Pass::feed(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
-    const int middle = model_.shape_.middle;
-    normalize(layer.mlp_norm.data(), nullptr, forest_.rows, member);
+    const int middle = model_.shape_.middle, rows = rows_behind(number);
+    normalize(layer.mlp_norm.data(), nullptr, rows, member);
     const int groups = middle / kGroup;
     const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_,
-                             forest_.rows, gated_,
+                             rows, gated_,
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
     team_.share(member, groups, gate);
     const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
-    multiply(number, *layer.down, next, gated_, forest_.rows, scratch_.x.data(), stride_, true, member);
+    multiply(number, *layer.down, next, gated_, rows, scratch_.x.data(), stride_, true, member);
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
@@ -206,13 +235,11 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
     team_.share(member, task.units(), [&](int unit) { kernels_.rotate(task, unit); });
 }
 
-void Model::Pass::attend(const KeyValues* spans, Team::Member& member) {
-    const Attend task{model_.shape_.heads,   scratch_.mixed.data(), scratch_.reaches.data(), spans,
-                      scratch_.tiles.data(), attended_};
+void Model::Pass::attend(const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member) {
+    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans, tiles.data(), attended_};
     const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
     float* scores = scratch_.scores.data() + member.number * room;
-    const int tiles = static_cast<int>(scratch_.tiles.size());
-    team_.share(member, tiles, [&](int tile) { kernels_.attend(task, tile, scores); });
+    team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
 void Model::Pass::normalize(const float* norm, const int* rows, int count, Team::Member& member) {

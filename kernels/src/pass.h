@@ -19,7 +19,7 @@ struct Model::Scratch {
     ActivationBuffer normed, attended, gated;
     std::vector<int> slots, row_spans, more;
     std::vector<Reach> reaches;
-    std::vector<QueryTile> tiles;
+    std::vector<QueryTile> tiles, last_tiles;  // of the last layer, where it has fewer rows
     std::vector<KeyValues> stores;  // layer after layer, in each one a span
     std::vector<const float*> steers;  // of each row, or null; empty where none is steered
 };
@@ -29,7 +29,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// How many phases `run` has at most.
-    int phases() const { return 8 * model_.num_layers() + 4 + forest_.taps.num_layers; }
+    int phases() const { return 8 * model_.num_layers() + 5 + forest_.taps.num_layers; }
 
     /// What every member of the team runs.
     void run(Team::Member& member);
@@ -40,16 +40,21 @@ class Model::Pass {
   private:
     void find_reaches();
     void find_steers();
-    void cut_tiles();
+    void cut_tiles(int rows, std::vector<QueryTile>& tiles);
+    bool narrows() const;
+    void narrow();
     void embed(int row);
     void take(const float* hidden, int row);
     void show(int number, Team::Member& member);
+    /// Rows behind a layer's keys and values. A member that is late asks for what was done before it, so nothing changes.
+    int rows_behind(int number) const { return is_narrow(number) ? forest_.num_wanted : forest_.rows; }
+    bool is_narrow(int number) const { return narrows_ && number == model_.num_layers() - 1; }
     bool skips(int number, int sublayer) const { return forest_.skipped && forest_.skipped[2 * number + sublayer]; }
     void mix(int number, Team::Member& member);
     void feed(int number, Team::Member& member);
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
-    void attend(const KeyValues* spans, Team::Member& member);
+    void attend(const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
     void normalize(const float* norm, const int* rows, int count, Team::Member& member);
     Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
     void multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
@@ -63,6 +68,7 @@ class Model::Pass {
     float* scores_;
     int stride_;      // of x
     int most_slots_;  // of any session's store
+    bool narrows_;    // the last layer's attention, and what follows, is that of the wanted rows alone
     Activations normed_, attended_, gated_;
 };
 

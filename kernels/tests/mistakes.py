@@ -218,9 +218,20 @@ MUTATIONS = (
              "sum += 1e-3 + __builtin_exp(beside);"),
     Mutation("a race that is too close is called", "noise.h", "> best.values[1] + margin", "> best.values[1]"),
     Mutation("all choices have the same noise", "noise.h", "{seed, choice, position,", "{seed, uint64_t{0}, position,"),
+    # the last layer of some rows
+    Mutation("some rows: the first rows' states", "pass.cpp", "copy_n(x + static_cast<int64_t>(from)",
+             "copy_n(x + static_cast<int64_t>(to)"),
+    Mutation("some rows: the first rows' queries", "pass.cpp", "copy_n(mixed + static_cast<int64_t>(from)",
+             "copy_n(mixed + static_cast<int64_t>(to)"),
+    Mutation("some rows: they see what the first ones see", "pass.cpp", "scratch_.reaches[to] = scratch_.reaches[from];", ""),
+    Mutation("some rows: all are the first sessions'", "pass.cpp", "scratch_.row_spans[to] = scratch_.row_spans[from];", ""),
+    Mutation("some rows: steered as the first ones", "pass.cpp", "scratch_.steers[to] = scratch_.steers[from];", ";"),
+    Mutation("some rows though others are shown", "pass.cpp",
+             "if (std::count(taps.layers, taps.layers + taps.num_layers, layers)) return false;", ""),
+    Mutation("some rows in any order", "pass.cpp", "greater_equal<int>()) == end", "greater_equal<int>()) <= end"),
     # the team
     Mutation("every range begins at the first unit", "team.h", "f(first + next)", "f(next)"),
-    Mutation("every tile reads the first session's keys", "pass.cpp", "push_back({static_cast<int>(number), head, ",
+    Mutation("every tile reads the first session's keys", "pass.cpp", "push_back({number, head, ",
              "push_back({0, head, "),
     # a pair's rounds
     Mutation("a pair: what was walked stays where it lies", "turn.cpp",

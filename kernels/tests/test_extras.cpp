@@ -146,6 +146,43 @@ void test_inputs_and_steering(Model& model, const Sizes& sizes) {
           "every layer is steered by its own numbers");
 }
 
+/// Scores of some rows are those that they have where all are asked for, and every row's keys and values are held; whatever
+/// else is asked for.
+void test_some_rows(Model& model, const Sizes& sizes) {
+    const auto prompt = text(20, sizes.vocabulary, 3), nodes = text(13, sizes.vocabulary, 4);
+    Random random(5);
+    const Floats steer = numbers(random, static_cast<std::size_t>(sizes.layers) * model.shape().middle, 0, 0.5f);
+    const bool no_mlp[] = {false, false, false, true}, no_attention[] = {false, false, true, false};
+    Store first = store_of(sizes), second = store_of(sizes);
+    for (Store* store : {&first, &second}) score(model, {{store, 0, chain(20), 0, prompt}});
+    const std::vector<Part> parts = {{&first, 20, kTree, 0, nodes}, {&second, 20, chain(13), 0, nodes, 9}};
+    for (const bool* skipped : {static_cast<const bool*>(nullptr), no_mlp, no_attention})
+        for (const std::vector<int>& layers : std::vector<std::vector<int>>{{}, {1}, {0, 2}}) {
+            const auto run = [&](const std::vector<int>& wanted, Shown& shown) {
+                return score(model, parts, [&](Forest& forest) {
+                    forest.spans[1].steer = steer.data();
+                    forest.skipped = skipped;
+                    if (!layers.empty()) forest.taps = shown.taps();
+                    if (wanted.size() == static_cast<std::size_t>(forest.rows)) return;
+                    forest.wanted = wanted.data();
+                    forest.num_wanted = static_cast<int>(wanted.size());
+                });
+            };
+            Shown all(model, {25, 3, 11}, layers), some(model, {25, 3, 11}, layers);
+            const auto expected = run(chain(26), all);
+            const auto kept = held(first, sizes, 33), others = held(second, sizes, 33);
+            for (const std::vector<int>& wanted : std::vector<std::vector<int>>{
+                     {}, {25}, {0}, {12, 13}, {2, 3, 7, 12, 14, 20}, {13, 14, 25}, {7, 2, 20}, {1, 0}}) {
+                const auto got = run(wanted, some);
+                for (std::size_t n = 0; n < wanted.size(); ++n)
+                    check(same(got.data() + n * sizes.vocabulary, expected.data() + wanted[n] * sizes.vocabulary,
+                               sizes.vocabulary), "scores of some rows");
+                check(some.out == all.out, "hidden states where some rows are scored");
+                check(held(first, sizes, 33) == kept && held(second, sizes, 33) == others, "what every row leaves");
+            }
+        }
+}
+
 void test_what_is_refused(Model& model, const Sizes& sizes) {
     Store store = store_of(sizes);
     const auto ask = [&](std::vector<int> rows, std::vector<int> layers, int gap) {
@@ -169,6 +206,7 @@ uint64_t test_extras(const Sizes& sizes) {
     test_gap(*model, sizes);
     test_skipping(*model, sizes);
     test_inputs_and_steering(*model, sizes);
+    test_some_rows(*model, sizes);
     test_what_is_refused(*model, sizes);
     Floats expected;
     for (const Kernels* kernels : available_kernels())
