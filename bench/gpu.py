@@ -51,33 +51,34 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:
-    """Passes over `sizes` (batch, nodes, context), each with its floor."""
+    """Passes over `sizes` (batch, nodes, context), each with its floor; a note where there is no memory for one."""
     rate = bandwidth(bench)
     for batch, nodes, context in sizes:
-        sessions = [model.open(context + 1, nodes) for _ in range(batch)]
-        for session in sessions:
-            session.reserve(context + nodes)
-            session.length = context  # what is stored does not change the time
-        words = list(range(1, nodes + 1))
-
-        def work(sessions: Any = sessions, words: Any = words) -> None:
-            model.score([chain(session, words, range(len(words))) for session in sessions])
-            for session in sessions:
-                session.truncate(session.length)
-
-        seconds = bench.seconds(work, bench.args.rounds)
+        row: Row = {"model": name, "attention": model.attention, "batch": batch, "nodes": nodes, "context": context}
+        try:
+            seconds = seconds_of(bench, model, batch, nodes, context)
+        except torch.OutOfMemoryError:
+            yield row | {"note": "not enough memory"}
+            continue
         floor = (model.weight_bytes + batch * context * model.token_bytes) / rate
-        yield {
-            "model": name,
-            "attention": model.attention,
-            "batch": batch,
-            "nodes": nodes,
-            "context": context,
-            "ms": 1e3 * seconds,
-            "floor_ms": 1e3 * floor,
-            "of_floor": floor / seconds,
-            "captures": model.captures.count,
-        }
+        row |= {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor, "of_floor": floor / seconds}
+        yield row | {"captures": model.captures.count} | ({"free_gib": bench.free_gib} if bench.is_cuda else {})
+
+
+def seconds_of(bench: Bench, model: GraphLlama, batch: int, nodes: int, context: int) -> float:
+    """What a pass takes over so many sessions, which are gone afterwards: the next ones' stand in their place."""
+    sessions = [model.open(context + 1, nodes) for _ in range(batch)]
+    for session in sessions:
+        session.reserve(context + nodes)
+        session.length = context  # what is stored does not change the time
+    words = list(range(1, nodes + 1))
+
+    def work() -> None:
+        model.score([chain(session, words, range(len(words))) for session in sessions])
+        for session in sessions:
+            session.truncate(session.length)
+
+    return bench.seconds(work, bench.args.rounds)
 
 
 def grid(quick: bool) -> list[tuple[int, int, int]]:

@@ -38,6 +38,11 @@ class Bench:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
+    @property
+    def free_gib(self) -> float:
+        """What nobody holds of a GPU's memory: captured passes take more than models and sessions do."""
+        return round(float(torch.cuda.mem_get_info(self.device)[0]) / (1 << 30), 2)
+
     def seconds(self, work: Callable[[], object], times: int) -> float:
         """The median of so many runs, after two that do not count."""
         found = []

@@ -229,8 +229,8 @@ OPTION_MUTATIONS = [
     mutation(
         "options: draft rows without the path", passes, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
     ),
-    mutation("logprobs: of the wrong row", running, "token_logprobs", of_the_next_row),
-    mutation("logprobs: raw where processed ones are asked", running, "token_logprobs", always_raw),
+    mutation("logprobs: of the wrong row", passes, "token_logprobs", of_the_next_row),
+    mutation("logprobs: raw where processed ones are asked", passes, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.Running, "commit", not_cut),
     mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),

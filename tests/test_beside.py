@@ -84,8 +84,9 @@ def test_pearl_verifies_the_root_after_a_miss_and_else_a_chain() -> None:
 
 @pytest.mark.parametrize("method", ["pearl", "ssd"])
 @pytest.mark.parametrize("worker", ["inline", "thread"])
-def test_a_perfect_drafter_is_waited_for(method: str, worker: str) -> None:
+def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of any length come in time, whatever the clock: a wait for depth is part of both."""
+    monkeypatch.setattr("outpace.candidates.thread._PATIENCE", 1e4)  # on a busy machine too
     drafter = make_drafter("perfect", TARGET)
     run = decode(REQUESTS, method, drafter, worker=worker, target=TARGET, draft_length=5)
     assert run.texts == [write(TARGET, request) for request in REQUESTS]

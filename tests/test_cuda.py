@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import test_turning_steps
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.files.reading import read_json
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.graph_steps import SteppingLlama
@@ -44,7 +46,9 @@ def test_captured_forwards_equal_the_slow_ones(dtype: torch.dtype, is_eager: boo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_exact_mode_holds_bit_for_bit(dtype: torch.dtype) -> None:
     rows = gpu_checks.of_exact("cuda", dtype, is_eager=False)
-    assert all(row["passed"] for row in rows), "or refused: then this device has no exact mode"
+    if "note" in rows[0]:
+        pytest.skip(rows[0]["note"])
+    assert not [row for row in rows if not row["passed"]]
 
 
 @pytest.mark.parametrize("options", METHODS, ids=str)
@@ -187,3 +191,50 @@ def test_a_target_split_over_two_devices_writes_plain_decodings_text(folder: Pat
     plain, ours, sampled_plain, sampled = group.line()
     assert (ours, sampled) == (plain, sampled_plain)
     assert [status for status, *_ in group.ends()] == [0, 0]
+
+
+@two_devices
+def test_a_target_that_transformers_lays_over_two_devices_scores_as_on_one(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.norm": 1, "lm_head": 1}
+    layers = read_json(folder / "config.json")["num_hidden_layers"]
+    device_map = parts | {f"model.layers.{layer}": 1 for layer in range(1, layers)}
+    given = {"dtype": "float32", "runtime": "transformers"}
+    rows = []
+    for more in ({"device_map": device_map}, {"device": "cuda:0"}):
+        model = load_model(folder, **given, **more).model
+        rows.append(model.score([chain(model.open(50, 8), [1, 2, 3, 4], [1, 3])]).cpu())
+    torch.testing.assert_close(rows[0], rows[1], atol=2e-4, rtol=2e-4)
+
+
+def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path: Path) -> None:
+    """Its own tokens lie there, and so do the steps that a checkpoint hands to the optimizer; it is timed there too."""
+    from distill_files import settings, silent, target_folder
+
+    from outpace.distill.judge import JudgeOptions
+    from outpace.distill.report import read_curve
+    from outpace.distill.run import distill
+
+    options = settings(target_folder(tmp_path / "target"), tmp_path / "out", device="cuda", tokens=2000)
+    distill(replace(options, stage="text"), silent)
+    for tokens in (300, 600):
+        distill(replace(options, stage="train", train=replace(options.train, tokens=tokens)), silent)
+    first, second = read_curve(options.out / "training" / "curve.jsonl")
+    assert 300 <= first["tokens"] < 600 <= second["tokens"]
+    assert second["loss"] < 2 * first["loss"]
+    judging = JudgeOptions(prompts=2, max_tokens=16)
+    found = distill(replace(options, stage="judge", tasks=options.prompts, judge=judging), silent)
+    assert found is not None
+    assert found.speed.cost > 0
+
+
+def test_log_probabilities_are_those_of_the_host() -> None:
+    from outpace.core.logprobs import token_logprobs
+    from outpace.core.types import LogprobsOptions
+
+    scores = torch.randn(150, 3000, generator=torch.Generator().manual_seed(1))
+    there, here = (token_logprobs(one, [], range(150), LogprobsOptions(5)) for one in (scores.cuda(), scores))
+    for found, expected in zip(there, here, strict=True):
+        assert [token for token, _ in found.top] == [token for token, _ in expected.top]
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert [value for _, value in found.top] == pytest.approx([value for _, value in expected.top], abs=1e-4)

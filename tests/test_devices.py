@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reference
 import torch
 from files import model_folder
 
 import outpace
 from outpace.candidates.thread import own_stream
 from outpace.core.errors import UserError
+from outpace.distill.train import _has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
+from outpace.models.llama import torch_runtime
+from outpace.models.llama.config import tensor_shapes
+from outpace.models.llama.linear import stock
 from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions
 
@@ -39,6 +48,26 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", Chosen)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
+
+
+def test_each_gpu_is_asked_for_itself_whether_it_has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has it and is the current one, the second is older."""
+    current = [0]
+
+    @contextmanager
+    def chosen(device: Any) -> Iterator[None]:
+        before = current[0]
+        current[0] = before if device is None else torch.device(device).index or 0
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: current == [0])
+    found = [LoadOptions(device=device).torch_dtype for device in ("cuda", "cuda:0", "cuda:1")]
+    assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert LoadOptions(device_map="auto").torch_dtype == torch.bfloat16
+    assert [_has_fast_bfloat16(torch.device("cuda", number)) for number in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +105,29 @@ def test_weights_that_do_not_fit_are_told_with_what_would(one_gpu: None) -> None
     with pytest.raises(UserError, match=r"need 1\.2 GiB in float16, cuda has 1\.0 GiB free: a model of at most 0\.5"):
         devices.check_memory({"weight": (600, 10**6)}, options)
     devices.check_memory({"weight": (600, 10**9)}, LoadOptions())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_weights_are_counted_as_they_are_held(dtype: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that two names share counts once, one that is laid out anew beside its embedding twice."""
+    seen: dict[int, int] = {}
+
+    def note(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        seen[weight.data_ptr()] = weight.nbytes
+        kept.append(weight)
+        return partial(stock, weight, bias)
+
+    kept: list[torch.Tensor] = []
+    options = LoadOptions(device="cuda", dtype=dtype)
+    monkeypatch.setattr(torch_runtime, "pack", note)
+    monkeypatch.setattr(torch_runtime, "packer", lambda kind: lambda weight, bias=None: note(weight.to(torch.int8)))
+    config = replace(reference.TINY, vocab_size=970, tie_embeddings=is_tied)
+    given = {"dtype": options.torch_dtype, "quantized": options.quantized, "exact": False}
+    model = torch_runtime.Llama.from_tensors(config, reference.random_tensors(config).__getitem__, **given)
+    seen[model._embedding.data_ptr()] = model._embedding.nbytes
+    norms = 4 * (2 * config.num_layers + 1) * config.hidden_size
+    assert 0 <= devices.held_bytes(tensor_shapes(config), options) - sum(seen.values()) <= norms
 
 
 def test_unknown_graphs_are_refused() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import reference
 import torch
 from distill_files import settings, silent, target_folder
+from doubles import QuickToy
+from test_waiting import Waits
 
 from outpace.core.errors import UserError
+from outpace.distill import training_state
 from outpace.distill.batches import Packer, read_samples
 from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.judge import (
@@ -24,6 +30,7 @@ from outpace.distill.judge import (
     Judgement,
     JudgeOptions,
     Speed,
+    _pass,
     _told,
     predicted_speedups,
 )
@@ -182,6 +189,34 @@ def test_packed_samples_do_not_see_one_another(target: Path, made: Path) -> None
     assert torch.allclose(together, torch.cat(alone), atol=1e-4)
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor as one on a GPU is: numpy cannot have its memory."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self, *given: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_drafts_own_tokens_may_lie_on_a_gpu(made: Path) -> None:
+    samples, _ = read_samples(made / "text", 64)
+    ids = torch.arange(0, 272, 2)
+    here, there = (Packer(2, 64, 272, one, torch.device("cpu")) for one in (ids, ids.as_subclass(Elsewhere)))
+    assert torch.equal(here.batch(samples, [[0]]).goals.top, there.batch(samples, [[0]]).goals.top)
+
+
+def test_a_loaded_state_lies_where_its_weights_do(tmp_path: Path) -> None:
+    """The steps too, which the optimizer's fused kernel reads on the device; meta stands for one."""
+    saved: Any = SimpleNamespace(state=defaultdict(dict))
+    training_state.save(tmp_path, {"w": torch.ones(3, 2)}, saved, {"step": 5})
+    weight, loaded = torch.ones(3, 2, device="meta"), SimpleNamespace(state=defaultdict(dict))
+    assert training_state.load(tmp_path, {"w": weight}, loaded) == {"step": 5}  # type: ignore[arg-type]
+    assert {name: value.device.type for name, value in loaded.state[weight].items()} == dict.fromkeys(
+        ("step", *training_state.MOMENTS), "meta"
+    )
+
+
 def test_an_epoch_holds_every_sample_once(made: Path) -> None:
     samples, _ = read_samples(made / "text", 64)
     packer = Packer(3, 64, 272, None, torch.device("cpu"))
@@ -249,6 +284,14 @@ def test_predicted_speedups_by_hand() -> None:
     assert found[1] == pytest.approx(1.8 / (0.1 + 1.2))
     assert found[2] == pytest.approx((1.8 + 0.4) / (0.2 + 1.3))
     assert found[3] == pytest.approx(2.2 / (0.3 + 1.4))
+
+
+def test_a_timed_pass_is_one_that_the_device_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock tells how often the host has waited for scores."""
+    with Waits() as waits:
+        timed = _pass(QuickToy(16, 3, 0), 4)
+        monkeypatch.setattr("outpace.distill.judge.time.perf_counter", lambda: waits.count)
+        assert [timed() for _ in range(3)] == [1, 1, 1]
 
 
 def test_acceptance_by_position_is_told_as_far_as_it_was_reached() -> None:

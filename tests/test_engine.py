@@ -20,6 +20,7 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
+from outpace.engine import passes
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
 from outpace.models.llama.torch_runtime import Llama
@@ -70,6 +71,20 @@ def test_a_long_prompt_stalls_nobody() -> None:
         assert len(short.tokens) == before + 8
         assert long.is_prefilling
         assert finish(engine, short, long) == [plain(request(2, 30)), plain(request(41, 5))]
+
+
+def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU would else work on it while the clock has stopped."""
+    waits: list[object] = []
+    monkeypatch.setattr(passes, "_wait_for", waits.append)
+    with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
+        run = engine.submit(request(11, 3), autoregressive, autoregressive.Options())
+        counts = []
+        while run.finish_reason is None:
+            engine.step()
+            counts.append(len(waits))
+    assert counts[:3] == [1, 2, 3], "ten tokens in pieces of 4, 4 and 2, behind which the last one is a tree"
+    assert set(counts[3:]) == {3}
 
 
 def test_an_aborted_request_leaves_the_others_alone() -> None:

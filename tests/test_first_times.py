@@ -10,6 +10,7 @@ from doubles import QuickToy, decode, make_drafter, make_request
 from test_library import folder
 
 import outpace
+from outpace.core import setups
 from outpace.decoders import auto
 from outpace.engine import first_times
 from outpace.engine import profile as profiles
@@ -70,6 +71,42 @@ def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
         time_rounds(engine, [1], WHOLE)
         assert made.remember() == before
         assert before != make_drafter(drafter, engine.target).remember(), "it had learnt something"
+
+
+class Capturing(Counting):
+    """Takes a second for its first pass over so many rows, in which it sets something up; a millisecond for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def score(self, parts: Any, **options: Any) -> Any:
+        found = super().score(parts, **options)
+        is_first = self.rows.count(self.rows[-1]) == 1
+        self.now += 1.0 if is_first else 0.001
+        if is_first:
+            setups.note()
+        return found
+
+
+def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what they take nor that they take long: what fits into the time that is given is timed all the same."""
+    target, draft = Capturing(), Capturing()
+    monkeypatch.setattr(first_times.time, "perf_counter", lambda: target.now + draft.now)
+    with Engine(
+        target,
+        make_drafter("perfect", draft),
+        options=EngineOptions(nodes=8),
+        clock=lambda: target.now + draft.now,
+    ) as engine:
+        time_rounds(engine, [1], 0.1)
+        costs, (source,) = engine.costs, engine.drafting.drafter.sources
+        assert target.rows == list(first_times._ROWS)
+        assert [costs.knows(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
+        assert [costs.knows(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"
+        assert costs._draft[source.name].count(1) == len(draft.rows) - len(set(draft.rows))
+        assert max(costs.target(rows) for rows in (1, 2, 4, 8)) < 0.01
+        assert 0 < costs.draft(source) < 0.01
 
 
 def test_it_ends_when_its_time_is_over() -> None:

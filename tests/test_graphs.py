@@ -19,10 +19,12 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
+from outpace.models.llama.attention import FastAttention, attend_folded
 from outpace.models.llama.captures import Captures, EagerCapture, HostRead
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import GraphSession
+from outpace.models.llama.sharing import shared
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.options import KV_DTYPES
 
@@ -198,6 +200,54 @@ def test_more_sessions_than_a_pass_takes() -> None:
         for which, runtime in enumerate((model, twin))
     ]
     near(*rows)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_gpus_attention_over_pieces_of_prompts(heads: tuple[int, int], is_hidden: bool) -> None:
+    """It may run on a CPU too: the heads that share keys are laid out as on a GPU."""
+    queries, groups = heads
+    numbers = torch.Generator().manual_seed(1)
+    query = torch.randn(9, queries, 16, generator=numbers)
+    keys, values = (torch.randn(groups, 21, 16, generator=numbers) for _ in range(2))
+    hidden = torch.full((9, 9), -torch.inf).triu(1).double() if is_hidden else None
+    expected, got = (torch.empty(9, queries * 16) for _ in range(2))
+    FastAttention(torch.float32).attend(query, keys, values, hidden, expected)
+    mask = None if hidden is None else torch.nn.functional.pad(hidden.float(), (12, 0))
+    attend_folded(query, keys, values, mask, got)
+    near(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("counts", "groups"),
+    [
+        ([], []),
+        ([40], [[0]]),
+        ([1, 9, 40], [[0, 1, 2]]),  # few rows in any case
+        ([1] * 15 + [40], [[*range(15)], [15]]),
+        ([30, 2, 64, 2, 2, 2, 2, 2], [[1, 3, 4, 5, 6, 7], [0, 2]]),
+        ([33] * 8, [[*range(8)]]),
+        ([64, 33, 17, 9], [[0, 1, 2, 3]]),
+    ],
+    ids=str,
+)
+def test_long_parts_do_not_lengthen_short_ones(counts: list[int], groups: list[list[int]]) -> None:
+    assert shared(counts) == groups
+
+
+def test_a_piece_of_a_prompt_beside_short_trees_has_a_pass_of_its_own() -> None:
+    model, twin = graphs(), slow()
+    prompts, piece = [text(model, 5 + number, number) for number in range(9)], text(model, 40, 99)
+    pairs = [(fed(model, prompt), fed(twin, prompt)) for prompt in prompts]
+    rows = []
+    for which, runtime in enumerate((model, twin)):
+        parts = [chain(pair[which], [7, 8], [1]) for pair in pairs]
+        parts.insert(4, chain(runtime.open(60, 60), piece, [39, 3]))
+        rows.append(runtime.score(parts))
+    near(*rows)
+    sizes = {key[2:4] for key in model.captures._made if key[0] == "pass"}
+    assert {(16, 2), (1, 64)} <= sizes
+    assert (16, 64) not in sizes
 
 
 def captured(work: Callable[[], object], *buffers: torch.Tensor) -> EagerCapture:

@@ -68,7 +68,8 @@ def test_the_most_context_fits_and_one_token_more_does_not(is_apart: bool) -> No
         layout = Layout("", (), SMALL.memory, split, is_apart)
         most = most_context(target, draft, layout, 3)
         for context, fits in ((most, True), (most + 1, False)):
-            needed = target.needs(context, 3) / split + WORK + (0 if is_apart else draft.needs(context, 3))
+            needed = target.needs(context, 3, split == 1) / split + WORK
+            needed += 0 if is_apart else draft.needs(context, 3)
             assert (needed <= SMALL.memory) == fits
 
 

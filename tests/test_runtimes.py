@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,7 @@ def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -
 def test_a_gpu_computes_in_bfloat16_where_it_can(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     expected = torch.bfloat16 if has_bfloat16 else torch.float32
     assert LoadOptions(device="cuda:1").torch_dtype == LoadOptions(device_map="auto").torch_dtype == expected
     assert LoadOptions(device="cuda", dtype="float16").torch_dtype == torch.float16

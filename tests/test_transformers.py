@@ -125,6 +125,20 @@ def test_only_wanted_rows_are_scored(model: TransformersModel) -> None:
     assert model.score([]).shape == (0, model.vocab_size)
 
 
+@pytest.mark.parametrize("wanted", [[2, 5], [5, 2], [0]], ids=str)
+def test_over_several_devices_no_index_goes_with_the_tokens(wanted: list[int]) -> None:
+    """It would lie on the first device, and the output layer, which picks rows by it, is on the last."""
+    module, given = tiny.build("llama"), []
+    module.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
+    module.register_forward_pre_hook(lambda _, args, more: given.append(more.get("logits_to_keep")), with_kwargs=True)
+    model = adapt(module)
+    tokens = text(model, 6)
+    given.clear()
+    got = model.score([chain(model.open(50, 50), tokens, wanted)])
+    assert given == [6 - min(wanted)]
+    assert_close(got, torch.stack([fresh(model, tokens[: node + 1]) for node in wanted]))
+
+
 class Counted(torch.nn.Module):
     """A model that counts the tokens of its forwards."""
 

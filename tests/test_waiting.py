@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from doubles import QuickToy, make_request
 from torch.overrides import TorchFunctionMode
 
 from outpace.core import noise
+from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import Held
-from outpace.core.types import Request, Row
+from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.core.upload import uploaded
+from outpace.decoders import autoregressive
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.request import Running
 from outpace.rules import greedy, gumbel, match
 from outpace.rules.base import best_rows, reduce_rows
 
@@ -61,7 +68,9 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "samplings"), [(greedy, [Sampling()] * 5), (gumbel, SAMPLED)], ids=["greedy", "gumbel"]
+    ("module", "samplings"),
+    [(greedy, [Sampling()] * 5), (gumbel, SAMPLED), (match, SAMPLED)],
+    ids=["greedy", "gumbel", "match"],
 )
 def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling]) -> None:
     rows = rows_of(module.build(module.Options()), samplings)
@@ -91,6 +100,70 @@ def test_offers_of_many_rows_are_those_of_each(module: Any) -> None:
         ((alone, its),) = best_rows(Held(given[number : number + 1], None, given.shape[1]), [row], 8)
         assert tokens == alone
         assert values == pytest.approx(its, abs=1e-5)
+
+
+def test_the_host_waits_once_for_a_likelihood() -> None:
+    drafter = ModelDrafter(QuickToy(16, 3, 0), Options())
+    state = drafter.open(make_request((1, 2, 3)))
+    with Waits() as waits:
+        assert len(drafter.likelihood(state, [7, 2, 9, 9, 4]) or ()) == 5
+    assert waits.count == 1, waits.seen
+
+
+REPORTED = [
+    make_request((number, 2), rule="gumbel", temperature=0.8, top_k=9, seed=number, max_tokens=6, logprobs=options)
+    for number, options in enumerate([LogprobsOptions(3, processed=True)] * 4 + [LogprobsOptions(2)] * 3)
+]
+
+
+def reports(requests: Sequence[Request], most: int | None = None) -> list[Running]:
+    """What plain decoding tells of them, waiting at most so often a round."""
+    with Engine(QuickToy(16, 3, 0), options=EngineOptions(rows=16, batch=8)) as engine:
+        runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]
+        engine.step()  # the prompts
+        while any(run.finish_reason is None for run in runs):
+            with Waits() as waits:
+                engine.step()
+            assert most is None or waits.count <= most, waits.seen
+    return runs
+
+
+def test_the_host_waits_once_for_all_log_probabilities_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the picks, once for each of the two kinds; and they are those of each request alone, on the host."""
+    here = [run.history.logprobs for request in REPORTED for run in reports([request])]
+    monkeypatch.setattr("outpace.core.logprobs.is_on_host", lambda scores: False)
+    assert [run.history.logprobs for run in reports(REPORTED, most=3)] == here
+    assert all(len(records) == 6 for records in here)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "top"), [(150, 5), (150, 0), (3, 4000), (0, 5)])
+def test_log_probabilities_on_a_device_are_those_of_the_host(
+    count: int, top: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many equal scores, and tokens that are left out."""
+    given = (scores(count).double() * 4).round().to(dtype)
+    given[:, ::7] = -torch.inf
+    tokens = [n * 19 % given.shape[1] for n in range(count)]
+    here = token_logprobs(given, [], tokens, LogprobsOptions(min(top, 1024)))
+    monkeypatch.setattr("outpace.core.logprobs.is_on_host", lambda scores: False)
+    with Waits() as waits:
+        assert token_logprobs(given, [], tokens, LogprobsOptions(min(top, 1024))) == here
+    assert waits.count == 1, waits.seen
+
+
+def test_a_fault_in_one_requests_log_probabilities_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [run.history.logprobs for run in reports(REPORTED)]
+
+    def failing(logits: Any, rows: Sequence[Row], *given: Any) -> Any:
+        if any(row.request is REPORTED[1] for row in rows):
+            raise ValueError("the second")
+        return token_logprobs(logits, rows, *given)
+
+    monkeypatch.setattr("outpace.engine.passes.token_logprobs", failing)
+    first, second, *others = reports(REPORTED)
+    assert (second.finish_reason, str(second.error), second.history.logprobs) == ("error", "the second", [])
+    assert [run.history.logprobs for run in (first, *others)] == [expected[0], *expected[2:]]
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)

@@ -106,11 +106,15 @@ class ThreadWorker(Worker):
 
 @contextmanager
 def own_stream(device: torch.device | str | None) -> Iterator[Any]:
-    """A new CUDA stream for the thread that enters, behind all that was begun before; nothing on other devices."""
+    """A new CUDA stream for the thread that enters, behind all that was begun before; nothing on other devices.
+
+    Its priority is another than that of the streams on which passes are captured: torch deals the streams of one
+    priority out of 32, in turn, and what is launched on a stream that captures becomes part of what is captured.
+    """
     if not str(device).startswith("cuda"):
         yield None
         return
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device, priority=-1)
     stream.wait_stream(torch.cuda.default_stream(device))  # the weights may still be on their way
     with torch.cuda.stream(stream):
         try:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.lazy import torch
+from outpace.core.ranking import best_of
 from outpace.core.sampling import filtered
 from outpace.core.scores import largest, log_softmax, tensor_of
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
+from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_AT_ONCE = 64  # rows on a device that are ordered together, for which it needs some 30 bytes a token
 
 
 def token_logprobs(
@@ -27,12 +31,36 @@ def token_logprobs(
     scores = tensor_of(logits)
     if options.processed:
         scores = filtered(adjusted(scores, rows), [row.request.sampling for row in rows])
-    host = scores.detach().to("cpu", torch.promote_types(scores.dtype, torch.float32)).numpy()
+    if not is_on_host(scores):
+        return _on_device(scores, tokens, options.top)
+    host = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).numpy()
     records = []
     for token, row in zip(tokens, host, strict=True):
         log_p = log_softmax(row)
         places = largest(log_p, min(options.top, len(log_p)))
-        best = zip(places.tolist(), log_p[places].tolist(), strict=True)
-        top = tuple((other, value) for other, value in best if value > float("-inf"))
-        records.append(TokenLogprobs(token, float(log_p[token]), top))
+        records.append(_record(token, float(log_p[token]), places.tolist(), log_p[places].tolist()))
     return records
+
+
+def is_on_host(scores: Tensor) -> bool:
+    """Whether rows are read where they lie."""
+    return scores.device.type == "cpu"
+
+
+def _on_device(scores: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """The same of rows on a device, which is waited for once: what is told of them comes in one copy."""
+    written, found = uploaded(tokens, np.int64, scores.device)[:, None], []
+    for rows, its in zip(scores.split(_AT_ONCE), written.split(_AT_ONCE), strict=True):
+        log_p = torch.log_softmax(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
+        places, values = best_of(log_p, min(top, log_p.shape[-1]))
+        found.append(torch.cat([log_p.gather(-1, its).double(), places.double(), values.double()], dim=-1))
+    told = torch.cat(found).tolist()  # exactly: [tokens, 1 + 2 * top]
+    return [
+        _record(token, row[0], map(int, row[1 : len(row) // 2 + 1]), row[len(row) // 2 + 1 :])
+        for token, row in zip(tokens, told, strict=True)
+    ]
+
+
+def _record(token: int, value: float, places: Iterable[int], values: Iterable[float]) -> TokenLogprobs:
+    best = zip(places, values, strict=True)
+    return TokenLogprobs(token, value, tuple((place, log_p) for place, log_p in best if log_p > float("-inf")))

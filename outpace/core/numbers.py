@@ -1,4 +1,4 @@
-"""Numbers of numpy and torch as Python's own, where a user may hand over either."""
+"""Numbers of numpy and torch as Python's own, where a user may hand over either; and powers of two."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ from typing import Any
 def plain(value: Any) -> Any:
     """A scalar or an array of numpy or torch as a number or a list of Python's; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
+
+
+def power_of_two(count: int, least: int = 1) -> int:
+    """The smallest power of two that is neither below `count` nor below `least`."""
+    return max(least, 1 << max(count - 1, 0).bit_length())

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from outpace.core.numbers import power_of_two
 from outpace.core.theory import Batch, card_limit, expected_tokens, pearl_speedup, speedup
 
 GIB = 1 << 30
 WORK = 1.5 * GIB  # of each device: driver, libraries, the buffers of captured passes
 MOST_NODES = 64
+_LONGEST = 1 << 24  # tokens of context that are considered
 SPLITS = (1, 2, 4, 8)  # devices that one target's layers may be spread over
 
 
@@ -64,9 +66,11 @@ class Size(NamedTuple):
         moved, kv = self.read * self.weight_bytes, context * self.token_bytes
         return Batch(moved, kv, self.read, machine.bandwidth, machine.flops)
 
-    def needs(self, context: int, requests: int) -> float:
-        """Bytes of weights, keys and values."""
-        return self.held * self.weight_bytes + requests * context * self.token_bytes
+    def needs(self, context: int, requests: int, is_pooled: bool = True) -> float:
+        """Bytes of weights, keys and values; `is_pooled`: by captured passes on one device, where rows and slots go by
+        powers of two, and a tree stands behind each text."""
+        rows, slots = (power_of_two(requests), power_of_two(context + MOST_NODES)) if is_pooled else (requests, context)
+        return self.held * self.weight_bytes + rows * slots * self.token_bytes
 
 
 class Layout(NamedTuple):
@@ -95,12 +99,12 @@ class Gain(NamedTuple):
 
 def layouts(target: Size, draft: Size | None, machine: Machine, context: int, requests: int) -> list[Layout]:
     """All that are worth asking for, the fewest devices first."""
-    of_target = target.needs(context, requests)
+    of_target = {split: target.needs(context, requests, split == 1) for split in SPLITS}
     of_draft = draft.needs(context, requests) if draft else 0.0
     found = []
     for split in SPLITS:
         spread = "on one device" if split == 1 else f"over {split} devices"
-        shares = tuple([of_target / split + WORK] * split)
+        shares = tuple([of_target[split] / split + WORK] * split)
         if draft is None:
             found.append(Layout(f"target {spread}", shares, machine.memory, split, False))
             continue
@@ -113,11 +117,17 @@ def layouts(target: Size, draft: Size | None, machine: Machine, context: int, re
 
 def most_context(target: Size, draft: Size | None, layout: Layout, requests: int) -> int:
     """Tokens of context for which a layout would still fit; 0 where not even the weights do."""
-    weights = target.held * target.weight_bytes / layout.split
-    each = target.token_bytes / layout.split
-    if draft is not None and not layout.is_apart:
-        weights, each = weights + draft.held * draft.weight_bytes, each + draft.token_bytes
-    return max(0, int((layout.memory - WORK - weights) / (each * requests)))
+
+    def fits(context: int) -> bool:
+        needed = target.needs(context, requests, layout.split == 1) / layout.split + WORK
+        beside = draft.needs(context, requests) if draft is not None and not layout.is_apart else 0.0
+        return needed + beside <= layout.memory
+
+    least, beyond = 0, _LONGEST
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if fits(middle) else (least, middle)
+    return least
 
 
 def passes(size: Size, machine: Machine, context: int, requests: int, nodes: Sequence[int]) -> list[float]:

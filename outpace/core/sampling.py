@@ -81,13 +81,15 @@ def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
     most = _NUCLEUS if logits.device.type == "cpu" else len(logits)
     count = min(sampling.top_k or most, len(logits))
     top = torch.topk(logits, count).values  # [count], descending
+    # a device adds up in an order of its own; in float64 that is not seen where the sum crosses top_p
+    wide = None if logits.device.type == "cpu" else torch.float64
     floor = top[-1] if sampling.top_k else logits.new_full((), float("-inf"))
     if sampling.top_p < 1.0:
         total = torch.logsumexp(top if sampling.top_k else logits, dim=-1)
-        mass = torch.exp(top - total).cumsum(0)
+        mass = torch.exp(top - total).cumsum(0, dtype=wide)
         if not sampling.top_k and count < len(logits) and mass[-1] < sampling.top_p:
             top = torch.sort(logits, descending=True).values
-            mass = torch.exp(top - total).cumsum(0)
+            mass = torch.exp(top - total).cumsum(0, dtype=wide)
         kept = (mass < sampling.top_p).sum().clamp(max=len(top) - 1)  # the token that crosses top_p stays
         floor = torch.maximum(floor, top.gather(0, kept[None])[0])
     if sampling.min_p:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -86,6 +87,21 @@ def best_tokens(scores: Scores, count: int) -> np.ndarray:
     if host is None:
         return tensor_of(scores).topk(min(count, scores.shape[-1])).indices.cpu().numpy()
     return np.array([largest(row, count) for row in host])
+
+
+def rows_at(scores: Scores, places: Sequence[int]) -> Scores:
+    """These rows, in this order: [rows, vocab] to [places, vocab]"""
+    if isinstance(scores, np.ndarray):
+        return scores[np.asarray(places, np.int64)]
+    return scores[uploaded(places, np.int64, scores.device)]
+
+
+def scores_of(scores: Tensor, tokens: Sequence[int]) -> list[float]:
+    """The score of one token of each row, -inf where the row has no such token, in one copy. [rows, vocab]"""
+    last = scores.shape[-1] - 1
+    places = uploaded([[min(token, last)] for token in tokens], np.int64, scores.device)
+    found = scores.gather(-1, places)[:, 0].tolist()
+    return [score if token <= last else -math.inf for token, score in zip(tokens, found, strict=True)]
 
 
 def log_softmax(row: np.ndarray) -> np.ndarray:

@@ -83,7 +83,7 @@ class Packer:
         self.rows, self.length, self.device = rows, length, device
         self._index = np.arange(vocab) if ids is None else np.full(vocab, -1)
         if ids is not None:
-            self._index[ids.numpy()] = np.arange(len(ids))
+            self._index[ids.cpu().numpy()] = np.arange(len(ids))
 
     def epoch(self, samples: Sequence[Sample], seed: int, epoch: int) -> list[list[list[int]]]:
         """Which samples go into which rows of which batch: a shuffle by (seed, epoch), packed first fit."""

@@ -181,7 +181,8 @@ def _pass(model: Any, rows: int) -> Callable[[], float]:
     def timed() -> float:
         nonlocal keep
         started = time.perf_counter()
-        model.score_held([chain(session, [1] * rows, range(rows), keep)])
+        held = model.score_held([chain(session, [1] * rows, range(rows), keep)])
+        float(held.values[-1, -1])  # waits for a device, whose time this is
         keep = []
         return time.perf_counter() - started
 

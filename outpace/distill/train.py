@@ -18,6 +18,7 @@ from outpace.distill.batches import Batch, Packer, Sample, read_samples
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.progress import Progress
 from outpace.distill.student import Student
+from outpace.models.options import has_bfloat16
 
 CURVE = "curve.jsonl"
 PROBE_STEPS = 6  # after so many steps a time budget is turned into a number of tokens
@@ -202,7 +203,7 @@ class Trainer:
 def _has_fast_bfloat16(device: torch.device) -> bool:
     """Whether products in bfloat16 are faster than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return has_bfloat16(device)
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return device.type == "cpu" and supported is not None and bool(supported())
 

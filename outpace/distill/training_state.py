@@ -69,7 +69,8 @@ def load(folder: Path, trained: Mapping[str, Tensor], optimizer: torch.optim.Opt
         for name, value in trained.items():
             value.copy_(tensors[f"weight {name}"])
             moments = {moment: tensors[f"{moment} {name}"].to(value.device) for moment in MOMENTS}
-            optimizer.state[value].update(step=torch.tensor(float(progress["step"])), **moments)
+            step = torch.tensor(float(progress["step"]), device=value.device)  # where the fused kernel reads it
+            optimizer.state[value].update(step=step, **moments)
     return progress
 
 

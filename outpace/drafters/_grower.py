@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from outpace.core.carried import Growing
 from outpace.core.orders import FREE, Orders
-from outpace.core.scores import Held
+from outpace.core.scores import Held, scores_of
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request
 from outpace.drafters._outcomes import for_outcomes
@@ -153,10 +153,9 @@ class Grower:
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
         part = Part(session, self.known(text), parents, range(missing, len(text)))
-        scores = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
+        log_q = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
-        inside = [token if token < scores.shape[-1] else -1 for token in tokens]
-        return [float(scores[row, token]) if token >= 0 else -math.inf for row, token in enumerate(inside)]
+        return scores_of(log_q, tokens)
 
     def heed(self, state: GrowState, orders: Orders) -> None:
         """From now on it drafts as it is told; which nodes are open is found anew where that depends on it."""

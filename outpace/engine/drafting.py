@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from outpace.candidates.base import Worker
 from outpace.candidates.cache import CandidateCache
+from outpace.core import setups
 from outpace.core.errors import UserError, unknown
 from outpace.core.needs import NOTHING, Seen
 from outpace.core.tree import TokenTree
@@ -190,7 +191,7 @@ class Drafting:
             self.tell(run)
         drafter = self._of(runs[0])
         if drafter is not None:
-            began = self._clock()
+            began, before = self._clock(), setups.count
             states, trees = [], []
             for run in runs:
                 assert isinstance(run.ask, Draft)
@@ -202,6 +203,8 @@ class Drafting:
             added = self.guarded(name, drafter.grow_by, source, states, trees)
             seconds = self._clock() - began
             self.spent += seconds
+            if source is not None and setups.count > before:
+                self._costs.reads(source)  # this growth was no mere step
             share = drafter.amortised(seconds) if drafter.shares_time else seconds
             self._costs.drafted(share, len(runs), source)
             for run in runs:

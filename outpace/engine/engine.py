@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from outpace.candidates.base import Worker
+from outpace.core import setups
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
@@ -29,7 +30,7 @@ from outpace.engine.drafting import Drafting
 from outpace.engine.faults import apart
 from outpace.engine.memory import Memory
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.passes import Judged, Passes
+from outpace.engine.passes import Judged, Passes, note_logprobs
 from outpace.engine.reading import ReadingCosts, Span
 from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
@@ -149,10 +150,12 @@ class Engine(AbstractContextManager["Engine"]):
     def _judge(self, start: float) -> list[Running]:
         """One pass over all trees and what is to be read of texts: those that wrote."""
         drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
+        before = setups.count
         chunks, trees = self._parts()
         try:
             passes = self._round(chunks, trees, start)
-            note_round(self.costs, chunks, trees, drafting, self._clock() - start, passes)
+            if setups.count == before:
+                note_round(self.costs, chunks, trees, drafting, self._clock() - start, passes)
         except BaseException as error:
             self._admission.fail([run for run, _ in [*chunks, *trees]], error)
         return [run for run, _ in trees]
@@ -180,13 +183,13 @@ class Engine(AbstractContextManager["Engine"]):
             return 0
         # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
         self.target.share_cores(leave=0 if chunks else self.drafting.cores)
-        began = self._clock()
+        began, before = self._clock(), setups.count
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         passes = 1
         if self.options.burst and (most := self._most_more(chunks, trees, self._clock() - began)):
             passes += self._passes.go_on(trees, judged, most)
         seconds = self._clock() - began
-        if chunks:
+        if chunks and setups.count == before:
             spans = [Span(len(part.tokens), run.storage.session.length) for run, part in chunks]
             self._reading.learn([*spans, *(Span(len(tree), len(run.committed)) for run, tree in trees)], seconds)
         for (run, part), read in zip(chunks, reads, strict=True):
@@ -199,6 +202,10 @@ class Engine(AbstractContextManager["Engine"]):
             apart(run, self._hand, run, its)
             asking.append(run)
         self.drafting.serve(asking)
+        for its in judged:
+            if its.logits is not None:
+                note_logprobs(asking, judged)
+                break
         for run, its in zip(asking, judged, strict=True):
             if isinstance(run.ask, Commit):
                 apart(run, self._commit, run, its, passes, seconds, start)
@@ -233,8 +240,6 @@ class Engine(AbstractContextManager["Engine"]):
         ask, rows = run.ask, len(judged.picks)
         assert isinstance(ask, Commit)
         tree, verdict, _ = ask
-        if judged.logits is not None:
-            run.note_logprobs(tree, verdict, judged.logits)
         tokens = run.commit(tree, verdict, len(verdict.path) - 1 if passes == 1 else 0)
         path = verdict.path  # a late node has no keys yet
         run.storage.keep = path if path[-1] < rows else [node for node in path if node < rows]

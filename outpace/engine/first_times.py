@@ -15,6 +15,7 @@ from itertools import cycle
 from math import inf
 from typing import Any
 
+from outpace.core import setups
 from outpace.core.carried import Carried, PassTimes, Plan
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
@@ -38,8 +39,8 @@ class Options:
 
 def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
     """Writes a text below `prompt` (token ids, at least one) for its times, which `engine.costs` then knows; nothing
-    else stays. Ends after so many seconds at the latest, but for the round under way. What goes wrong is for the first
-    request to tell."""
+    else stays. Ends after so many seconds at the latest, but for the round under way, and those in which a pass is
+    captured, which every number of rows has once. What goes wrong is for the first request to tell."""
     request = Request(tuple(prompt), find_rule("auto", GREEDY), max_tokens=sum(_ROWS), nodes=max(_ROWS))
     try:
         run = engine.submit(request, sys.modules[__name__], Options())
@@ -50,7 +51,10 @@ def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS)
     learnt = {name: drafter.remember() for name, drafter in drafters.items()}
     end = time.perf_counter() + seconds
     while run.finish_reason is None and len(run.history.steps) < len(_ROWS) and time.perf_counter() < end:
+        began, before = time.perf_counter(), setups.count
         engine.step()
+        if setups.count > before:  # it has no time of its own: a later one of as many rows is to have one
+            end += time.perf_counter() - began
     engine.abort(run)
     engine.sweep()
     engine.costs.forget_rates()

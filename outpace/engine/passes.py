@@ -7,12 +7,16 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+from outpace.core.lazy import torch
+from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import Needs, Seen, pick_layers
-from outpace.core.scores import Scored, Scores, best_tokens
+from outpace.core.scores import Scored, Scores, best_tokens, rows_at
 from outpace.core.tree import TokenTree
-from outpace.core.types import Row, tree_rows
+from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
+from outpace.engine.faults import apart
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
 from outpace.rules.base import Fault, reduce_apart
@@ -30,11 +34,13 @@ class Read(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One tree after the pass: the rule's reduced rows and, where they are reported, their scores."""
+    """One tree after the pass: the rule's reduced rows and, where their scores are reported, the whole pass's, of which
+    the tree's begin at `first`."""
 
     picks: list[Any]
-    logits: Scores | None  # [rows, vocab]
+    logits: Scores | None  # [rows of the pass, vocab]
     seen: Seen | None
+    first: int
 
 
 class _Share(NamedTuple):
@@ -89,6 +95,8 @@ class Passes:
 
         def target_pass() -> tuple[Scored, list[Any]]:
             scored = self._score(forest)
+            if not forest.wanted:
+                _wait_for(self._target.device)  # nobody reads a score: the pass would seem to take no time
             picks = [tokens[0] for tokens, _ in scored.best if tokens] if by_score else []
             self._tells_best = bool(picks)
             if len(picks) < forest.wanted - before:
@@ -101,11 +109,11 @@ class Passes:
             reads.append(self._read(run, part, scored, share))
         for (run, tree), share in zip(trees, shares[len(chunks) :], strict=True):
             mine = slice(share.wanted.start - before, share.wanted.stop - before)
-            logits = scored.logits[share.wanted] if run.request.logprobs else None
+            logits = scored.logits if run.request.logprobs else None
             needs, seen = run.draft.needs, None
             if needs.top or needs.layers:
                 seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
-            judged.append(Judged(picks[mine], logits, seen))
+            judged.append(Judged(picks[mine], logits, seen, share.wanted.start))
         return reads, judged
 
     def go_on(self, trees: Sequence[tuple[Running, TokenTree]], judged: Sequence[Judged], most: int) -> int:
@@ -171,6 +179,40 @@ class Passes:
         top = best_tokens(scored.logits[share.wanted], needs.top) if needs.top else None
         hidden = None if scored.hidden is None else scored.hidden[:, share.shown]
         return Seen(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
+
+
+def note_logprobs(runs: Sequence[Running], judged: Sequence[Judged]) -> None:
+    """Records the log-probabilities of what these requests' verdicts write, where they are asked for. Those of equal
+    options go together, so that a device is waited for once."""
+    groups: dict[LogprobsOptions, list[tuple[Running, Judged]]] = {}
+    for run, its in zip(runs, judged, strict=True):
+        if run.request.logprobs is not None and isinstance(run.ask, Commit):
+            groups.setdefault(run.request.logprobs, []).append((run, its))
+    for options, some in groups.items():
+        try:
+            _note(some, options)
+        except Exception:  # one request's constraint, for instance: it must not spoil the others
+            for run, its in some:
+                apart(run, _note, [(run, its)], options)
+
+
+def _note(some: Sequence[tuple[Running, Judged]], options: LogprobsOptions) -> None:
+    """All of these, or none."""
+    reports = [run.report(len(its.picks)) for run, its in some]
+    places = [its.first + node for (_, its), report in zip(some, reports, strict=True) for node in report.nodes]
+    rows = [row for report in reports for row in report.rows]
+    tokens = [token for report in reports for token in report.tokens]
+    logits = some[0][1].logits
+    assert logits is not None
+    records = iter(token_logprobs(rows_at(logits, places), rows, tokens, options))
+    for (run, _), report in zip(some, reports, strict=True):
+        run.history.logprobs += islice(records, len(report.tokens))
+
+
+def _wait_for(device: Any) -> None:
+    """Until a GPU has done what it was given."""
+    if str(device).startswith("cuda"):
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _of_prompt(run: Running, part: Part) -> Part:

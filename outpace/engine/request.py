@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.core.alignment import Alignment
 from outpace.core.carried import Noise
@@ -22,6 +22,7 @@ from outpace.core.types import (
     DraftState,
     LogprobsOptions,
     Request,
+    Row,
     Verdict,
     Verify,
     tree_rows,
@@ -36,6 +37,14 @@ from outpace.rules.base import noise_of
 
 Watch = Callable[[Sequence[int], int], int | None]
 """Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""
+
+
+class Report(NamedTuple):
+    """Tokens that a verdict writes, and of each the node behind which it stands with that node's row."""
+
+    nodes: list[int]
+    rows: list[Row]
+    tokens: list[int]
 
 
 @dataclass(eq=False)
@@ -215,14 +224,14 @@ class Running:
             )
         return tokens[:count], is_over
 
-    def note_logprobs(self, tree: TokenTree, verdict: Verdict, logits: Scores) -> None:
-        """Records the verdict's log-probabilities, which are asked for; `commit` cuts them with the tokens."""
-        assert self.request.logprobs is not None
-        rows = tree_rows(self.request, self.committed, tree)[: len(logits)]
-        path = [node for node in verdict.path if node < len(rows)]
-        tokens = _tokens_of(tree, verdict)
-        judged = [rows[node] for node in path[: len(tokens)]]
-        self.history.logprobs += token_logprobs(logits[path[: len(tokens)]], judged, tokens, self.request.logprobs)
+    def report(self, count: int) -> Report:
+        """What its verdict, on a tree of which so many nodes were judged, writes and by which rows; `commit` cuts the
+        log-probabilities with the tokens."""
+        assert isinstance(self.ask, Commit)
+        tree, verdict, _ = self.ask
+        rows, tokens = tree_rows(self.request, self.committed, tree), _tokens_of(tree, verdict)
+        nodes = [node for node in verdict.path if node < count][: len(tokens)]
+        return Report(nodes, [rows[node] for node in nodes], tokens)
 
     def note_step(
         self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.options import AUTO, CUDA, FILE, OFF, LoadOptions
+from outpace.models.options import AUTO, CUDA, FILE, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
 ROOM = 1.05  # times the weights: what libraries, and the layout of one tensor at a time, need beside them
@@ -40,11 +40,8 @@ def check_asked(options: LoadOptions) -> None:
         return
     if options.dtype == FILE:
         raise UserError(f"dtype file runs on a CPU, not on {options.device}: use bfloat16, float16, int8 or fp8 there")
-    if options.dtype == "bfloat16":
-        with torch.cuda.device(options.device):
-            has_it = torch.cuda.is_bf16_supported(including_emulation=False)
-        if not has_it:
-            raise UserError(f"{options.device} cannot compute in bfloat16: use float16 or float32")
+    if options.dtype == "bfloat16" and not has_bfloat16(options.device):
+        raise UserError(f"{options.device} cannot compute in bfloat16: use float16 or float32")
     if options.exact and options.graphs == OFF:
         raise UserError("exact mode on CUDA needs graphs: leave out exact, or graphs off")
 
@@ -97,15 +94,23 @@ def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) ->
     if options.is_spread or options.device.split(":")[0] != "cuda":
         return
     free = torch.cuda.mem_get_info(options.device)[0]
-    count = sum(map(math.prod, shapes.values()))
-    size, name = options.torch_dtype.itemsize, str(options.torch_dtype).removeprefix("torch.")
-    if options.quantized:
-        size, name = 1, options.quantized
-    needed = int(ROOM * count * size)
+    name = options.quantized or str(options.torch_dtype).removeprefix("torch.")
+    needed = int(ROOM * held_bytes(shapes, options))
     if needed > free:
-        fitting = int(free / ROOM / size)
+        fitting = sum(map(math.prod, shapes.values())) * free / needed
         raise UserError(
             f"the weights need {needed / GIB:.1f} GiB in {name}, "
             f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights "
             "fits there, `outpace doctor --plan` shows what fits where"
         )
+
+
+def held_bytes(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) -> int:
+    """Bytes of a model's weights by torch. The embedding is in the model's dtype, whatever matrices are held in. The
+    output layer is a copy of its own, though tied, where it is in 8 bits or, in float32, has a norm folded in."""
+    itemsize = options.torch_dtype.itemsize
+    embedding = math.prod(shapes.get("model.embed_tokens.weight", (0,)))
+    matrices = sum(map(math.prod, shapes.values())) - embedding
+    if "lm_head.weight" not in shapes and (options.quantized or options.torch_dtype == torch.float32):
+        matrices += embedding
+    return embedding * itemsize + matrices * (1 if options.quantized else itemsize)

@@ -115,10 +115,20 @@ class LoadOptions:
         name = self.dtype
         if name == AUTO or self.quantized:
             is_on_gpu = self.is_spread or torch.device(self.device).type == "cuda"
-            has_half = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-            name = "bfloat16" if is_on_gpu and has_half else "float32"
+            has_half = is_on_gpu and has_bfloat16(None if self.is_spread else self.device)
+            name = "bfloat16" if has_half else "float32"
         dtype: torch.dtype = getattr(torch, name)
         return dtype
+
+
+def has_bfloat16(device: str | torch.device | None) -> bool:
+    """Whether this GPU, None: the current one, is there and computes in bfloat16 by itself."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _pythonic(value: Any) -> Any:

@@ -21,6 +21,7 @@ from outpace.core.sampling import Sampling, processed
 from outpace.core.scores import Held, host_array, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
+from outpace.core.upload import uploaded
 from outpace.rules._arrays import takes_arrays
 from outpace.rules._ranking import prepared
 from outpace.rules._ratio import Judged
@@ -59,7 +60,7 @@ class Match(Rule):
         """The draws over all tokens, which say what the faster ones have to give. Adjusted logits [rows, vocab]"""
         log_p = processed(logits, [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
-        u = logits.new_tensor([self.draw(row) for row in rows], dtype=torch.float64)
+        u = uploaded([self.draw(row) for row in rows], np.float64, logits.device)
         target = u[:, None] * cumulative[:, -1:]  # the last entry is 1 up to rounding
         picks: list[int] = torch.searchsorted(cumulative, target, right=True).squeeze(-1).tolist()
         return picks

@@ -7,6 +7,7 @@ shown again; nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from outpace.core.errors import UserError
+from outpace.core.upload import uploaded
 
 
 class Plan(NamedTuple):
@@ -30,7 +32,8 @@ class Plan(NamedTuple):
     objection: str | None
 
 
-class ShownSlots(NamedTuple):
+@dataclass(frozen=True)
+class ShownSlots:
     """The slots that one pass is shown: `past` tokens stand before the new ones, which go to the slots `write`.
 
     `read` are the slots of the past and the new tokens in order, None: 0, 1, 2, ... without a gap.
@@ -39,6 +42,18 @@ class ShownSlots(NamedTuple):
     past: int
     write: np.ndarray
     read: np.ndarray | None
+    _indices: dict[torch.device, tuple[slice | Tensor, Tensor | None]] = field(default_factory=dict, init=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes make their own indices."""
+        return ShownSlots, (self.past, self.write, self.read)
+
+    def on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
+        """`write` and `read` as indices there, made once for all layers."""
+        if device not in self._indices:
+            read = None if self.read is None else uploaded(self.read, np.int64, device)
+            self._indices[device] = _slots(self.write, device), read
+        return self._indices[device]
 
 
 class SlotLayer(DynamicLayer):
@@ -67,13 +82,12 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         shown = self._shown
         self._seen = shown.past + key_states.shape[-2]
-        write = _slots(shown.write, key_states.device)
+        write, read = shown.on(key_states.device)
         for stored, new in zip(self.stored, (key_states, value_states), strict=True):
             stored[..., write, :] = new
-        if shown.read is None:
+        if read is None:
             self.keys, self.values = (stored[..., : self._seen, :] for stored in self.stored)
         else:
-            read = torch.from_numpy(shown.read).to(key_states.device)
             self.keys, self.values = (stored.index_select(-2, read) for stored in self.stored)
         return self.keys, self.values
 
@@ -93,7 +107,7 @@ class SlotLayer(DynamicLayer):
     def move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ..."""
         for stored in self.stored:
-            index = torch.from_numpy(source).to(stored.device)
+            index = uploaded(source, np.int64, stored.device)
             stored[..., start : start + len(source), :] = stored.index_select(-2, index)
 
     def copy(self, other: SlotLayer, length: int) -> None:
@@ -159,4 +173,4 @@ def _slots(write: np.ndarray, device: torch.device) -> slice | Tensor:
     first, count = (int(write[0]), len(write)) if len(write) else (0, 0)
     if np.array_equal(write, np.arange(first, first + count)):
         return slice(first, first + count)
-    return torch.from_numpy(write).to(device)
+    return uploaded(write, np.int64, device)

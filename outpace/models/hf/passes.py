@@ -93,6 +93,7 @@ class Passes:
         self.plan = read_plan(self.config)
         self.arguments = _parameters(module)
         self.device = _device(module)
+        self._is_spread = len({*map(str, getattr(module, "hf_device_map", {}).values())}) > 1
         self.dtype = getattr(module, "dtype", None) or torch.get_default_dtype()
         self.max_positions = max_positions(self.config)
         self.num_embeddings = num_embeddings(module)
@@ -214,11 +215,14 @@ class Passes:
         if "position_ids" in self.arguments:
             given["position_ids"] = torch.tensor([list(positions)], device=self.device)
         index = torch.tensor(rows, device=self.device)
+        first = min(rows) if self._is_spread else 0
         if columns.layers:
             given["output_hidden_states"] = True
         if "logits_to_keep" in self.arguments:
-            output = self.module(**given, logits_to_keep=index)
+            # over several devices an index would lie on the first one, and the last one has what it picks from
+            output = self.module(**given, logits_to_keep=len(tokens) - first if self._is_spread else index)
             logits = output.logits[0]
+            logits = logits[(index - first).to(logits.device)] if self._is_spread else logits
         else:
             output = self.module(**given)
             logits = output.logits[0][index.to(output.logits.device)]

@@ -9,15 +9,18 @@ the weights alone; the softmax weights to 2^-25. The error is below float32's ow
 from __future__ import annotations
 
 import math
+import threading
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _HALF_BITS = 26  # |q|, |k| within 2^26 grid units each: their dot product within 2^52, exact in float64
 _VALUE_BITS = 27  # |v| within 2^27 units, weights within 2^25 and summing to 1: within 2^53
 _SUM_GRID = 1.5 * 2.0**16  # adding and taking off 1.5 * 2^(52-b) rounds to multiples of 2^-b: here b = 36
 _WEIGHT_GRID = 1.5 * 2.0**27  # b = 25
+_SETTING = threading.Lock()  # which of torch's kernels may run is the process's setting; cuDNN's plans each new length
 
 
 def grid_constant(bound: float, bits: int) -> float:
@@ -81,6 +84,17 @@ class ExactAttention:
         out.view(nodes, groups, -1, width).copy_(mixed.permute(2, 0, 1, 3))
 
 
+def attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
+    """As `FastAttention.attend`, heads that share keys laid side by side with the nodes: those of torch's kernels for
+    GPUs that take a mask take no shared keys, and its definition, which does, repeats them, and computes in float32."""
+    nodes, _, width = query.shape
+    groups = len(keys)
+    folded = query.view(nodes, groups, -1, width).permute(1, 2, 0, 3)  # [kv_heads, shared, nodes, d]
+    wide = None if mask is None else mask.repeat(folded.shape[1], 1)
+    mixed = F.scaled_dot_product_attention(folded.flatten(1, 2)[None], keys[None], values[None], wide, scale=1.0)
+    out.view(nodes, groups, -1, width).copy_(mixed.view(*folded.shape).permute(2, 0, 1, 3))
+
+
 class FastAttention:
     """The library's fused attention, in the model's own dtype."""
 
@@ -103,6 +117,10 @@ class FastAttention:
         mask = None
         if hidden is not None:
             mask = F.pad(hidden.to(query.dtype), (keys.shape[1] - hidden.shape[1], 0))  # [nodes, slots]
+        if query.device.type == "cuda":
+            with _SETTING, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+                attend_folded(query, keys, values, mask, out)
+            return
         mixed = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=heads != len(keys)
         )

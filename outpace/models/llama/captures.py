@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outpace.core import setups
+
 Work = Callable[[], None]
 WARM_UPS = 2  # runs before a capture: libraries choose their kernels and make their workspaces then
 
@@ -120,13 +122,16 @@ class CudaCapture:
         with _CAPTURING, torch.cuda.device(stream.device):
             caller = torch.cuda.current_stream()
             stream.wait_stream(caller)
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UPS):
+                        work()
+                # thread_local: another thread, which drafts, may allocate meanwhile
+                with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
                     work()
-            # thread_local: another thread, which drafts, may allocate meanwhile
-            with torch.cuda.graph(self._graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-                work()
-            caller.wait_stream(stream)
+            finally:  # a capture that fails leaves this thread on its stream, and its warm-ups at work
+                torch.cuda.set_stream(caller)
+                caller.wait_stream(stream)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -182,6 +187,7 @@ class Captures:
             self._is_busy = False
         self._made[key] = made
         self.count += 1
+        setups.note()
 
     def replay(self, key: Hashable) -> None:
         self._is_busy = True

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import unknown
+from outpace.core.numbers import power_of_two
 from outpace.core.scores import Scored, tensor_of
 from outpace.core.upload import uploaded
 from outpace.models.base import Part
@@ -26,7 +27,8 @@ from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.linear import padded
-from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape, power_of_two
+from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
+from outpace.models.llama.sharing import shared
 from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.llama.torch_weights import LayerWeights, Normed
@@ -95,10 +97,22 @@ class GraphLlama(Llama):
         return rows * (wide + SPARE) * self.token_bytes if rows else 0
 
     def score(self, forest: Sequence[Part]) -> Tensor:
-        sessions = [part.session for part in forest]
-        if not all(map(self._has_bucket, forest)) or any(self._skipped) or len(set(map(id, sessions))) < len(sessions):
-            return self._score_apart(forest)
-        return self._score_captured(forest)
+        """Parts that have a bucket in captured forwards, each other one in a forward of its own."""
+        if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
+            return tensor_of(self.score_hidden(forest, ()).logits)
+        inside = [number for number, part in enumerate(forest) if self._has_bucket(part)]
+        groups = shared([len(forest[number].tokens) for number in inside])
+        if len(inside) == len(forest) and len(groups) == 1:
+            return self._score_captured(forest)
+        rows: dict[int, Tensor] = {}
+        for places in groups:
+            numbers = [inside[place] for place in places]
+            scores = self._score_captured([forest[number] for number in numbers])
+            rows.update(zip(numbers, scores.split([len(forest[number].wanted) for number in numbers]), strict=True))
+        for number, part in enumerate(forest):
+            if number not in rows:
+                rows[number] = tensor_of(self.score_hidden([part], ()).logits)
+        return torch.cat([rows[number] for number in range(len(forest))])
 
     @torch.inference_mode()
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
@@ -113,20 +127,6 @@ class GraphLlama(Llama):
         pending = len(part.tokens) + (part.session.pending if part.keep is None else 0)
         is_plain = part.length is None and part.steer is None and part.inputs is None
         return is_plain and len(part.tokens) <= MOST_NODES and pending <= MOST_PENDING
-
-    def _score_apart(self, forest: Sequence[Part]) -> Tensor:
-        """Parts that have a bucket in captured forwards, each other one in a forward of its own."""
-        if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
-            return tensor_of(self.score_hidden(forest, ()).logits)
-        rows: dict[int, Tensor] = {}
-        inside = [number for number, part in enumerate(forest) if self._has_bucket(part)]
-        if inside:
-            scores = self._score_captured([forest[number] for number in inside])
-            rows.update(zip(inside, scores.split([len(forest[number].wanted) for number in inside]), strict=True))
-        for number, part in enumerate(forest):
-            if number not in rows:
-                rows[number] = tensor_of(self.score_hidden([part], ()).logits)
-        return torch.cat([rows[number] for number in range(len(forest))])
 
     @torch.inference_mode()
     def _score_captured(self, forest: Sequence[Part]) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.numbers import power_of_two
 from outpace.core.upload import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
@@ -23,11 +24,6 @@ from outpace.models.llama.torch_session import Holding
 SPARE = 8  # slots behind those of the texts: padding is written to the last, nothing reads them
 LEAST = 64  # slots
 MOST_MOVES = 64  # slots that the next forward moves along; more are moved at once
-
-
-def power_of_two(count: int, least: int = 1) -> int:
-    """The smallest power of two that is neither below `count` nor below `least`."""
-    return max(least, 1 << max(count - 1, 0).bit_length())
 
 
 def pool_shape(slots: Sequence[int]) -> tuple[int, int]:
