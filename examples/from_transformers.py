@@ -5,11 +5,17 @@ Needs `pip install transformers`.
 
 import sys
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ImportError:
+    sys.exit("this example needs `pip install transformers`")
 
 import outpace
 
 name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+try:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+except OSError as error:  # of transformers, where there is no such model, or no connection
+    sys.exit(f"{name} cannot be loaded: {error}")
 with outpace.LLM(model, tokenizer=tokenizer, drafter="ngram") as llm:
     print(llm.stream("1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", max_tokens=24).finish().text)

@@ -32,6 +32,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What there is to use, the library too before it is imported."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> Any:
     """The library, torch with it, is imported at its first use: the command line's help needs neither."""
     if name not in _HOMES:

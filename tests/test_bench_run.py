@@ -136,6 +136,7 @@ def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "rows.json").read_text()) == last(out)["rows"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last(out).keys()
+    assert "tokens/s by plain decoding, if memory is the limit" in " ".join(out.split()), "the floor is an estimate"
 
 
 def test_a_peer_that_writes_something_else_is_told_where(troubled: tuple[int, str, str]) -> None:

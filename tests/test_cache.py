@@ -16,7 +16,18 @@ from test_lock import HOLD, python
 
 from outpace.cli.main import main
 from outpace.models.files import cache
-from outpace.models.files.cache import DRAFT, HASHES, LEFT, LLAMA_CPP, MODEL, PROFILE, UNUSED_SECONDS, entries, others
+from outpace.models.files.cache import (
+    DRAFT,
+    HASHES,
+    LEFT,
+    LLAMA_CPP,
+    MODEL,
+    PROFILE,
+    TABLES,
+    UNUSED_SECONDS,
+    entries,
+    others,
+)
 from outpace.models.files.lock import lock_file, only_one
 
 HASH = "0123456789abcdef"
@@ -25,6 +36,8 @@ OURS = {
     f"drafts/{HASH}-v2/model.safetensors": DRAFT,
     f"gguf/model-{HASH}-Q4_1.gguf": LLAMA_CPP,
     f"profiles/{HASH}{HASH[:8]}.json": PROFILE,
+    f"tables/retrieval-{HASH}.tables": TABLES,
+    f"tables/.retrieval-{HASH}.tables.x_8abcde.part": LEFT,
     "drafts/digests.json": HASHES,
     f".Model.Q4_1-{HASH}-v2.lock": LEFT,
     f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFT,
@@ -42,6 +55,7 @@ NOT_OURS = (
     "drafts/mine/model.safetensors",
     f"gguf/{HASH}.gguf",
     "profiles/mine.json",
+    "tables/mine.tables",
     ".hidden.lock",
     ".hidden.part-abcdefgh/file",
 )
@@ -61,7 +75,7 @@ def files(folder: Path) -> set[str]:
 def first(name: str) -> str:
     """The entry that a file belongs to."""
     parts = Path(name).parts
-    return "/".join(parts[: 2 if parts[0] in ("drafts", "gguf", "profiles") else 1])
+    return "/".join(parts[: 2 if parts[0] in ("drafts", "gguf", "profiles", "tables") else 1])
 
 
 @pytest.fixture
@@ -112,6 +126,7 @@ def test_clean_removes_what_is_ours_and_says_so(folder: Path, run: Callable[...,
     for name in map(first, OURS):
         assert name in shown
     assert f"removed 0.0 MB: Model.Q4_1-{HASH}-v2 (model)" in shown
+    assert f"tables/retrieval-{HASH}.tables (tables of a drafter); `outpace tune --drafter retrieval --corpus" in shown
     assert f"{folder}: {len(OURS)} entries removed, 0.0 MB" in shown
     assert "left alone, not made by outpace: .hidden.lock, .hidden.part-abcdefgh" in shown
     assert f"and {len(NOT_OURS) - 5} more" in shown

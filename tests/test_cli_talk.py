@@ -94,6 +94,8 @@ def test_demo(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert (code, out.count("tokens are equal")) == (0, 2)
     assert "speedup" in out
     assert "depends on the prompt" in " ".join(out.split())
+    assert "green above" not in " ".join(out.split()), "there are no colours in a pipe"
+    assert "the default method: ngram" in out
     for draft, drafter in (("layers:1", "model+ngram"), ("none", "ngram")):
         code, out = demo(capsys, "--target", str(tiny), "--json", "--temperature", "1", "--draft", draft)
         found = json.loads(out)

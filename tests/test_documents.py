@@ -87,6 +87,7 @@ def test_a_number_has_a_digit_before_its_point(page: Path) -> None:
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: outpace\.(\w+)$", (HOUSE / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(outpace.__all__)
+    assert {name for name in dir(outpace) if not name.startswith("_")} == set(outpace.__all__)
 
 
 def test_all_packages_have_one_version_and_the_changelog_knows_it() -> None:

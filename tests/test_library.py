@@ -109,6 +109,12 @@ def test_a_draft_with_other_tokens_is_refused(model: str, tmp_path: Path) -> Non
         ({"drafter": "ngrm"}, "unknown drafter 'ngrm'.*did you mean 'ngram'"),
         ({"rule": "gumble"}, "unknown rule 'gumble'.*did you mean 'gumbel'"),
         ({"worker": "proces"}, "unknown worker 'proces'"),
+        ({"methd": "card"}, "LLM has no argument 'methd'; did you mean 'method'"),
+        ({"dtyp": "int8"}, "LLM has no argument 'dtyp'; did you mean 'dtype'"),
+        (
+            {"draft_length": 3},
+            r"'draft_length' \(--draft-length\) of method auto.*; it belongs to method pearl, speculative",
+        ),
         ({"widht": 3, "draft": "layers:0"}, "unknown option 'widht' of .*did you mean 'width'"),
         ({"copies": 0}, "copies is 0, it must be between 1 and 256"),
         ({"copies": "many"}, "copies is 'many', it must be a number"),

@@ -49,6 +49,12 @@ def test_models_by_name_or_loaded_or_one_of_each(path: str, target: Loaded) -> N
         llm.close()
 
 
+def test_its_name_says_model_and_method(target: Loaded) -> None:
+    with outpace.LLM(target, method="autoregressive") as llm:
+        assert repr(llm) == f"<LLM of {target.name} by autoregressive>"
+    assert repr(llm) == repr(object.__new__(outpace.LLM)) == "<closed LLM>"
+
+
 def test_options_of_loading_reach_both_models(path: str) -> None:
     with outpace.LLM(path, path, dtype="float32", draft_dtype="bfloat16") as llm:
         assert llm.draft is not None

@@ -90,8 +90,8 @@ def test_dials_are_flags_and_json_says_lossless(pair: tuple[Loaded, Loaded]) -> 
     [
         (
             {"rule": "typical", "beta": 2},
-            "^unknown option 'beta' of method speculative, rule typical, drafter model, allowed are "
-            "confident, .*, forced, leaves, .*, width",
+            r"^unknown option 'beta' \(--beta\) of method speculative, rule typical, drafter model; it belongs to "
+            "rule top_beta$",
         ),
         ({"rule": "lenience", "lenience": 2}, "lenience is 2"),
         (

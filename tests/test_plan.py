@@ -11,6 +11,7 @@ from files import model_folder
 from typer.testing import CliRunner
 
 from outpace.cli.main import app
+from outpace.cli.plan import _verdict
 from outpace.core.errors import UserError
 from outpace.core.plan import (
     GIB,
@@ -122,12 +123,36 @@ def test_a_models_own_files(tmp_path: Path) -> None:
     assert found["plans"][0]["pays"] == "autoregressive"
 
 
+def test_no_context_is_longer_than_the_models_own(tmp_path: Path) -> None:
+    found = planned("--target", "8B", "--draft", "1B", "--gpu", "H200")
+    assert {layout["most_context"] for layout in found["layouts"]} == {131072}
+    small = planned("--target", str(model_folder(tmp_path)), "--gpu", "H100")
+    assert {layout["most_context"] for layout in small["layouts"]} == {128}
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "sure", "bound", "expected"),
+    [
+        (2.0, 3.0, 4.0, "pays: card (at most 4.00x, a bound); pearl 3.00x"),
+        (2.0, 1.5, 4.0, "pays: speculative (2.00x) or card (at most 4.00x, a bound)"),
+        (2.0, 1.5, 1.9, "pays: speculative (2.00x); card at most 1.90x, a bound"),
+        (0.8, 0.7, 0.9, "pays: plain decoding, no method gains"),
+    ],
+)
+def test_the_verdict_in_words(in_turn: float, sure: float, bound: float, expected: str) -> None:
+    gained = {"autoregressive": 1.0, "speculative": in_turn, "pearl": sure, "card": bound}
+    methods = [Gain(name, 1, 1.0, speedup) for name, speedup in gained.items()]
+    assert _verdict({"methods": [gain._asdict() for gain in methods], "pays": best_method(methods)}) == expected
+
+
 def test_tables_and_one_line_of_json_last() -> None:
     done = CliRunner().invoke(
         app, ["doctor", "--plan", "--target", "8B", "--draft", "1B", "--gpu", "H200"], env={"COLUMNS": "120"}
     )
     lines = done.output.splitlines()
     assert "times plain" in done.output
+    assert "pays: speculative (" in done.output
+    assert "card (a bound)" in done.output
     assert json.loads(lines[-1])["machine"]["name"] == "H200"
 
 

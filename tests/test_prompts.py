@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from test_library import CHAT, folder
 import outpace
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
+from outpace.api.prompts import ROLES, tokens_of
 from outpace.models.load import Loaded, load_model
 
 IDS = [40, 41, 42]
@@ -110,6 +112,24 @@ def test_one_record_for_all_prompts_or_one_for_each(llm: LLM) -> None:
     with pytest.raises(outpace.UserError, match=r"sampling_params is {'max_tokens': 2}, it must be SamplingParams"):
         llm.generate("hello", {"max_tokens": 2})
     assert not llm.engine.waiting
+
+
+def test_a_role_that_nobody_knows_is_refused(llm: LLM) -> None:
+    for role, says in (
+        ("usr", "unknown role 'usr'.*did you mean 'user'"),
+        ("", "unknown role ''"),
+        (7, "unknown role '7'"),
+    ):
+        for ask in (llm.chat, llm.generate):
+            with pytest.raises(outpace.UserError, match=says):
+                ask([{"role": role, "content": "hello"}], max_tokens=2)
+    for role in ROLES:
+        assert llm.chat([{"role": role, "content": "hello"}], max_tokens=2).tokens
+
+
+def test_a_role_of_the_template_is_known() -> None:
+    tokenizer = SimpleNamespace(template_text="{% if m.role == 'ipython' %}...", chat=lambda messages: [len(messages)])
+    assert tokens_of([{"role": "ipython", "content": "7"}], tokenizer) == [1]
 
 
 def test_a_text_is_a_conversations_first_message(llm: LLM) -> None:

@@ -107,6 +107,6 @@ def test_a_rule_that_is_not_keyed_is_not_planned_by_the_clock(target: Loaded, mo
 
 
 def test_its_option_is_a_flag_and_a_row_of_the_table() -> None:
-    said = CliRunner().invoke(app, ["methods"], env={"COLUMNS": "160"}).output
+    said = CliRunner().invoke(app, ["methods", NAME], env={"COLUMNS": "160"}).output
     assert "--every 3" in said
     assert NAME in said

@@ -62,9 +62,9 @@ def test_torch_runs_where_the_kernels_are_missing(folder: Path, without_kernels:
     assert isinstance(loaded.model, Llama)
     assert loaded.precision == "float32"
     assert loaded.notice == (
-        "computed in float32 by torch: the native kernels are not installed: run `pip install --find-links dist"
-        " 'outpace[native]'` where the folder dist holds their wheels, or `pip install ./kernels` in a checkout, with a"
-        " C++20 compiler"
+        "computed in float32 by torch: the native kernels are not installed: run `pip install ./kernels` in a checkout"
+        " of outpace, with a C++20 compiler, or `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a"
+        " wheel of them"
     )
     for options in ({"dtype": "int8"}, {"runtime": "native"}):
         with pytest.raises(UserError, match="not installed"):
@@ -218,6 +218,25 @@ def test_doctor_says_what_is_missed_without_the_kernels(
     assert f"native kernels missing: the native kernels are not installed: {native_kernels.INSTALL}" in line
     assert (f"(there is {compiler})" if compiler else "(none was found)") in line
     assert "float32 by torch" in line
+
+
+def test_doctor_converts_no_model(tmp_path: Path, without_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = write_gguf(tmp_path / "model.gguf"), tmp_path / "cache"
+    monkeypatch.setattr("outpace.models.files.find.shipped_model", lambda: model)
+    monkeypatch.setenv("OUTPACE_CACHE", str(cache))
+    assert doctor.collect()["model"] == {"missing": doctor.NOT_MADE}
+    assert not [file for file in cache.rglob("*") if file.is_file()]
+    load_model(model)
+    assert doctor.collect()["model"]["pass_seconds"] > 0, "it is converted now"
+
+
+@needs_kernels
+@pytest.mark.smollm2
+def test_doctor_makes_no_draft_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smollm2_file()
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    assert doctor.collect()["model"]["pass_seconds"] > 0
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_is_done_while_weights_are_loaded_is_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,10 @@ def test_the_small_addresses_answer(site: Served) -> None:
     assert site.ask("/health").json == {"status": "ok"}
     assert site.ask("/ready").status == 200
     assert site.ask("/version").json == {"version": outpace.__version__}
-    assert json.loads(site.ask("/openapi.json").body)["paths"].keys() >= {"/v1/chat/completions"}
+    document = json.loads(site.ask("/openapi.json").body)
+    assert document["paths"].keys() >= {"/v1/chat/completions"}
+    assert document["info"]["version"] == outpace.__version__
+    assert document["paths"]["/v1/chat/completions"]["post"]["summary"] == "Answer a conversation"
     assert site.ask("/docs").status == 404
 
 

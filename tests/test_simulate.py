@@ -15,6 +15,7 @@ from test_card_fuzz import TARGETS, random_clock, random_requests
 
 from outpace.candidates.cache import Candidate, CandidateCache, Layer, Sight
 from outpace.candidates.inline import InlineWorker
+from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
@@ -256,6 +257,11 @@ def test_names_of_methods() -> None:
     assert [setup.name for setup in chosen(SIZES, ["card"])] == [PLAIN, "card"]
     names = [setup.name for setup in chosen(SIZES, ["speculative", "card-chain"])]
     assert names == [PLAIN, "speculative-chain", "speculative-tree", "card-chain"]
+    assert [setup.name for setup in chosen(SIZES, ["all"])] == [*SETUPS]
+    usual = [setup.name for setup in chosen(SIZES, [])]
+    assert {*registry.names("decoders"), "speculative-chain", "speculative-tree"} == {*usual, "speculative"}
+    wider = {setup.name for setup in chosen(replace(SIZES, others=(7,)), [])}
+    assert wider - {*usual} == {"card-k7", "planned-k7"}
     with pytest.raises(UserError, match="did you mean 'card'"):
         chosen(SIZES, ["cart"])
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from outpace.api.arguments import taken
 from outpace.api.asked import given_params, params_of_each
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams
@@ -107,10 +108,7 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> None:
         parts = Parts(method, drafter, rule, worker, numbers.plain(draft_threads))
         check_names(parts)
-        if "model" in more and target is not None:
-            raise UserError("model is another name for target, give one of them")
-        target = more.pop("model", target)
-        changes = {field.name: more.pop(field.name) for field in fields(LoadOptions) if field.name in more}
+        target, changes = taken(target, more, LLM.__init__)
         self.target, self.draft = load_pair(
             target,
             draft,
@@ -155,6 +153,9 @@ class LLM(AbstractContextManager["LLM"]):
         if self.method == PLANNED and not is_known:
             time_rounds(self.engine, self.tokenizer.encode("The") or [0])  # any word
 
+    def __repr__(self) -> str:
+        return "<closed LLM>" if self._is_closed else f"<LLM of {self.target.name} by {self.method}>"
+
     def compile(self, params: SamplingParams) -> None:
         """Compiles what the answer has to be, before it is asked for; UserError for what cannot be enforced."""
         if params.structure:
@@ -193,6 +194,7 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Stream:
         """Starts an answer to text, chat messages or token ids; `options` by name are those of `SamplingParams`.
 
+        A text is continued as it stands, without the model's chat template; messages go through the template.
         `choice` tells several sampled answers to one prompt apart. `plain`: without speculation; the text is the same.
         `drafter`: one of those that the LLM was made with, by name.
         """
@@ -211,7 +213,9 @@ class LLM(AbstractContextManager["LLM"]):
         """Answers a prompt or several, batched: `n` results for each prompt, one prompt's after the other's.
 
         `prompts`: one prompt (a text, a list of messages, a list of token ids) or a list of such; a list of whole
-        numbers is one prompt. `sampling_params`: for all, or one for each prompt. The rest as for `stream`.
+        numbers is one prompt. A text is continued as it stands, without the chat template, unlike the prompt of the
+        command `outpace generate`: for an answer to a question give a list of messages, or use `chat`.
+        `sampling_params`: for all, or one for each prompt. The rest as for `stream`.
         """
         asked = prompts_of(prompts)
         each = params_of_each(sampling_params, options, len(asked))
@@ -235,8 +239,8 @@ class LLM(AbstractContextManager["LLM"]):
         drafter: str | None = None,
         **options: Any,
     ) -> Result:
-        """The answer to a conversation, through the model's chat template; a text is one message of the user's. Options
-        as for `stream`."""
+        """The answer to a conversation, through the model's chat template; a text is one message of the user's, as the
+        prompt of the command `outpace generate` is. Options as for `stream`."""
         params = given_params(sampling_params, options)
         return self._stream(messages_of(messages), params, choice, plain, drafter).finish()
 

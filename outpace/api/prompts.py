@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, unknown
 from outpace.core.numbers import plain
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _BYTES = (bytes, bytearray, memoryview)  # sequences of numbers that are not meant as token ids
 
 
@@ -22,6 +24,7 @@ def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
     if items is not None and _are_tokens(items):
         return items
     if items is not None and _are_messages(items):
+        _check_roles(items, tokenizer)
         messages: list[int] = tokenizer.chat(items)
         return messages
     raise UserError(
@@ -51,6 +54,13 @@ def messages_of(messages: str | Sequence[Mapping[str, Any]]) -> list[Any]:
             f"messages is {reprlib.repr(messages)}, it must be a text or a list of messages, each with role and content"
         )
     return items
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
+    """UserError for a role that neither the server takes nor the template names: many write whatever they are given."""
+    for role in (str(message.get("role", "")) for message in messages):
+        if role not in ROLES and not (role and re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.template_text)):
+            raise unknown("role", role, ROLES)
 
 
 def _items(value: Any) -> list[Any] | None:

@@ -204,7 +204,8 @@ def _footer(facts: Mapping[str, Any]) -> Text:
         floor = facts["floor_seconds"]
         bytes_read = f"{facts['weight_bytes'] / 1e6:.0f} MB of weights at {facts['gigabytes_per_second']:.1f} GB/s"
         lines.append(
-            f"floor of a pass: {1e3 * floor:.1f} ms, {bytes_read}: plain decoding writes {1 / floor:.0f} tokens/s"
+            f"floor of a pass: about {1e3 * floor:.1f} ms, {bytes_read} (estimate): about {1 / floor:.0f} tokens/s"
+            " by plain decoding, if memory is the limit"
         )
     return Text("\n".join([*lines, facts["command"]]), style=GREY)
 

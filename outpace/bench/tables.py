@@ -51,9 +51,11 @@ def makers() -> list[str]:
 
 
 def _maker(drafter: str | None) -> ModuleType:
+    if drafter is None:
+        raise UserError(f"--corpus makes a drafter's file: say which, by --drafter {' or '.join(makers())}")
     if drafter not in makers():
         raise UserError(f"--corpus makes a file for --drafter {' or '.join(makers())}, not for {drafter}")
-    return registry.find("drafters", str(drafter))
+    return registry.find("drafters", drafter)
 
 
 def texts_of(corpus: Sequence[Path]) -> list[str]:

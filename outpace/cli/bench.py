@@ -186,7 +186,7 @@ def _show(running: Any, facts: dict[str, Any], keeping: Keeping) -> list[UserErr
     if keeping.out is not None and found:  # nobody asked for this one: matplotlib may be missing
         for error in write_all([partial(plot, found, facts, keeping.out / PLOT)]):
             display.say(f"warning: {error}", "yellow")
-    display.print_json({"rows": plain, **facts})
+    display.print_for_machines({"rows": plain, **facts})
     return failed
 
 
@@ -205,7 +205,7 @@ def _compare(one: Path, other: Path) -> None:
     console.print(compare.table(found))
     for line in (f"A: {one}", f"B: {other}", *compare.differences(first, second)):
         console.print(line, style=display.GREY)
-    display.print_json({"a": str(one), "b": str(other), "rows": found})
+    display.print_for_machines({"a": str(one), "b": str(other), "rows": found})
 
 
 def _trace(llm: LLM, options: Any, file: Path) -> None:
@@ -237,4 +237,4 @@ def _trace(llm: LLM, options: Any, file: Path) -> None:
     trace.save(file)
     found = {"trace": str(file), "answers": len(prompts), "tokens": trace.tokens}
     display.say(f"trace: {file}, {trace.tokens} tokens of {len(prompts)} answers")
-    display.print_json(found | {"acceptance": round(trace.acceptance(), 4)})
+    display.print_for_machines(found | {"acceptance": round(trace.acceptance(), 4)})

@@ -71,13 +71,26 @@ def clean() -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> list[str]:
     """What `clean` did, in sentences."""
-    lines = [f"removed {_megabytes(each['bytes'])}: {each['name']} ({each['kind']})" for each in found["removed"]]
+    lines = [
+        f"removed {_megabytes(each['bytes'])}: {each['name']} ({each['kind']}){_again(each)}"
+        for each in found["removed"]
+    ]
     lines += [f"kept {each['name']} ({each['kind']}): {each['reason']}" for each in found["kept"]]
     if found["others"]:
         lines.append(f"left alone, not made by outpace: {_listed(found['others'])}")
     count = len(found["removed"])
     freed = f"{count} {'entry' if count == 1 else 'entries'} removed, {_megabytes(found['bytes'])}"
     return [*lines, f"{found['folder']}: {freed if count else 'there was nothing to remove'}"]
+
+
+def _again(entry: dict[str, Any]) -> str:
+    """How to have it again, where outpace does not make it by itself."""
+    from outpace.models.files.cache import TABLES
+
+    if entry["kind"] != TABLES:
+        return ""
+    drafter = Path(entry["name"]).name.rpartition("-")[0]
+    return f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
 
 
 def _record(entry: Entry, folder: Path) -> dict[str, Any]:

@@ -30,14 +30,14 @@ PROMPT = (
 STORY = "Tell me a short story about a lighthouse keeper."
 CAPTION = (
     "Each figure: {runs} on this machine, prefill not counted. The gain depends on the prompt: drafts are accepted"
-    " where the answer repeats what was said before, and seldom where it is new, as in the story ('{story}'). Accepted"
-    " tokens are green above."
+    " where the answer repeats what was said before, and seldom where it is new, as in the story ('{story}')."
 )
+GREEN = " Accepted tokens are green above."
 DISTURBED = (
     "Other work on this machine disturbed these times; they cannot be trusted. Run the demo again when it is idle."
 )
 METHODS = {
-    "auto": "the default: {drafter}, as much as pays",
+    "auto": "the default method: {drafter}, as much as pays",
     "card": "CARD, {drafter} drafting beside it",
     "speculative": "draft-then-verify, {drafter} in turn",
 }
@@ -230,7 +230,8 @@ def _report(found: Sequence[Comparison], drafter: str) -> None:
     runs = "one run" if rounds == 1 else f"medians of {rounds} runs, taken in turn"
     if any(comparison.is_disturbed for comparison in found):
         console.print(DISTURBED, style="yellow")
-    console.print(CAPTION.format(runs=runs, story=STORY), style=display.GREY)
+    green = GREEN if console.color_system else ""
+    console.print(CAPTION.format(runs=runs, story=STORY) + green, style=display.GREY)
 
 
 def _table(found: Sequence[Comparison], drafter: str) -> Table:

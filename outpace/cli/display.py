@@ -49,6 +49,12 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def print_for_machines(value: Mapping[str, Any]) -> None:
+    """The last line of what people read too: nothing on a terminal, where it would push the table away."""
+    if not sys.stdout.isatty():
+        print_json(value)
+
+
 def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
     """Shows each piece as it comes; False if Ctrl-C ended the answer. Warnings wait until it is over."""
     with warnings.catch_warnings(record=True) as caught, signals.at_safe_points():

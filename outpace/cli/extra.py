@@ -66,7 +66,10 @@ def _known(flag: str, own: Sequence[str]) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     if name in options:
         return name
+    if flag == "--version":
+        raise UserError("--version is asked of the program alone: `outpace --version`")
     allowed = {name.removeprefix("--") for name in own} | {name.replace("_", "-") for name in options}
     near = difflib.get_close_matches(flag.removeprefix("--"), sorted(allowed), n=1, cutoff=0.7)
-    hint = f"did you mean --{near[0]}?" if near else "--help and `outpace methods` list those that there are"
+    lists = "--help lists the command's own, `outpace methods NAME` those of a method"
+    hint = f"did you mean --{near[0]}?" if near else lists
     raise UserError(f"unknown option {flag}; {hint}")

@@ -71,7 +71,7 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The options of methods, drafters and rules (see outpace methods) are flags too, as in --method speculative
+    The options of methods, drafters and rules (see outpace methods NAME) are flags too, as in --method speculative
     --draft-length 6.
     """
     from outpace.api.params import SamplingParams

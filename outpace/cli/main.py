@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -91,11 +92,21 @@ def _unforeseen(error: Exception) -> int:
     if message is None or code is None:
         traceback.print_exception(error)
         return 1
-    text = message().rstrip(".").replace(". Did", "; did")
+    text = _in_our_words(message().rstrip(".").replace(". Did", "; did"))
     if text.startswith("No such command") and "did you mean" not in text:
         text += f", there are {', '.join(sorted(COMMANDS))}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
+
+
+def _in_our_words(text: str) -> str:
+    """Typer's sentence, without the words that pydantic or click has in it for numbers, and with what helps."""
+    if text == "Missing argument 'PROMPT'":
+        return f"{text}; - reads it from standard input"
+    text = re.sub(r"(Input should be a valid number\b|'.*' is not a valid float).*", "it must be a number", text)
+    return re.sub(
+        r"(Input should be a valid integer\b|'.*' is not a valid integer).*", "it must be a whole number", text
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.options import Json
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from outpace.core.registry import Method
@@ -22,8 +22,8 @@ PAGE = """# Methods
 
 A method says who drafts and when, a drafter what is proposed, a rule which proposals are accepted. *Lossless* methods
 and rules keep the target's distribution (greedy, gumbel and match its text too); the others give some of it up for
-speed, and their answers say so. Each option is a flag of the command line and an argument of the library; it is shown
-with its default.
+speed, and their answers say so. Each option is a flag of the command line and an argument of the library. It is shown
+with its default, where that is a value; what holds without the others, the text below the options says.
 
 A *pass* is a forward of the target, a *draft step* one of the draft model; a *round* is one pass with the drafting
 for it, and costs are those of one round. Proposed tokens form a *tree* (a *chain* where there is one branch), whose
@@ -35,22 +35,32 @@ while the target's pass runs; the other terms of these methods are in [card.md](
 """
 
 
+HINT = "outpace methods NAME ... shows some of them in full, with their options; --markdown writes all of it"
+
+
 def methods(
+    chosen: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Methods, drafters or rules to show in full.", show_default=False),
+    ] = None,
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Write the list as a Markdown page.")] = False,
 ) -> None:
-    """List the methods, drafters and rules: what they need and cost, their options and papers."""
+    """List the methods, drafters and rules in a line each; with NAMEs: what these need and cost, options and papers."""
     if as_json and markdown:
         raise UserError("--json and --markdown exclude each other, leave out one of them")
-    found = _found()
+    if chosen and markdown:
+        raise UserError("--markdown writes the whole page, leave out --markdown or the names")
+    found = _chosen(_found(), chosen or [])
     if as_json:
         display.print_json({kind: [asdict(method) for method in found[kind]] for kind in found})
     elif markdown:
         typer.echo(page(), nl=False)
-    else:
-        console = display.stdout()
+    elif chosen:
         for kind, some in found.items():
-            console.print(_table(kind, some))
+            display.stdout().print(_table(kind, some))
+    else:
+        _print_short(found)
 
 
 def page() -> str:
@@ -68,6 +78,38 @@ def _found() -> Mapping[str, Sequence[Method]]:
     return {kind: [registry.describe(kind, name) for name in registry.names(kind)] for kind in registry.KINDS}
 
 
+def _chosen(found: Mapping[str, Sequence[Method]], wanted: Sequence[str]) -> Mapping[str, Sequence[Method]]:
+    """Those of these names, or all where none is named; UserError for a name that none has."""
+    known = {method.name for some in found.values() for method in some}
+    for name in wanted:
+        if name not in known:
+            raise unknown("method, drafter or rule", name, known)
+    if not wanted:
+        return found
+    some = {kind: [method for method in found[kind] if method.name in wanted] for kind in found}
+    return {kind: methods for kind, methods in some.items() if methods}
+
+
+def _print_short(found: Mapping[str, Sequence[Method]]) -> None:
+    """A line each, cut on a terminal that is narrower."""
+    console = display.stdout()
+    width = max(len(method.name) for some in found.values() for method in some) + 2
+    for kind, some in found.items():
+        console.print(_title(kind))
+        for method in some:
+            line = Text(method.name.ljust(width), style="cyan").append(method.help, style="default")
+            if console.is_terminal:
+                console.print(line, no_wrap=True, overflow="ellipsis")
+            else:
+                console.print(line, soft_wrap=True)
+        console.print()
+    display.say(HINT)
+
+
+def _title(kind: str) -> Text:
+    return Text(kind, style="bold").append(f"  {FLAGS[kind]}", style="cyan")
+
+
 def _rows(kind: str, found: Sequence[Method]) -> list[list[str]]:
     """Head, rule and rows of a table; drafters never change a text, so they have no column for that."""
     has_loss = kind != "drafters"
@@ -83,8 +125,7 @@ def _rows(kind: str, found: Sequence[Method]) -> list[list[str]]:
 
 
 def _table(kind: str, found: Sequence[Method]) -> Table:
-    title = Text(kind, style="bold").append(f"  {FLAGS[kind]}", style="cyan")
-    table = Table(title=title, title_justify="left", expand=True, box=None, padding=(0, 2, 0, 0), leading=1)
+    table = Table(title=_title(kind), title_justify="left", expand=True, box=None, padding=(0, 2, 0, 0), leading=1)
     table.add_column("name", style="cyan", no_wrap=True)
     table.add_column("what it does", ratio=1, overflow="fold")
     has_options = any(method.options for method in found)

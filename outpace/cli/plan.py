@@ -125,10 +125,10 @@ def report(found: dict[str, Any]) -> Group:
         where.add_row(layout["name"], *cells, "yes" if layout["fits"] else "no", f"{layout['most_context']}")
     models = ", ".join(f"{model['name']} ({model['held'] / 1e9:.2f} billion weights)" for model in found["models"])
     said = f"{models} on {found['machine']['name']}, {found['batch']} x {found['context']} tokens; floors, not measured"
-    return Group(said, where, *(table for plan in found["plans"] for table in _tables(plan)))
+    return Group(said, where, *(part for plan in found["plans"] for part in _parts(plan)))
 
 
-def _tables(plan: dict[str, Any]) -> Iterator[Table]:
+def _parts(plan: dict[str, Any]) -> Iterator[Table | str]:
     times = Table("ms, at least", *map(str, SHOWN), box=None, padding=(0, 2, 0, 0), title=plan["layout"])
     for name in ("target", "draft"):
         if plan[name]:
@@ -137,10 +137,24 @@ def _tables(plan: dict[str, Any]) -> Iterator[Table]:
     methods = Table("method", "drafted", "tokens a round", "times plain", box=None, padding=(0, 2, 0, 0))
     for gain in plan["methods"]:
         style = "bold" if gain["method"] in plan["pays"] else ""
-        name = "card, at most" if gain["method"] == "card" else gain["method"]
+        name = "card (a bound)" if gain["method"] == "card" else gain["method"]
         cells = (str(gain["length"]), f"{gain['tokens']:.2f}", f"{gain['speedup']:.2f}")
         methods.add_row(name, *cells, style=style)
     yield methods
+    yield _verdict(plan)
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    """Which method pays and how much; CARD's gain is never more than a bound."""
+    gained = {gain["method"]: f"{gain['speedup']:.2f}x" for gain in plan["methods"]}
+    gained |= {"card": f"at most {gained['card']}, a bound"} if "card" in gained else {}
+    paying = plan["pays"].split(" or ")
+    if paying == ["autoregressive"]:
+        return "pays: plain decoding, no method gains"
+    beside = ["card"] if "card" in gained and "card" not in paying else []
+    beside += ["pearl"] if paying == ["card"] else []  # what is sure, by which CARD was chosen
+    said = "pays: " + " or ".join(f"{name} ({gained[name]})" for name in paying)
+    return said + "".join(f"; {name} {gained[name]}" for name in beside)
 
 
 def _distinct(fitting: list[Layout]) -> list[Layout]:

@@ -105,7 +105,10 @@ def simulate(
     shown: Shown,
     methods: Annotated[
         str | None,
-        typer.Option(help="Rows of the table to simulate, as in speculative,card,card-chain; the default is all."),
+        typer.Option(
+            help="Rows of the table to simulate, as in speculative,card,card-chain. The default is every method as it"
+            " is; all: also those without one of their parts."
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Tree nodes verified in a pass, the root included.")] = 32,
     width: Annotated[
@@ -134,6 +137,9 @@ def simulate(
             trace, rows, costs, times.devices, lambda what, done, every: bar(what, done / every), live
         ):
             outcomes.append(outcome)
+            if not display.stderr().is_terminal:  # which shows a bar
+                told = f"{len(outcomes)} of {len(rows) * len(costs)}: {outcome.setup.title}"
+                display.stderr().print(told, markup=False)
             if shown.rows is not None:  # what is done is kept, whatever ends the rest
                 failed = write_all([partial(_write, shown.rows, report.as_rows(outcomes))])
     summary = report.about(trace, sizes, times.devices)
@@ -144,7 +150,7 @@ def simulate(
         display.stdout().print(report.table(outcomes, title))
     if shown.plot is not None:
         failed += write_all([partial(report.plot, outcomes, title, shown.plot)])
-    display.print_json({**summary, "rows": report.as_rows(outcomes)})
+    display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
     raise_last(failed)
 
 

@@ -59,8 +59,11 @@ def tune(
         display.print_json(_record(found))
         return
     display.stdout().print(_table(found))
-    kept = f"kept in {found.path}" if found.path else "not kept: the cache folder cannot be written"
-    display.say(f"method auto will be {found.chosen!r} for this pair; {kept}")
+    if found.path is None:
+        display.say("these times are not kept: the cache folder cannot be written")
+        return
+    does = "plans with these times" if found.chosen == "auto" else f"is method {found.chosen}, which was faster,"
+    display.say(f"from now on method auto {does} for this pair; kept in {found.path}")
 
 
 def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) -> None:
@@ -75,7 +78,9 @@ def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) 
     if as_json:
         display.print_json(made._asdict() | {"path": str(made.path)})
         return
-    size = f"{made.tokens} tokens of {made.texts} texts, {made.bytes / 1e6:.1f} MB"
+    texts = "1 text" if made.texts == 1 else f"{made.texts} texts"
+    large = made.bytes >= 1e6
+    size = f"{made.tokens} tokens of {texts}, {made.bytes / (1e6 if large else 1e3):.1f} {'MB' if large else 'KB'}"
     display.say(f"{made.path}: {size}, for --drafter {made.drafter}")
 
 

@@ -52,14 +52,15 @@ MACHINES = {
 
 
 class Size(NamedTuple):
-    """A model: weights that it holds and those that a pass reads (numbers), bytes of each, and bytes of keys and values
-    a token."""
+    """A model: weights that it holds and those that a pass reads (numbers), bytes of each, bytes of keys and values a
+    token, and the most tokens of a text."""
 
     name: str
     held: int
     read: int
     weight_bytes: float
     token_bytes: int
+    max_positions: int = _LONGEST
 
     def batch(self, machine: Machine, context: int) -> Batch:
         """What decides its passes over texts of so many tokens."""
@@ -116,14 +117,14 @@ def layouts(target: Size, draft: Size | None, machine: Machine, context: int, re
 
 
 def most_context(target: Size, draft: Size | None, layout: Layout, requests: int) -> int:
-    """Tokens of context for which a layout would still fit; 0 where not even the weights do."""
+    """Tokens of context for which a layout would still fit, up to the target's own; 0 where not even the weights do."""
 
     def fits(context: int) -> bool:
         needed = target.needs(context, requests, layout.split == 1) / layout.split + WORK
         beside = draft.needs(context, requests) if draft is not None and not layout.is_apart else 0.0
         return needed + beside <= layout.memory
 
-    least, beyond = 0, _LONGEST
+    least, beyond = 0, target.max_positions + 1
     while beyond - least > 1:
         middle = (least + beyond) // 2
         least, beyond = (middle, beyond) if fits(middle) else (least, middle)

@@ -137,7 +137,26 @@ def check_known(
     allowed = {field.name for module in (*modules.values(), *unnamed) for field in fields(module.Options)}
     for name in values:
         if name not in allowed:
-            raise unknown("option", name, allowed, of=", ".join(modules))
+            raise _unknown_option(name, allowed, ", ".join(modules))
+
+
+def owners(option: str) -> list[str]:
+    """The methods, drafters and rules that have an option of this name, those of a kind together."""
+    having = {kind: [n for n in names(kind) if option in _fields(find(kind, n))] for kind in KINDS}
+    return [f"{_CALLED[kind]} {', '.join(found)}" for kind, found in having.items() if found]
+
+
+def _fields(module: ModuleType) -> set[str]:
+    return {field.name for field in fields(module.Options)}
+
+
+def _unknown_option(name: str, allowed: Iterable[str], chosen: str) -> UserError:
+    """Says which methods have the option, where some have, and what it is called on the command line."""
+    has = owners(name)
+    if not has:
+        return unknown("option", name, allowed, of=chosen)
+    flag = f"--{name.replace('_', '-')}"
+    return UserError(f"unknown option {name!r} ({flag}) of {chosen}; it belongs to {' and '.join(has)}")
 
 
 def _default(field: Field[Any]) -> Any:

@@ -1,6 +1,6 @@
 """The draft writes while it is confident; the target checks this in one pass and rolls back to the first bad token.
 
-BiLD, Kim et al., arXiv:2302.07863, for decoders only.
+After BiLD, Kim et al., arXiv:2302.07863; here for decoder-only models.
 
 The draft hands over where its likeliest token has less than `fallback`, or after `most` tokens. With its own rule,
 rollback, this is lossy; with another rule the text is that rule's, and only the draft's length is BiLD's.

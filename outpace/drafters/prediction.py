@@ -1,5 +1,4 @@
-"""Copies the caller's own guess of the answer, else an earlier answer to the same prompt, and finds the place to go on
-after each difference.
+"""Copies the caller's guess of the answer, else an earlier answer to the prompt, and goes on after each difference.
 
 As in OpenAI's predicted outputs (2024, platform.openai.com/docs/guides/predicted-outputs); no training, no model.
 """

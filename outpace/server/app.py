@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from outpace import __version__
 from outpace.server import chat_body, completion_body, logs, messages_body, page, responses_body, tokens
 from outpace.server.chat import ChatShape
 from outpace.server.chat_body import ChatBody
@@ -30,6 +31,24 @@ from outpace.server.responses_body import ResponsesBody
 from outpace.server.service import Service
 from outpace.server.shapes import Shape
 
+SUMMARIES = {
+    "/v1/chat/completions": "Answer a conversation",
+    "/v1/completions": "Continue texts",
+    "/v1/responses": "Answer, in the shape of OpenAI's Responses",
+    "/v1/messages": "Answer, in the shape of Anthropic's Messages",
+    "/v1/messages/count_tokens": "Count the tokens of a conversation",
+    "/tokenize": "Split a text into tokens",
+    "/detokenize": "Join tokens to a text",
+    "/v1/models": "List the models",
+    "/v1/models/{name:path}": "Describe a model",
+    "/tokenizer_info": "Describe the tokenizer",
+    "/health": "Tell whether the engine works",
+    "/ready": "Tell whether requests are taken",
+    "/version": "Tell the version",
+    "/metrics": "Give metrics for Prometheus",
+    "/": "A page to chat on",
+}
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -42,17 +61,18 @@ def build(service: Service) -> Gate:
         yield
         service.end()
 
-    app = FastAPI(title="outpace", docs_url=None, redoc_url=None, lifespan=life)
-    routes = Routes(service)
+    app = FastAPI(title="outpace", version=__version__, docs_url=None, redoc_url=None, lifespan=life)
+    routes, summary_of = Routes(service), SUMMARIES.__getitem__
     parts: dict[str, Any] = {}  # schemas to which those of bodies refer
     for path, kind, handler in routes.posts():
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         parts |= schema.pop("$defs", {})
         content = {"application/json": {"schema": schema}}
         extra = {"requestBody": {"required": True, "content": content}}
-        app.add_api_route(path, _guarded(handler), methods=["POST"], openapi_extra=extra, response_model=None)
+        given: dict[str, Any] = {"openapi_extra": extra, "response_model": None}
+        app.add_api_route(path, _guarded(handler), methods=["POST"], summary=summary_of(path), **given)
     for path, handler in routes.gets():
-        app.add_api_route(path, _guarded(handler), methods=["GET"], response_model=None)
+        app.add_api_route(path, _guarded(handler), methods=["GET"], summary=summary_of(path), response_model=None)
     app.add_exception_handler(HTTPException, _refused)
     app.openapi()["components"] = {"schemas": parts}  # which is made once
     answering = {path for path, kind, _ in routes.posts() if issubclass(kind, Sampled)}
@@ -190,8 +210,6 @@ class Routes:
         return JsonReply({"status": "ready"})
 
     async def _version(self, request: Request) -> Response:
-        from outpace import __version__
-
         return JsonReply({"version": __version__})
 
     async def _page(self, request: Request) -> Response:

@@ -10,7 +10,8 @@ from typing import Any
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
 
-PLAIN = "autoregressive"
+PLAIN, ALL = "autoregressive", "all"
+_BY_SHAPE = ("speculative",)  # in a row each for chains and for trees
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
 LIVE = ("lookahead", "ouroboros")
 COPYING = "model+ngram"
@@ -132,20 +133,23 @@ def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
 
 
 def chosen(sizes: Sizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
-    """Those of these names, or all of a decoder's name; plain decoding is always there. All if no name is given.
-    `has_models`: those that need the models too."""
+    """Those of these names, or all of a decoder's name; plain decoding is always there. `all`: every one; no name: each
+    method as it is, without the rows that leave out a part of it. `has_models`: those that need the models too."""
     for name in names:
         if name in LIVE and not has_models:
             raise UserError(
                 f"{name} needs what the target says of wrong branches, name the models with --target, --draft"
             )
     every = [setup for setup in setups(sizes) if has_models or not setup.is_live]
-    if not names:
+    if ALL in names:
         return every
+    if not names:
+        usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others} | {*LIVE}
+        return [one for one in every if one.name == one.method or one.method in _BY_SHAPE or one.name in usual]
     allowed = {setup.name for setup in every} | {setup.method for setup in every}
     for name in names:
         if name not in allowed:
-            raise unknown("method", name, allowed)
+            raise unknown("method", name, (ALL, *allowed))
     known = {setup.name for setup in every}
     return [
         setup

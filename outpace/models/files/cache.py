@@ -1,9 +1,10 @@
 """The files in the cache folder: made once, listed, and removed. Nothing is touched but what outpace has made there.
 
-    NAME-<hash>-v2/          a model converted from a .gguf file, for other runtimes than the native one
-    drafts/<hash>-v2/        a packed draft made whole with its target's embeddings
-    gguf/NAME-<hash>-Q.gguf  a model written for llama.cpp
-    profiles/<hash>.json     what the planner learnt of a pair of models
+    NAME-<hash>-v2/            a model converted from a .gguf file, for other runtimes than the native one
+    drafts/<hash>-v2/          a packed draft made whole with its target's embeddings
+    gguf/NAME-<hash>-Q.gguf    a model written for llama.cpp
+    profiles/<hash>.json       what the planner learnt of a pair of models
+    tables/NAME-<hash>.tables  what `outpace tune --corpus` made for a drafter
 
 Beside them are locks (.NAME.lock) and what killed programs left (.NAME.part-...).
 """
@@ -26,6 +27,7 @@ from outpace.models.files.new_folder import temporary_prefix
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
+TABLES = "tables of a drafter"
 HASHES, LEFT = "hashes of files", "left by an earlier program"
 HEX = "[0-9a-f]"
 PLACES = {  # folder, and what the names of our entries there are like, by kind
@@ -33,6 +35,7 @@ PLACES = {  # folder, and what the names of our entries there are like, by kind
     DRAFTS: {DRAFT: rf"{HEX}{{16}}-v\d+", HASHES: re.escape(DIGESTS)},
     "gguf": {LLAMA_CPP: rf".+-{HEX}{{16}}-\w+\.gguf"},
     "profiles": {PROFILE: rf"{HEX}{{24}}\.json", LEFT: r"tmp\w+\.part"},
+    "tables": {TABLES: rf"\w+-{HEX}{{16}}\.tables", LEFT: rf"\.\w+-{HEX}{{16}}\.tables\.\w+\.part"},
 }
 FOLDERS = (MODEL, DRAFT)  # the other kinds are files
 OLD_DRAFT = rf".+-{HEX}{{16}}-v1"  # a draft made whole by outpace 0.1; models are converted as v2 today

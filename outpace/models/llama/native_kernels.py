@@ -13,8 +13,8 @@ from outpace.models.options import AUTO, FILE, INT4, INT8
 
 WEIGHTS = (INT8, INT4, FILE, AUTO)
 INSTALL = (
-    "run `pip install --find-links dist 'outpace[native]'` where the folder dist holds their wheels, or"
-    " `pip install ./kernels` in a checkout, with a C++20 compiler"
+    "run `pip install ./kernels` in a checkout of outpace, with a C++20 compiler, or"
+    " `pip install --find-links FOLDER outpace-kernels` where FOLDER holds a wheel of them"
 )
 
 

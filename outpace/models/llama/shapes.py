@@ -40,4 +40,4 @@ def size_of(name: str, config: LlamaConfig, weight_bytes: float, kv_bytes: int =
     held = sum(math.prod(shape) for shape in tensor_shapes(config).values())
     embedding = config.vocab_size * config.hidden_size  # of which a pass reads one row a node
     read = held if config.tie_embeddings else held - embedding
-    return Size(name, held, read, weight_bytes, config.kv_entries * kv_bytes)
+    return Size(name, held, read, weight_bytes, config.kv_entries * kv_bytes, config.max_positions)
