@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from files import smollm2_file, write_gguf
 
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.models.files import find
 
 FORMS = r"folder.*\.gguf.*hub id"
@@ -56,7 +58,7 @@ def test_another_file(elsewhere: Path) -> None:
 
 def test_without_the_hub_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=r"outpace\[hub\]"):
+    with pytest.raises(UserError, match=re.escape(install("hub"))):
         find.resolve("owner/name")
 
 

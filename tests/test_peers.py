@@ -166,7 +166,7 @@ def test_a_missing_package_is_told_with_what_installs_it(
     found = importlib.util.find_spec
     hidden: Callable[..., Any] = lambda module, *rest: None if module == package(name) else found(module, *rest)  # noqa: E731
     monkeypatch.setattr(_rounds.importlib.util, "find_spec", hidden)
-    with pytest.raises(UserError, match=rf"peer {name} is not installed: run `pip install 'outpace\["):
+    with pytest.raises(UserError, match=rf"peer {name} is not installed: run `pip install "):
         contenders.find_peer(name).build(settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from passes import random_parents, text
 
 import outpace
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.models import devices
 from outpace.models.base import Part, chain
 from outpace.models.llama.graph_runtime import GraphLlama
@@ -86,7 +88,7 @@ def test_without_torchao_it_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs `pip install 'outpace\\[torchao\\]'`"):
+    with pytest.raises(UserError, match=re.escape(f"needs `{install('torchao')}`")):
         load_model("nowhere", **options)
 
 

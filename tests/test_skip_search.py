@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from outpace.bench import skip_search
 from outpace.bench.skip_search import Prices, SearchOptions, predicted, search
 from outpace.cli.main import app
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.drafters._sublayers import Sublayers
 from outpace.drafters.layer_skip import Options
 from outpace.models.load import Loaded, load_model, silent
@@ -150,7 +152,7 @@ def test_a_search_without_what_it_needs_is_refused(
     with pytest.raises(UserError, match="an inflated target has layers that change nothing"):
         search(inflated, [corpus], SearchOptions(), silent)
     monkeypatch.setattr(skip_search, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"the search for sublayers needs optuna: `pip install 'outpace\[search\]'`"):
+    with pytest.raises(UserError, match=re.escape(f"needs optuna: `{install('search')}`")):
         search(target, [corpus], SearchOptions(), silent)
 
 

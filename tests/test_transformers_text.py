@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.cli.options import Loading
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.tokenizer import OtherTokenizer, wrap
 from outpace.models.llama.torch_runtime import Llama
@@ -147,7 +149,7 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match=r"unknown runtime 'lama', allowed are .*did you mean 'llama'"):
         load_model(gpt2, runtime="lama")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"runs it; it needs `pip install 'outpace\[transformers\]'`"):
+    with pytest.raises(UserError, match=re.escape(f"runs it; it needs `{install('transformers')}`")):
         load_model(gpt2)
 
 

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 from outpace.api.llm import LLM
 from outpace.bench.tables import texts_of
 from outpace.core.errors import UserError, check_whole
+from outpace.core.extras import install
 from outpace.core.types import Request
 from outpace.drafters._sublayers import Sublayers, agreements, check_target, evenly, inner
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules import greedy
 
-INSTALL = "`pip install 'outpace[search]'`"
+INSTALL = f"`{install('search')}`"
 WINDOW = 50  # tokens of an answer that a set drafts in one forward
 LONGEST = 8  # tokens of a draft
 PROMPT_TOKENS = 256  # of each calibration prompt, its last ones

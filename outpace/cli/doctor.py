@@ -17,6 +17,7 @@ from rich.text import Text
 from outpace.cli import cached, display, plan, signals
 from outpace.cli.options import Json, flags
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
 
@@ -233,6 +234,6 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _around(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = cached.rows(found["cache"])
     for name, (gives, _) in EXTRAS.items():
-        there = "installed" if found["extras"][name] else f"not installed; pip install 'outpace[{name}]'"
+        there = "installed" if found["extras"][name] else f"not installed; {install(name)}"
         rows.append((f"extra {name}", f"{there} ({gives})"))
     return rows

@@ -12,6 +12,7 @@ import typer
 from outpace.cli import display
 from outpace.cli.options import Loading, flags
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
@@ -91,7 +92,7 @@ def serve(ctx: typer.Context, loading: Loading, listening: Listening, bounds: Bo
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"the server needs {', '.join(missing)}: pip install 'outpace[server]'")
+        raise UserError(f"the server needs {', '.join(missing)}: {install('server')}")
     from outpace.server import run
 
     options = _options(listening, bounds)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.distill.judge import CHAIN, POSITIONS, TREE, Judgement
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("the plot needs `pip install 'outpace[distill]'`; all else is written") from None
+        raise UserError(f"the plot needs `{install('distill')}`; all else is written") from None
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for row in judgement.rows:

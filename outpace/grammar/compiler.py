@@ -14,6 +14,7 @@ import numpy as np
 
 from outpace.core.awake import AwakeClock
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.grammar import schema
 from outpace.grammar.matcher import GrammarConstraint, unpacked
 from outpace.grammar.structure import NAMES, Structure
@@ -164,5 +165,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise UserError("structured output needs the package llguidance: pip install 'outpace[grammar]'") from error
+        raise UserError(f"structured output needs the package llguidance: {install('grammar')}") from error
     return llguidance

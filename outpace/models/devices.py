@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 from outpace.core.lazy import torch
 from outpace.models.options import AUTO, CUDA, FILE, OFF, LoadOptions, has_bfloat16
 
@@ -79,7 +80,7 @@ def check_quantized(options: LoadOptions) -> None:
     if options.exact:
         raise UserError(f"exact mode is not available with dtype {options.dtype} by torch: leave out exact")
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"dtype {options.dtype} by torch needs `pip install 'outpace[torchao]'`")
+        raise UserError(f"dtype {options.dtype} by torch needs `{install('torchao')}`")
 
 
 def check_pair(options: LoadOptions, draft_device: str | None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError, unknown
+from outpace.core.extras import install
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_memory
@@ -24,7 +25,7 @@ from outpace.models.llama.inflate import inflated, label, notice
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
-INSTALL = "`pip install 'outpace[transformers]'`"
+INSTALL = f"`{install('transformers')}`"
 
 
 @dataclass(frozen=True)

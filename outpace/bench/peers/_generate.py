@@ -12,8 +12,9 @@ import torch
 from outpace.bench.peer import Answered, PeerSettings
 from outpace.bench.peers._rounds import Rounds, check_room, need
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 
-INSTALL = "`pip install 'outpace[bench]'`"
+INSTALL = f"`{install('bench')}`"
 
 
 class Generate:

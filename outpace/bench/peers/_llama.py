@@ -13,8 +13,9 @@ from outpace.bench.peer import Answered, PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import Rounds, check_room, need
 from outpace.core.errors import UserError
+from outpace.core.extras import install
 
-INSTALL = "`pip install 'outpace[llama-cpp]'` (it is compiled, which takes minutes)"
+INSTALL = f"`{install('llama-cpp')}` (it is compiled, which takes minutes)"
 BATCH = 512  # rows at once, llama.cpp's default
 
 
