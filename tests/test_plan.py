@@ -86,17 +86,21 @@ def test_gains_are_the_formulas_at_their_best_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "sure", "bound", "expected"),
+    ("in_turn", "sure", "bound", "expected", "in_words"),
     [
-        (2.0, 3.0, 4.0, "card"),
-        (2.0, 1.5, 4.0, "speculative or card"),
-        (2.0, 1.5, 1.9, "speculative"),
-        (0.8, 0.7, 0.9, "autoregressive"),
+        (2.0, 3.0, 4.0, "card", "pays: card (at most 4.00x, a bound); pearl 3.00x"),
+        (2.0, 1.5, 4.0, "speculative or card", "pays: speculative (2.00x) or card (at most 4.00x, a bound)"),
+        (2.0, 1.5, 1.9, "speculative", "pays: speculative (2.00x); card at most 1.90x, a bound"),
+        (0.8, 0.7, 0.9, "autoregressive", "pays: plain decoding, no method gains"),
     ],
 )
-def test_what_pays_between_a_sure_gain_and_a_bound(in_turn: float, sure: float, bound: float, expected: str) -> None:
+def test_what_pays_between_a_sure_gain_and_a_bound(
+    in_turn: float, sure: float, bound: float, expected: str, in_words: str
+) -> None:
     gained = {"autoregressive": 1.0, "speculative": in_turn, "pearl": sure, "card": bound}
-    assert best_method([Gain(name, 1, 1.0, speedup) for name, speedup in gained.items()]) == expected
+    methods = [Gain(name, 1, 1.0, speedup) for name, speedup in gained.items()]
+    assert best_method(methods) == expected
+    assert _verdict({"methods": [gain._asdict() for gain in methods], "pays": expected}) == in_words
 
 
 def test_a_draft_as_dear_as_its_target_does_not_pay() -> None:
@@ -128,21 +132,6 @@ def test_no_context_is_longer_than_the_models_own(tmp_path: Path) -> None:
     assert {layout["most_context"] for layout in found["layouts"]} == {131072}
     small = planned("--target", str(model_folder(tmp_path)), "--gpu", "H100")
     assert {layout["most_context"] for layout in small["layouts"]} == {128}
-
-
-@pytest.mark.parametrize(
-    ("in_turn", "sure", "bound", "expected"),
-    [
-        (2.0, 3.0, 4.0, "pays: card (at most 4.00x, a bound); pearl 3.00x"),
-        (2.0, 1.5, 4.0, "pays: speculative (2.00x) or card (at most 4.00x, a bound)"),
-        (2.0, 1.5, 1.9, "pays: speculative (2.00x); card at most 1.90x, a bound"),
-        (0.8, 0.7, 0.9, "pays: plain decoding, no method gains"),
-    ],
-)
-def test_the_verdict_in_words(in_turn: float, sure: float, bound: float, expected: str) -> None:
-    gained = {"autoregressive": 1.0, "speculative": in_turn, "pearl": sure, "card": bound}
-    methods = [Gain(name, 1, 1.0, speedup) for name, speedup in gained.items()]
-    assert _verdict({"methods": [gain._asdict() for gain in methods], "pays": best_method(methods)}) == expected
 
 
 def test_tables_and_one_line_of_json_last() -> None:

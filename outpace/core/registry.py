@@ -125,7 +125,7 @@ def option_names(module: ModuleType) -> tuple[str, ...]:
 def build_options(module: ModuleType, values: Mapping[str, Any]) -> Any:
     """The method's Options from those of `values` that it knows; text is read as the option's own type."""
     kinds = get_type_hints(module.Options)
-    known = {field.name for field in fields(module.Options)}
+    known = _fields(module)
     return module.Options(**{n: _read(n, kinds[n], values[n]) for n in values if n in known})
 
 
@@ -134,7 +134,7 @@ def check_known(
 ) -> None:
     """Raises UserError for a value that no chosen method has an option for: nothing is dropped in silence. `unnamed`:
     methods that nobody chose, whose options are known too."""
-    allowed = {field.name for module in (*modules.values(), *unnamed) for field in fields(module.Options)}
+    allowed = set[str]().union(*map(_fields, (*modules.values(), *unnamed)))
     for name in values:
         if name not in allowed:
             raise _unknown_option(name, allowed, ", ".join(modules))

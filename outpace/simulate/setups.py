@@ -11,7 +11,6 @@ from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
 
 PLAIN, ALL = "autoregressive", "all"
-_BY_SHAPE = ("speculative",)  # in a row each for chains and for trees
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths that are tried where a method has one
 LIVE = ("lookahead", "ouroboros")
 COPYING = "model+ngram"
@@ -145,7 +144,7 @@ def chosen(sizes: Sizes, names: Sequence[str], has_models: bool = False) -> list
         return every
     if not names:
         usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others} | {*LIVE}
-        return [one for one in every if one.name == one.method or one.method in _BY_SHAPE or one.name in usual]
+        return [one for one in every if one.name == one.method or one.method == "speculative" or one.name in usual]
     allowed = {setup.name for setup in every} | {setup.method for setup in every}
     for name in names:
         if name not in allowed:

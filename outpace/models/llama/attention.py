@@ -84,15 +84,27 @@ class ExactAttention:
         out.view(nodes, groups, -1, width).copy_(mixed.permute(2, 0, 1, 3))
 
 
+def folded(query: Tensor, batch: int, groups: int) -> Tensor:
+    """Heads that share keys laid side by side with the nodes: [batch * nodes, heads, d] to [batch, kv_heads, shared *
+    nodes, d]"""
+    nodes, width = len(query) // batch, query.shape[2]
+    return query.view(batch, nodes, groups, -1, width).permute(0, 2, 3, 1, 4).reshape(batch, groups, -1, width)
+
+
+def unfolded(mixed: Tensor, nodes: int) -> Tensor:
+    """And back: [batch, kv_heads, shared * nodes, d] to rows [batch * nodes, heads * d]"""
+    batch, groups, rows, width = mixed.shape
+    parts = mixed.view(batch, groups, rows // nodes, nodes, width).permute(0, 3, 1, 2, 4)
+    return parts.reshape(batch * nodes, groups * (rows // nodes) * width)
+
+
 def attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
     """As `FastAttention.attend`, heads that share keys laid side by side with the nodes: those of torch's kernels for
     GPUs that take a mask take no shared keys, and its definition, which does, repeats them, and computes in float32."""
-    nodes, _, width = query.shape
-    groups = len(keys)
-    folded = query.view(nodes, groups, -1, width).permute(1, 2, 0, 3)  # [kv_heads, shared, nodes, d]
-    wide = None if mask is None else mask.repeat(folded.shape[1], 1)
-    mixed = F.scaled_dot_product_attention(folded.flatten(1, 2)[None], keys[None], values[None], wide, scale=1.0)
-    out.view(nodes, groups, -1, width).copy_(mixed.view(*folded.shape).permute(2, 0, 1, 3))
+    part = folded(query, 1, len(keys))
+    wide = None if mask is None else mask.repeat(part.shape[2] // len(query), 1)
+    mixed = F.scaled_dot_product_attention(part, keys[None], values[None], wide, scale=1.0)
+    out.copy_(unfolded(mixed, len(query)))
 
 
 class FastAttention:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.models.llama.attention import exact_weights
+from outpace.models.llama.attention import exact_weights, folded, unfolded
 
 KINDS = ("matmul", "sdpa")
 _UNSEEN = -1e300  # finite: a row that sees nothing stays so
@@ -53,33 +53,26 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: str)
 
     `mask` as `prepared` gives it."""
     batch, groups, slots, width = keys.shape
-    nodes = len(query) // batch
-    folded = query.view(batch, nodes, groups, -1, width).permute(0, 2, 3, 1, 4)  # [batch, kv_heads, shared, nodes, d]
-    shared = folded.shape[2]
-    folded = folded.reshape(batch, groups, shared * nodes, width)
+    nodes, part = len(query) // batch, folded(query, batch, groups)
     if kind == "sdpa":
-        mixed = F.scaled_dot_product_attention(folded, keys, values, mask, scale=1.0)
+        mixed = F.scaled_dot_product_attention(part, keys, values, mask, scale=1.0)
     else:
-        scores = _product(folded.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
-        scores.view(batch, groups, shared, nodes, slots).add_(mask[:, None, None])
+        scores = _product(part.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
+        scores.view(batch, groups, -1, nodes, slots).add_(mask[:, None, None])
         weights = scores.softmax(-1).to(values.dtype)
         mixed = torch.bmm(weights, values.view(-1, slots, width))
-    mixed = mixed.view(batch, groups, shared, nodes, width).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(batch * nodes, groups * shared * width)
+    return unfolded(mixed.view(part.shape), nodes)
 
 
 def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     """As `attend`, for what `ExactAttention` put on grids, in float64: sums are exact, so a row's bits depend neither
     on the number of slots, nodes and sessions nor on where its keys lie. `hidden` bool [batch, nodes, slots]."""
     batch, groups, slots, width = keys.shape
-    nodes = len(query) // batch
-    folded = query.view(batch, nodes, groups, -1, width).permute(0, 2, 3, 1, 4)  # [batch, kv_heads, shared, nodes, d]
-    shared = folded.shape[2]
-    scores = torch.bmm(folded.reshape(-1, shared * nodes, width), keys.view(-1, slots, width).transpose(1, 2))
-    scores.view(batch, groups, shared, nodes, slots).masked_fill_(hidden[:, None, None], _UNSEEN)
+    nodes, part = len(query) // batch, folded(query, batch, groups)
+    scores = torch.bmm(part.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
+    scores.view(batch, groups, -1, nodes, slots).masked_fill_(hidden[:, None, None], _UNSEEN)
     mixed = torch.bmm(exact_weights(scores), values.view(-1, slots, width))
-    mixed = mixed.view(batch, groups, shared, nodes, width).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(batch * nodes, groups * shared * width)
+    return unfolded(mixed.view(part.shape), nodes)
 
 
 def _product(query: Tensor, keys: Tensor) -> Tensor:
