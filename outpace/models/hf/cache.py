@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from outpace.core.errors import UserError
 from outpace.core.upload import uploaded
+
+# layers that share another's keys and values stand in the cache as these; before transformers 5.23 not at all
+_SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class Plan(NamedTuple):
@@ -121,7 +124,7 @@ class SlotLayer(DynamicLayer):
 def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
     """A Cache for the model of this config, and those of its layers that store something."""
     cache = DynamicCache(config=config)
-    cache.layers = [layer if isinstance(layer, DummyLayer) else SlotLayer() for layer in cache.layers]
+    cache.layers = [layer if isinstance(layer, _SHARING) else SlotLayer() for layer in cache.layers]
     return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
 
 
@@ -135,12 +138,12 @@ def read_plan(config: Any) -> Plan:
             " be taken back"
         ) from error
     for number, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_SHARING):
             raise UserError(
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
                 " back: models with recurrent or compressed memory cannot be sped up by speculation here"
             )
-    stores = tuple(not isinstance(layer, DummyLayer) for layer in layers)
+    stores = tuple(not isinstance(layer, _SHARING) for layer in layers)
     windows = _windows(getattr(config, "layer_types", None), layers)
     return Plan(stores, windows, _objection(config))
 
@@ -151,7 +154,7 @@ def _windows(types: Sequence[str] | None, layers: Sequence[Any]) -> dict[str, in
     found = {
         name: getattr(layer, "sliding_window", None)
         for name, layer in zip(names, layers, strict=True)
-        if not isinstance(layer, DummyLayer)
+        if not isinstance(layer, _SHARING)
     }
     return {"": next(iter(found.values()), None)} if len(set(found.values())) <= 1 else found
 
