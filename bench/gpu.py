@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_checks import CHECKED, of_exact, of_forwards, of_plain, of_texts, random_weights
-from gpu_clock import Bench, Row, bandwidth, joules
+from gpu_answers import METHODS, peak, turns
+from gpu_checks import CHECKED, captured, kinds, of_exact, of_forwards, of_plain, of_texts, random_weights
+from gpu_clock import Bench, Row, bandwidth
 from gpu_steps import draft_steps
 
 from outpace.api.llm import LLM
 from outpace.core import machine
 from outpace.core.errors import UserError
 from outpace.core.plan import MACHINES
-from outpace.core.theory import card_limit, expected_tokens, speedup
 from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
@@ -42,12 +41,6 @@ PROMPTS = (
     "A train travels 60 miles in 1.5 hours. What is its average speed? Think step by step.",
     "Summarise the story of Robinson Crusoe in a paragraph.",
 )
-METHODS: dict[str, dict[str, Any]] = {
-    "plain": {"method": "autoregressive"},
-    "in turn": {"method": "speculative", "drafter": "model"},
-    "beside": {"method": "card", "drafter": "model", "worker": "thread"},
-    "planner": {"method": "auto", "profile": False},
-}
 
 
 def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:
@@ -93,10 +86,9 @@ def shapes(bench: Bench) -> Iterator[Row]:
     """Random models of known sizes, as far as they fit."""
     for name in ("1B",) if bench.args.quick else ("1B", "8B", "32B"):
         config = NAMED[name] if bench.is_cuda else CHECKED
-        for attention in ("matmul", "sdpa"):
+        for kind in kinds(bench.device)[-1 if name == "32B" else 0 :]:  # the largest as it is run, for want of time
             tensor = random_weights(config, bench.device, bench.dtype)
-            given: dict[str, Any] = {"device": bench.device, "dtype": bench.dtype, "attention": attention}
-            model = GraphLlama.from_tensors(config, tensor, **given)
+            model = captured(kind, config, tensor, device=bench.device, dtype=bench.dtype)
             yield from passes(bench, model, name, grid(bench.args.quick))
             del model, tensor
             gc.collect()
@@ -117,53 +109,19 @@ def load_name(name: str) -> str:
 
 
 def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> Iterator[Row]:
-    """Tokens a second of each method, interleaved, with what the planner's formula says of the measured parts."""
+    """Tokens a second of each method by turns, with what the planner's formula says of the measured parts."""
     target, draft = loaded(bench, inflate)
     if draft is None:
         raise UserError("there is no draft for it: name one with --draft")
-    prompts, count = bench.args.prompts, bench.args.tokens
     context = min(256, target.model.max_positions // 2)
-    parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 9, context)]))
-    step = next(iter(passes(bench, draft.model, "draft", [(1, 1, context)])))
-    yield from (*parts, step)
-    cost, verify = step["ms"] / parts[0]["ms"], parts[1]["ms"] / parts[0]["ms"]
+    parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 16, context)]))
+    parts += passes(bench, draft.model, "draft", [(1, 1, context)])
+    yield from parts
+    measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=True))
     for batch in batches:
-        asked = [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))]
-        rates: dict[str, list[float]] = {name: [] for name in METHODS}
-        accepted: dict[str, float] = {}
-        for name in [*METHODS] * bench.args.repeats:
-            with LLM(target, draft, batch=batch, reuse=False, **METHODS[name]) as llm:
-                llm.generate(asked[:1], max_tokens=4)
-                before, start = joules(bench), time.perf_counter()
-                results = llm.generate(asked, max_tokens=count, ignore_eos=True)
-                seconds = time.perf_counter() - start
-            written = sum(len(result.tokens) for result in results)
-            rates[name].append(written / seconds)
-            accepted[name] = results[0].figures.draft_acceptance or 0.0
-            used = joules(bench)
-            energy = None if before is None or used is None else (used - before) / written
-            yield {
-                "inflate": inflate,
-                "batch": batch,
-                "method": name,
-                "tokens_per_second": written / seconds,
-                "joules": energy,
-            }
-        plain = statistics.median(rates["plain"])
-        alpha = min(accepted["in turn"], 0.99)
-        formula = {"in turn": speedup(expected_tokens(alpha, 8), 8, cost, verify)}
-        formula["beside"] = card_limit(expected_tokens(alpha, 8), verify, cost)
-        for name, found in rates.items():
-            ratio = statistics.median(found) / plain
-            yield {
-                "inflate": inflate,
-                "batch": batch,
-                "method": name,
-                "times_plain": ratio,
-                "formula": formula.get(name),
-            }
+        yield from turns(bench, target, draft, measured, inflate, batch)
     if bench.is_cuda:
-        yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
+        yield peak(bench)
 
 
 def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
@@ -220,7 +178,7 @@ def peers(bench: Bench) -> Iterator[Row]:
         if name == "assisted" and assistant is None:
             continue
         for prompt in bench.args.prompts[:2]:
-            ids = torch.tensor([target.tokenizer.encode(prompt)], device=bench.device)
+            ids = torch.tensor([target.tokenizer.encode_prompt(prompt)], device=bench.device)
             more = {} if helper is None else {"assistant_model": helper}
             start = time.perf_counter()
             out = model.generate(ids, max_new_tokens=bench.args.tokens, do_sample=False, pad_token_id=2, **more)
@@ -277,11 +235,11 @@ def measure(bench: Bench) -> None:
     quick = bench.args.quick
     bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
     bench.part("draft steps", lambda: draft_steps(bench, loaded(bench)[1].model))
+    bench.part("shapes", lambda: shapes(bench))
     bench.part("answers", lambda: answers(bench, 1, (1, 2) if quick else (1, 8, 32)))
     for factor in (2,) if quick else (8, 30, 200):
         bench.part(f"inflated {factor}", lambda factor=factor: answers(bench, factor))
     bench.part("precisions", lambda: precisions(bench))
-    bench.part("shapes", lambda: shapes(bench))
     bench.part("peers", lambda: peers(bench))
 
 

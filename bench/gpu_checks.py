@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from outpace.api.llm import LLM
+from outpace.core.compiled import refusal
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
+from outpace.models.llama.batched import KINDS
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.graph_exact import ExactGraphLlama
+from outpace.models.llama.graph_fused import KIND as FUSED
+from outpace.models.llama.graph_fused import FusedLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama
 
@@ -56,6 +60,21 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Call
     return tensor
 
 
+def kinds(device: str, is_eager: bool = False) -> tuple[str, ...]:
+    """How a captured pass may compute on this device."""
+    is_fused = not is_eager and torch.device(device).type == "cuda" and refusal(torch.device(device)) is None
+    return (*KINDS, FUSED) if is_fused else KINDS
+
+
+def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
+    """A model whose passes compute in this way."""
+    return (
+        FusedLlama.from_tensors(*given, **more)
+        if kind == FUSED
+        else GraphLlama.from_tensors(*given, attention=kind, **more)
+    )
+
+
 def tokens(count: int, seed: int) -> list[int]:
     """So many random tokens."""
     rng = random.Random(seed)
@@ -95,12 +114,12 @@ def compared(name: str, got: Tensor, expected: Tensor) -> Row:
 def of_forwards(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
     """Graph against eager, tree against path by path, keep against a fresh prefill; a batch against one by one."""
     found = []
-    for attention in ("matmul", "sdpa"):
+    for kind in kinds(device, is_eager):
         tensor = random_weights(CHECKED, device, dtype)
         given: dict[str, Any] = {"device": device, "dtype": dtype}
-        model = GraphLlama.from_tensors(CHECKED, tensor, is_eager=is_eager, attention=attention, **given)
+        model = captured(kind, CHECKED, tensor, is_eager=is_eager, **given)
         found += _rows(
-            f"{attention}, {str(dtype).removeprefix('torch.')}",
+            f"{kind}, {str(dtype).removeprefix('torch.')}",
             model,
             Llama.from_tensors(CHECKED, tensor, exact=False, **given),
         )
@@ -153,7 +172,7 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
 def of_texts(llm: LLM, prompts: Sequence[str], count: int, method: str = "") -> list[Row]:
     """Texts against plain decoding's: tokens before the first difference, for without exact mode near ties may flip."""
     found, label = [], f"{method} against plain decoding" if method else "text against plain decoding"
-    asked = _asked(llm.target, prompts)
+    asked = asked_of(llm.target, prompts)
     for sampling in _samplings(count):
         plain = llm.generate(asked, plain=True, **sampling)
         found.append(_alike(label, llm.target, sampling, plain, llm.generate(asked, **sampling)))
@@ -165,12 +184,12 @@ def of_plain(target: Any, slow: Any, prompts: Sequence[str], count: int) -> list
     found = []
     with LLM(target, None, method="autoregressive") as ours, LLM(slow, None, method="autoregressive") as other:
         for sampling in _samplings(count):
-            texts = [llm.generate(_asked(target, prompts), **sampling) for llm in (other, ours)]
+            texts = [llm.generate(asked_of(target, prompts), **sampling) for llm in (other, ours)]
             found.append(_alike("captured passes against uncaptured ones", target, sampling, *texts))
     return found
 
 
-def _asked(target: Any, prompts: Sequence[str]) -> list[Any]:
+def asked_of(target: Any, prompts: Sequence[str]) -> list[Any]:
     """As a user asks a model that was trained to answer; else as texts to go on with."""
     if not getattr(target.tokenizer, "has_template", False):
         return list(prompts)

@@ -17,6 +17,8 @@ from outpace.core.available import available_bytes
 from outpace.models.llama.torch_runtime import Llama
 from outpace.rules import gumbel
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels are computed by numpy
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with interrupts ignored
 

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
 import test_draft_steps
-import test_split
 import test_turning_steps
 
 import outpace
@@ -185,6 +184,8 @@ def test_captures_are_made_anew_when_all_are_gone(folder: Path) -> None:
 @two_devices
 def test_a_target_split_over_two_devices_writes_plain_decodings_text(folder: Path) -> None:
     pytest.importorskip("accelerate")
+    import test_split
+
     given = {"method": "speculative", "drafter": "ngram", "dtype": "float32"}
     group = test_split.Group((folder, folder), given, is_cuda=True)
     assert group.line() == "loaded"

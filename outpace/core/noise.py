@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.core.compiled import refusal
 from outpace.core.lazy import torch
 from outpace.core.upload import uploaded
 
@@ -28,9 +29,10 @@ DRAW, ACCEPT, RESIDUAL = 1, 2, 3
 PURPOSES = 4
 
 _MASK64 = (1 << 64) - 1
-_SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
-_LOG_2 = 0.6931471805599453
-_UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
+SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
+LOG_2 = 0.6931471805599453
+UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
+FACTORS = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E485565 - (1 << 32)  # of the hash's three rounds, with a sign
 
 
 @lru_cache(4096)  # draft and target ask for the same positions, round after round
@@ -52,29 +54,34 @@ def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
 
 def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
-    return exponential_of(uploaded([halves(key) for key in keys], np.int32, device).view(len(keys), 2), vocab)
+    return exponential_of(_words(keys, device), vocab)
 
 
 def exponential_of(words: Tensor, vocab: int) -> Tensor:
     """As `exponential`, of keys that are on the device already: int32 [rows, 2], as `halves` gives them."""
+    if words.is_cuda and refusal(words.device) is None:
+        return _fused(words, vocab, False)
     low, high = words[:, :1], words[:, 1:]  # [rows, 1] each
     bits = torch.arange(vocab, dtype=torch.int32, device=words.device) ^ low  # [rows, vocab]
-    _mix(bits, 0x7FEB352D)
+    _mix(bits, FACTORS[0])
     bits.bitwise_xor_(high)
-    _mix(bits, 0x846CA68B - (1 << 32))
-    _mix(bits, 0x9E485565 - (1 << 32))
-    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
+    _mix(bits, FACTORS[1])
+    _mix(bits, FACTORS[2])
+    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(UNIT)
     return _minus_log(1.0 - v, v)
+
+
+def gumbel_of_words(words: Tensor, vocab: int) -> Tensor:
+    """As `gumbel`, of keys that are on the device already."""
+    if words.is_cuda and refusal(words.device) is None:
+        return _fused(words, vocab, True)
+    e = exponential_of(words, vocab)
+    return _minus_log(e, 1.0 - e)
 
 
 def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """g = -log E for every row key and every token: float32 [rows, vocab]."""
-    return gumbel_from(exponential(keys, vocab, device))
-
-
-def gumbel_from(e: Tensor) -> Tensor:
-    """g of E, as these modules' functions give it. float32, the same shape"""
-    return _minus_log(e, 1.0 - e)
+    return gumbel_of_words(_words(keys, device), vocab)
 
 
 def halves(key: int) -> tuple[int, int]:
@@ -85,19 +92,30 @@ def halves(key: int) -> tuple[int, int]:
 def hashes(key: int, tokens: np.ndarray) -> np.ndarray:
     """The 31-bit integers behind the noise of these tokens alone, as `exponential` makes them. uint32 [tokens]"""
     bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
-    for factor in (0x7FEB352D, 0x846CA68B, 0x9E485565):
-        bits *= np.uint32(factor)
+    for factor in FACTORS:
+        bits *= np.uint32(factor & 0xFFFFFFFF)
         bits ^= bits >> np.uint32(15)
-        if factor == 0x7FEB352D:
+        if factor == FACTORS[0]:
             bits ^= np.uint32(key >> 32)
     return bits & np.uint32(0x7FFFFFFF)
 
 
 def gumbel_of(numbers: np.ndarray) -> np.ndarray:
     """g = -log E of tokens with these hashes: float64 [tokens], E within 1e-6 of what `exponential` gives."""
-    v = (numbers.astype(np.float32) + np.float32(0.5)) * np.float32(_UNIT)
+    v = (numbers.astype(np.float32) + np.float32(0.5)) * np.float32(UNIT)
     g: np.ndarray = -np.log(-np.log1p(-v.astype(np.float64)))
     return g
+
+
+def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
+    return uploaded([halves(key) for key in keys], np.int32, device).view(len(keys), 2)
+
+
+def _fused(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:
+    """By one kernel, which has the same bits."""
+    from outpace.core.fused_noise import noise
+
+    return noise(words, vocab, is_gumbel)
 
 
 def _signed(word: int) -> int:
@@ -118,11 +136,11 @@ def _minus_log(x: Tensor, one_minus_x: Tensor) -> Tensor:
     `one_minus_x` is taken where x is near 1, where subtracting would cancel: E keeps its precision down to 2^-32.
     """
     bits = x.view(torch.int32)
-    exponent = (bits - _SQRT_HALF_BITS).bitwise_right_shift_(23)
+    exponent = (bits - SQRT_HALF_BITS).bitwise_right_shift_(23)
     mantissa = (bits - (exponent << 23)).view(torch.float32)  # in [sqrt(1/2), sqrt(2))
     s = torch.where(exponent == 0, one_minus_x, 1.0 - mantissa).div_(mantissa.add_(1.0))
     square = s * s
     series = square * (2 / 9)
     for term in (2 / 7, 2 / 5, 2 / 3):
         series.add_(term).mul_(square)
-    return series.add_(2.0).mul_(s).add_(exponent.to(torch.float32).mul_(-_LOG_2))
+    return series.add_(2.0).mul_(s).add_(exponent.to(torch.float32).mul_(-LOG_2))

@@ -130,8 +130,6 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """By torch; `reason`: why it is not the native runtime, where that was expected."""
-    from outpace.models.llama.graph_exact import ExactGraphLlama
-    from outpace.models.llama.graph_steps import SteppingLlama
     from outpace.models.llama.torch_runtime import Llama
 
     if options.trust_remote_code or options.is_spread:
@@ -141,9 +139,27 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     }
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
-        kind = ExactGraphLlama if options.exact else SteppingLlama
+        kind, slower = _captured(options)
         build = partial(kind.from_tensors, is_eager=options.graphs == EAGER, **given)
+        reason = slower or reason
     return _read(spec, options, progress, build, reason)
+
+
+def _captured(options: LoadOptions) -> tuple[Any, str | None]:
+    """Which of the runtimes whose passes are captured, and what its users are to know of that."""
+    import torch
+
+    from outpace.core.compiled import refusal
+    from outpace.models.llama.graph_exact import ExactGraphLlama
+    from outpace.models.llama.graph_fused import FusedLlama, slower
+    from outpace.models.llama.graph_steps import SteppingLlama
+
+    if options.exact:
+        return ExactGraphLlama, None
+    if options.graphs == EAGER:
+        return SteppingLlama, None
+    why = refusal(torch.device(options.device))
+    return (FusedLlama, None) if why is None else (SteppingLlama, slower(why))
 
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

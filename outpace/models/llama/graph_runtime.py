@@ -63,15 +63,15 @@ class GraphLlama(Llama):
 
     @classmethod
     def from_tensors(
-        cls, *args: Any, is_eager: bool | None = None, attention: str = KINDS[0], **more: Any
+        cls, *args: Any, is_eager: bool | None = None, attention: str | None = None, **more: Any
     ) -> GraphLlama:
         """As Llama's. `is_eager`: by the stand-in for a capture, None: where the device has no graphs; `attention`: by
-        matmul or sdpa."""
-        if attention not in KINDS:
+        matmul or sdpa, None: the class's own way."""
+        if attention not in (None, *KINDS):
             raise unknown("attention", attention, KINDS)
         model = super().from_tensors(*args, **more)
         assert isinstance(model, GraphLlama)
-        model.attention = attention
+        model.attention = attention or model.attention
         if is_eager is not None:
             model.captures = Captures(is_eager)
         return model

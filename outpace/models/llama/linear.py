@@ -59,6 +59,15 @@ def stock(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | Non
     return product if residual is None else product.add_(residual)
 
 
+def add_product(linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
+    """As `linear(x, residual)`, written over the residual where the library's own product can add to it."""
+    if isinstance(linear, partial) and linear.func is stock:
+        weight, bias = linear.args
+        if type(weight) is Tensor and bias is None:  # one that is held in 8 bits is of a type of its own
+            return residual.addmm_(x, weight.t())
+    return linear(x, residual)
+
+
 def _packed(packed: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:
     product = torch.ops.mkldnn._linear_pointwise
     if residual is None:

@@ -88,6 +88,10 @@ class Pool:
         moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
         kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
 
+    def lay_out(self, rows: int, slots: int) -> None:
+        """So many rows of so many slots, for one who uses them without sessions."""
+        self._resize(rows, slots)
+
     def _leave(self, session: GraphSession) -> None:
         if session.row is not None:
             self._sessions[session.row], session.row = None, None

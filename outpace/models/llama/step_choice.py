@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.noise import exponential_of, gumbel_from
+from outpace.core.noise import gumbel_of_words
 from outpace.core.ranking import best_of
 from outpace.core.steps import LEAST_COVERAGE, most_open
 from outpace.models.llama.static_inputs import WORDS
@@ -72,7 +72,7 @@ def proposals(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = torch.log_softmax(wide / temperature.to(wide.dtype)[:, None], dim=-1)
     if words is not None:
-        noisy = scale + gumbel_from(exponential_of(words, scale.shape[-1]))
+        noisy = scale + gumbel_of_words(words, scale.shape[-1])
         scale = torch.where(has_noise[:, None], noisy, scale)
     return best_of(scale, count)
 

@@ -1,0 +1,91 @@
+"""Captured forwards whose layers are ten launches: four products, and kernels of `fused.py` between them.
+
+Not for exact mode, where every operation must give a row the same bits whatever the bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.models.base import chain
+from outpace.models.llama.batched import KINDS
+from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.models.llama.linear import Linear, add_product
+
+KIND = "fused"
+
+
+def slower(why: str) -> str:
+    """What users are to know of a model that runs without the kernels."""
+    return f"passes take up to two times as long as they could: {why}"
+
+
+class FusedLlama(SteppingLlama):
+    """As SteppingLlama. Where keys and values are held in fewer bits, their part is left to it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.attention = KIND if self._holding.is_own else KINDS[0]
+        config = self.config
+        self._floor = math.sqrt(config.hidden_size * config.rms_norm_eps)
+        self._head_floor = math.sqrt(config.head_dim * config.rms_norm_eps)
+
+    @classmethod
+    def from_tensors(cls, *args: Any, **more: Any) -> SteppingLlama:
+        """As GraphLlama's. Where a compiler fails on a kernel of this model, the same model by torch's own operations,
+        with a notice."""
+        model = super().from_tensors(*args, **more)
+        assert isinstance(model, FusedLlama)
+        try:
+            model.score([chain(model.open(2, 1), [0], [0])])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of many kinds, by what failed
+            other = SteppingLlama.from_tensors(*args, **more)
+            assert isinstance(other, SteppingLlama)
+            other.notice = slower(f"{type(error).__name__}: {error}")
+            return other
+        return model
+
+    def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
+        if self.attention != KIND:
+            super()._layers_pass(start, given, slots)
+            return
+        x = F.embedding(given["tokens"].flatten(), self._embedding)  # [rows, hidden]
+        for number in range(len(self._layers)):
+            x = self._feed(number, self._mix_fused(number, start, x, given, slots), ())
+        self._hidden[: len(x)].copy_(x)
+
+    def _mix_fused(self, number: int, start: int, x: Tensor, given: dict[str, Tensor], slots: int) -> Tensor:
+        """A layer's attention, for all sessions at once."""
+        from outpace.models.llama import fused
+        from outpace.models.llama.fused_attention import attend
+
+        layer, config = self._layers[number], self.config
+        kv = self.pool.kv[number][:, start : start + len(given["lengths"])]
+        table = self._rotary.table if config.rotates(number) else None
+        mixed = self._apply_normed(layer.qkv, x)
+        query = fused.turn(mixed, layer.head_norm, self._head_floor, table, given["positions"], given["slots"], kv)
+        return self._apply(layer.output, attend(query, kv, given, slots, config.window(number)), x)
+
+    def _feed(self, number: int, x: Tensor, spans: Any) -> Tensor:
+        from outpace.models.llama import fused
+
+        if any(span.steer is not None for span in spans):
+            return super()._feed(number, x, spans)
+        layer = self._layers[number]
+        return self._apply(layer.down, fused.gated(self._apply_normed(layer.gate_up, x)), x)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        from outpace.models.llama import fused
+
+        return fused.norm(x.contiguous(), weight, self._floor)
+
+    def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The residual is written over: it has no other use."""
+        return linear(x) if residual is None else add_product(linear, x, residual)

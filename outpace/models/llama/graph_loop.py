@@ -1,0 +1,164 @@
+"""Plain decoding of many texts at once that never waits for the host: a graph takes a step of all of them, picks each
+one's next token on the device and feeds it to the next step.
+
+Prompts are read token by token among the others' answers, so every step is the same graph. It is how a draft's training
+text is written, where nobody waits for one answer and the answers' tokens a second count alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.core.noise import exponential_of
+from outpace.core.upload import uploaded
+from outpace.models.llama.captures import Captures
+from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.pool import Pool
+from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
+
+PART = 128  # tokens of which the likeliest is found first
+_LEAST_TEMPERATURE = 1e-6  # of a row that takes the likeliest token: it is divided by, and not used
+
+
+class Begun(NamedTuple):
+    """A text that is to be written: `keys` int32 [most, 2] of the noise of each token that it may have, None: the
+    likeliest token is taken."""
+
+    prompt: Sequence[int]
+    most: int
+    temperature: float
+    keys: np.ndarray | None
+
+
+class Ended(NamedTuple):
+    """A text that ended: its answer, and the k likeliest tokens at each place with their log-probabilities at
+    temperature 1, likeliest first. int64 [tokens], int64 and float32 [tokens, k]"""
+
+    row: int
+    tokens: np.ndarray
+    top_ids: np.ndarray
+    top_log_p: np.ndarray
+
+
+class WritingLoop:
+    """`rows` texts of at most `length` tokens, prompts included, by a captured model of its own storage."""
+
+    def __init__(self, model: GraphLlama, rows: int, length: int, top: int, stop_ids: Sequence[int]) -> None:
+        self.rows, self.length, self.top = rows, length, top
+        self._model, device = copy(model), model.device
+        self._model.captures = Captures(model.captures.is_eager)
+        self._model.pool = Pool(model.config, model._holding, device)
+        self._model.pool.lay_out(rows, length)
+        self._model._rotary.reach(length)
+        self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+        whole = {"dtype": torch.int64, "device": device}
+        self._texts = torch.zeros(rows, length + 1, **whole)  # the last column is nobody's
+        self._ids = torch.zeros(rows, length + 1, top, **whole)
+        self._log_p = torch.zeros(rows, length + 1, top, device=device)
+        self._keys = torch.zeros(rows, length + 1, 2, dtype=torch.int32, device=device)
+        self._place = torch.zeros(rows, **whole)  # of the token that is read next
+        self._prompt, self._end = torch.ones(rows, **whole), torch.zeros(rows, **whole)  # an end of 0: nothing to write
+        self._temperature = torch.ones(rows, device=device)
+        self._is_greedy = torch.ones(rows, dtype=torch.bool, device=device)
+        self._stops = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
+        self._stops[uploaded(sorted(stop_ids), np.int64, device)] = True
+        bits = torch.zeros(rows, 1, WORDS, **whole)
+        bits[..., 0] = 1  # a token sees itself, and what is before it
+        self._given = {
+            "bits": bits,
+            "depths": torch.zeros(rows, 1, **whole),
+            "below": torch.zeros(rows, MOST_PENDING, **whole),
+        }
+        self._begun: dict[int, int] = {}  # rows that are written to, with the length of their prompts
+
+    @property
+    def free(self) -> list[int]:
+        """Rows that nothing is written to."""
+        return [row for row in range(self.rows) if row not in self._begun]
+
+    @torch.inference_mode()
+    def begin(self, texts: Sequence[tuple[int, Begun]]) -> None:
+        """Texts for free rows."""
+        if not texts:
+            return
+        device, count = self._texts.device, len(texts)
+        tokens, keys = np.zeros((count, self.length + 1), np.int64), np.zeros((count, self.length + 1, 2), np.int32)
+        for number, (row, text) in enumerate(texts):
+            start = len(text.prompt)
+            tokens[number, :start] = text.prompt
+            if text.keys is not None:
+                keys[number, start : start + len(text.keys)] = text.keys
+            self._begun[row] = start
+        at = uploaded([row for row, _ in texts], np.int64, device)
+        starts = [len(text.prompt) for _, text in texts]
+        self._texts[at] = uploaded(tokens, np.int64, device)
+        self._keys[at] = uploaded(keys, np.int32, device)
+        self._place[at] = 0
+        self._prompt[at] = uploaded(starts, np.int64, device)
+        self._end[at] = uploaded(
+            [start + text.most for start, (_, text) in zip(starts, texts, strict=True)], np.int64, device
+        )
+        heat = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
+        self._temperature[at] = uploaded(heat, np.float32, device)
+        self._is_greedy[at] = uploaded([text.keys is None for _, text in texts], np.bool_, device)
+
+    @torch.inference_mode()
+    def run(self, steps: int) -> list[Ended]:
+        """So many steps of all rows; the texts that ended meanwhile, whose rows are free again."""
+        captures, key = self._model.captures, ("loop",)
+        captures.prepare(key, self._step, self._model.pool.kv, self._model._hidden, self._texts, self._place)
+        for _ in range(steps):
+            captures.replay(key)
+        places, ends = torch.stack([self._place, self._end]).tolist()
+        done = [row for row in self._begun if places[row] >= ends[row] - 1]
+        return self._ended(done, ends) if done else []
+
+    def _ended(self, rows: Sequence[int], ends: Sequence[int]) -> list[Ended]:
+        at = uploaded(rows, np.int64, self._texts.device)
+        longest = max(ends[row] for row in rows)
+        texts, ids, log_p = (part[at, :longest].cpu().numpy() for part in (self._texts, self._ids, self._log_p))
+        found = []
+        for number, row in enumerate(rows):
+            answer = slice(self._begun.pop(row), ends[row])
+            found.append(Ended(row, texts[number, answer], ids[number, answer], log_p[number, answer]))
+        return found
+
+    def _step(self) -> None:
+        """Captured: every row's token at its place is read, and the one behind it is picked or stands there already."""
+        place = self._place[:, None]
+        now = {"tokens": self._texts.gather(1, place), "positions": place, "slots": place, "lengths": self._place}
+        self._model._layers_pass(0, self._given | now, self.length)
+        logits = self._model._logits(self._model._hidden).float()  # [rows, vocab]
+        log_p, ids = _likeliest(torch.log_softmax(logits, -1), self.top)
+        after = place + 1
+        keys = self._keys.gather(1, after[..., None].expand(-1, 1, 2))[:, 0]
+        warm = torch.log_softmax(logits / self._temperature[:, None], -1)
+        race = torch.exp(warm - warm.amax(-1, keepdim=True)) / exponential_of(keys, warm.shape[-1])
+        picked = torch.where(self._is_greedy, logits.argmax(-1), race.argmax(-1))
+        is_answer, is_live = after[:, 0] >= self._prompt, after[:, 0] < self._end
+        token = torch.where(is_answer, picked, self._texts.gather(1, after)[:, 0])
+        self._texts.scatter_(1, after, token[:, None])
+        self._ids.scatter_(1, after[..., None].expand(-1, 1, self.top), ids[:, None])
+        self._log_p.scatter_(1, after[..., None].expand(-1, 1, self.top), log_p[:, None])
+        is_last = is_answer & is_live & self._stops[token]
+        self._end.copy_(torch.where(is_last, after[:, 0] + 1, self._end))
+        self._place.add_(is_live)  # those that ended stand still
+
+
+def _likeliest(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of each row of a wide vocabulary, largest first, and their places. They are in those parts of the row
+    whose largest are the largest, so few numbers are sorted. [rows, count] both"""
+    parts = F.pad(log_p, (0, -log_p.shape[1] % PART), value=-math.inf).unflatten(1, (-1, PART))
+    of_parts = parts.amax(-1)
+    at = of_parts.topk(min(count, of_parts.shape[1]), -1).indices  # [rows, chosen]
+    inside = parts.gather(1, at[..., None].expand(-1, -1, PART)).flatten(1)
+    top = inside.topk(count, -1)
+    return top.values, at.gather(1, top.indices // PART) * PART + top.indices % PART

@@ -1,0 +1,74 @@
+"""Compiles the kernels of captured passes for some GPUs, none of which has to be there. Run by test_fused.py: with
+TRITON_INTERPRET set, as that has it, nothing is compiled."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outpace.core import fused_noise
+from outpace.models.llama import fused, fused_attention
+
+HEADS = {"HEADS": 8, "GROUPS": 2}
+STRIDES = {"kind_stride": "i64", "row_stride": "i32", "head_stride": "i32"}
+SHARED = 99 * 1024  # bytes that one program may have on the GPUs of computers at home
+
+
+def compiled(kernel: Any, capability: int, warps: int, types: dict[str, str], constants: dict[str, Any]) -> int:
+    """The bytes of fast memory that one program takes."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": 2})
+    return int(made.metadata.shared)
+
+
+def small(capability: int, kind: str) -> None:
+    """All but attention."""
+    x, at = f"*{kind}", "*i64"
+    compiled(fused._gate_kernel, capability, 4, {"gate_up": x, "out": x, "width": "i32"}, {"BLOCK": 1024})
+    for flag in (True, False):
+        given = {"x": x, "weight": "*fp32", "out": x, "floor": "fp32", "width": "i32"}
+        compiled(fused._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
+        given = {"mixed": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
+        given |= {"floor": "fp32", "scale": "fp32", "most": "fp32", "nodes": "i32", **STRIDES}
+        constants = {**HEADS, "WIDTH": 80, "HALF": 64, "HAS_NORM": flag, "ROTATES": flag}
+        compiled(fused._turn_kernel, capability, 1, given, constants)
+        given = {"words": "*i32", "out": "*fp32", "vocab": "i32"}
+        compiled(fused_noise._noise_kernel, capability, 4, given, {"IS_GUMBEL": flag, "SIZE": fused_noise.BLOCK})
+
+
+def attention(capability: int, kind: str, width: int, rows: int, is_whole: bool, window: int) -> None:
+    x, at = f"*{kind}", "*i64"
+    given = {"query": x, "kv": x, "bits": at, "lengths": at, "depths": at, "below": at, "out": x, "sums": "*fp32"}
+    given |= {"nodes": "i32", "slots": "i32", "piece": "i32", **STRIDES}
+    is_wide, depth = kind == "fp32", fused_attention.power_of_two(width, 16)
+    constants = {**HEADS, "WIDTH": width, "WORDS": 4, "WINDOW": window, "IS_WHOLE": is_whole, "ROWS": rows}
+    constants |= {"PRECISION": "ieee" if is_wide else "tf32", "DEPTH": depth}
+    constants["SLOTS"] = fused_attention.BLOCK_WIDE if is_wide else fused_attention.BLOCK_SLOTS
+    shared = compiled(fused_attention._attend_kernel, capability, 4, given, constants)
+    assert shared <= SHARED, (capability, kind, width, rows, shared)
+    pieces = {"sums": "*fp32", "out": x, "pieces": "i32"}
+    compiled(fused_attention._join_kernel, capability, 1, pieces, {"WIDTH": width, "DEPTH": depth})
+
+
+def main() -> None:
+    if "--short" in sys.argv:
+        small(80, "bf16")
+        attention(80, "bf16", 128, 64, False, 100)
+        attention(80, "fp32", 32, 16, True, 0)
+    else:
+        for capability, kind in product((80, 89, 90), ("bf16", "fp16", "fp32")):
+            small(capability, kind)
+            for width, rows, is_whole, window in ((32, 16, True, 0), (128, 64, False, 100)):
+                attention(capability, kind, width, rows, is_whole, window)
+    print("compiled")
+
+
+if __name__ == "__main__":
+    main()

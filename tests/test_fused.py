@@ -1,0 +1,223 @@
+"""The kernels of captured passes, by Triton's interpreter on a CPU: against torch's own operations."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the kernels themselves are tried here, by test_cuda.py", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import reference
+from test_llama import TINIES
+
+from outpace.core import fused_noise, noise
+from outpace.models.base import Part, chain
+from outpace.models.llama import captures, fused, fused_attention
+from outpace.models.llama.attention import rotated
+from outpace.models.llama.batched import attend, tree_mask
+from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.graph_fused import FusedLlama
+from outpace.models.llama.torch_runtime import Llama
+
+WORDS = 4
+
+
+@pytest.fixture(autouse=True)
+def _unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes by numpy, which a capture's stand-in takes for a read of the host's."""
+    monkeypatch.setattr(captures, "guarded", lambda work: work())
+
+
+@pytest.mark.parametrize("width", [1, 16, 100, 576])
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, width).to(dtype), torch.randn(width) if has_weight else None
+    floor = torch.tensor(0.3)
+    expected = x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32), floor)
+    expected = expected if weight is None else expected * weight
+    torch.testing.assert_close(fused.norm(x, weight, 0.3), expected.to(dtype))
+
+
+@pytest.mark.parametrize("width", [3, 64, 1536])
+def test_a_gate(width: int) -> None:
+    both = torch.randn(3, 2 * width)
+    gate, up = both.chunk(2, -1)
+    torch.testing.assert_close(fused.gated(both), torch.nn.functional.silu(gate) * up)
+
+
+def test_nothing_is_nothing() -> None:
+    assert fused.norm(torch.empty(0, 8), None, 1.0).shape == (0, 8)
+    assert fused.gated(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_noise_has_the_bits_of_every_other_device() -> None:
+    words = torch.randint(-(2**31), 2**31, (7, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_of(words, 5000))
+    assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_of_words(words, 5000))
+    assert fused_noise.noise(words[:0], 9, False).shape == (0, 9)
+
+
+class Trees:
+    """Random trees of several sessions below texts of different lengths, with keys and values of a pool."""
+
+    def __init__(self, batch: int, nodes: int, groups: int, width: int, slots: int, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.kv = torch.randn(2, batch, groups, slots + 8, width, generator=torch.Generator().manual_seed(seed))
+        lengths = torch.tensor([max(0, slots - nodes - 37 * number) for number in range(batch)])
+        bits, below = torch.zeros(batch, nodes, WORDS, dtype=torch.int64), torch.zeros(batch, 64 * WORDS).long()
+        depths = torch.zeros(batch, nodes, dtype=torch.int64)
+        for session in range(batch):
+            seen: list[set[int]] = []
+            for node in range(nodes):
+                above = rng.randrange(-1, node) if node else -1
+                seen.append((seen[above] if above >= 0 else set()) | {node})
+                depths[session, node] = below[session, node] = len(seen[-1]) - 1
+                for number in seen[-1]:
+                    bits[session, node, number // 64] |= torch.tensor(1) << (number % 64)
+        self.given = {"bits": bits, "lengths": lengths, "depths": depths, "below": below}
+        self.slots = lengths[:, None] + torch.arange(nodes)
+        self.positions = lengths[:, None] + depths
+
+
+SHAPES = [  # batch, nodes, heads, key heads, width, slots
+    (1, 1, 9, 3, 64, 64),
+    (2, 3, 9, 3, 64, 128),
+    (3, 8, 8, 2, 80, 256),
+    (1, 40, 8, 2, 32, 512),
+    (2, 70, 4, 4, 16, 512),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_attention(shape: tuple[int, ...], window: int | None) -> None:
+    batch, nodes, heads, groups, width, slots = shape
+    trees = Trees(batch, nodes, groups, width, slots)
+    query = torch.randn(batch * nodes, heads, width, generator=torch.Generator().manual_seed(1))
+    mask = tree_mask(*trees.given.values(), slots, window)
+    held = trees.kv[:, :, :, :slots].contiguous()
+    expected = attend(query, held[0], held[1], mask, "matmul")
+    torch.testing.assert_close(fused_attention.attend(query, trees.kv, trees.given, slots, window), expected)
+
+
+def test_attention_in_pieces_is_tried_too() -> None:
+    assert [fused_attention.pieces_of(slots, 2) for slots in (64, 128, 129, 2048)] == [1, 1, 2, 16]
+    assert fused_attention.pieces_of(1 << 20, fused_attention.PROGRAMS) == 1
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bool) -> None:
+    batch, nodes, heads, groups, width, slots = shape
+    trees = Trees(batch, nodes, groups, width, slots)
+    mixed = torch.randn(batch * nodes, (heads + 2 * groups) * width)
+    norms = torch.cat([torch.randn(heads + groups, width), torch.ones(groups, width)]) if has_norm else None
+    table = torch.polar(torch.full((slots + 300, width // 2), 1.5), torch.rand(slots + 300, width // 2) * 6)
+    kv = trees.kv.clone()
+    given = (table if rotates else None, trees.positions, trees.slots)
+    query = fused.turn(mixed, norms, 0.2, *given, kv)
+
+    parts = mixed.unflatten(1, (-1, width))
+    if norms is not None:
+        divisor = torch.hypot(torch.linalg.vector_norm(parts, dim=-1, keepdim=True), torch.tensor(0.2))
+        divisor[:, -groups:] = 1
+        parts = parts / divisor * norms
+    at = table[trees.positions.flatten()][:, None] if rotates else torch.ones(len(mixed), 1, width // 2).cfloat()
+    still = torch.ones_like(at)
+    turns = [(at / math.sqrt(width)).expand(-1, heads, -1), at.expand(-1, groups, -1), still.expand(-1, groups, -1)]
+    turned = rotated(parts.flatten(1), torch.cat(turns, 1))
+    torch.testing.assert_close(query, turned[:, :heads])
+    for row, (keys, values) in enumerate(zip(turned[:, heads:-groups], turned[:, -groups:], strict=True)):
+        session, slot = row // nodes, int(trees.slots.flatten()[row])
+        torch.testing.assert_close(kv[0, session, :, slot], keys)
+        torch.testing.assert_close(kv[1, session, :, slot], values)
+        trees.kv[:, session, :, slot] = kv[:, session, :, slot]
+    assert torch.equal(trees.kv, kv)  # nothing else was written
+
+
+def test_what_is_stored_is_finite() -> None:
+    mixed = torch.tensor([[1.0, 2.0, math.inf, -math.inf, math.nan, 3.0]])  # one head, width 2
+    kv = torch.zeros(2, 1, 1, 4, 2)
+    fused.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv)
+    most = torch.finfo(torch.float32).max
+    assert kv[:, 0, 0, 1].tolist() == [[most, -most], [0.0, 3.0]]
+
+
+@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
+def test_every_kind_of_layer(config: LlamaConfig) -> None:
+    tensor = reference.random_tensors(config).__getitem__
+    model = FusedLlama.from_tensors(config, tensor, is_eager=True, exact=False)
+    slow = Llama.from_tensors(config, tensor, exact=False)
+    words = [number % config.vocab_size for number in range(1, 71)]
+    parents = [-1, 0, 0, 1, 2]
+    rows = []
+    for runtime in (model, slow):
+        first, second = (runtime.open(200, 80) for _ in range(2))
+        runtime.score([chain(first, words[:6])])
+        tree = Part(first, words[6:11], parents, range(5), keep=range(6))
+        rows.append(runtime.score([tree, chain(second, words[:2], range(2))]))
+        rows.append(runtime.score([chain(first, words[20:22], range(2), keep=[0, 2, 4])]))
+    for got, expected in zip(rows[:2], rows[2:], strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+    some = [one.shallow([0]) for one in (model, slow)]
+    shallow = [one.score([chain(one.open(9, 9), words[:2], range(2))]) for one in some]
+    torch.testing.assert_close(*shallow, atol=2e-4, rtol=2e-4)
+
+
+def test_a_prompt_is_not_captured() -> None:
+    tensor = reference.random_tensors(reference.TINY).__getitem__
+    model = FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, exact=False)
+    slow = Llama.from_tensors(reference.TINY, tensor, exact=False)
+    words, before = [number % reference.TINY.vocab_size for number in range(1, 91)], model.captures.count
+    rows = [one.score([chain(one.open(200, 90), words, [80, 89])]) for one in (model, slow)]
+    assert model.captures.count == before
+    torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_keys_and_values_in_fewer_bits_are_left_to_torch(kv_dtype: str) -> None:
+    tensor = reference.random_tensors(reference.TINY).__getitem__
+    given: dict[str, Any] = {"exact": False, "kv_dtype": kv_dtype}
+    models = (
+        FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, **given),
+        Llama.from_tensors(reference.TINY, tensor, **given),
+    )
+    rows = [model.score([chain(model.open(40, 9), list(range(1, 10)), range(9))]) for model in models]
+    torch.testing.assert_close(*rows, atol=1e-2, rtol=1e-2)
+
+
+def test_a_compiler_that_fails_leaves_the_model_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(fused_attention, "attend", fails)
+    tensor = reference.random_tensors(reference.TINY).__getitem__
+    model = FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, exact=False)
+    assert not isinstance(model, FusedLlama)
+    assert "two times as long as they could: RuntimeError: PassManager::run failed" in str(model.notice)
+    slow = Llama.from_tensors(reference.TINY, tensor, exact=False)
+    rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [2])]) for one in (model, slow)]
+    torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("arguments", [["--short"], pytest.param([], marks=pytest.mark.long)], ids=["short", "all"])
+def test_the_kernels_compile_for_gpus_that_are_not_here(arguments: list[str], tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(here / "compile_kernels.py"), *arguments]
+    done = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, timeout=600)
+    assert done.stdout == "compiled\n", done.stderr[-2000:]
