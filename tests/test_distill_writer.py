@@ -14,9 +14,10 @@ from outpace.core.errors import UserError
 from outpace.distill import text
 from outpace.distill.start import target_config
 from outpace.distill.text import load_target
-from outpace.distill.writer import Job, Writer, WriterOptions, Written
+from outpace.distill.writer import Job, LoopWriter, Writer, WriterOptions, Written, writer_of
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.native_kernels import UnsupportedShape
 from outpace.models.llama.torch_runtime import Llama
 
@@ -29,6 +30,31 @@ STOP = frozenset({7})
 def write(rows: int, model: Model = TARGET) -> dict[int, Written]:
     writer = Writer(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4))
     return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
+
+
+def write_by_loop(rows: int, model: Model) -> dict[int, Written]:
+    assert isinstance(model, GraphLlama)
+    writer = LoopWriter(model, STOP, WriterOptions(max_tokens=12, top=4), max(len(job.prompt) for job in JOBS), rows)
+    return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
+    """As a GPU does it, by the stand-in for its graphs."""
+    model = GraphLlama.from_tensors(reference.TINY, TENSORS.__getitem__, is_eager=True, exact=False)
+    expected, found = write(4), write_by_loop(rows, model)
+    assert sorted(found) == sorted(expected)
+    assert any(len(answer.tokens) < 12 for answer in found.values())
+    for number, answer in expected.items():
+        assert np.array_equal(answer.tokens, found[number].tokens)
+        assert np.array_equal(answer.top_ids, found[number].top_ids)
+        assert np.allclose(answer.top_log_p, found[number].top_log_p, atol=5e-3)
+
+
+def test_a_loop_is_for_captured_passes_of_a_gpu() -> None:
+    eager = GraphLlama.from_tensors(reference.TINY, TENSORS.__getitem__, is_eager=True, exact=False)
+    for model in (TARGET, eager):
+        assert isinstance(writer_of(model, STOP, WriterOptions(), 9), Writer)
 
 
 def log_p(answer: Written) -> torch.Tensor:

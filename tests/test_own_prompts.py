@@ -77,14 +77,14 @@ def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeyp
         "d" * 20,
     ]
     says = Says(told, target)
-    monkeypatch.setattr(own_prompts, "Writer", says)
+    monkeypatch.setattr(own_prompts, "writer_of", says)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
     assert {job.temperature for job in says.jobs} == {own_prompts.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = Says([told[0], "12 worlds or 12 hells"], target)
-    monkeypatch.setattr(own_prompts, "Writer", more)
+    monkeypatch.setattr(own_prompts, "writer_of", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "what stood there is not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
 
@@ -103,7 +103,7 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
 
 def test_a_target_that_ends_no_message_is_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_prompts, "_IN_VAIN", 5)
-    monkeypatch.setattr(own_prompts, "Writer", Says(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(own_prompts, "writer_of", Says(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
 
@@ -121,11 +121,23 @@ def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) 
         write(bare, 2, tmp_path)
 
 
+def test_prompts_begin_as_they_are_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = Says([" world or well he", " well or all or he"] * 2, target)
+    monkeypatch.setattr(own_prompts, "writer_of", says)
+    given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
+    found = read_prompts(own_prompts.write_prompts(target, 2, tmp_path, *given))
+    assert found == ["hello world or well he", "lo well or all or he"]
+    tokenizer = Tokenizer.from_folder(target)
+    heads = [tokenizer.decode(job.prompt) for job in says.jobs[:2]]
+    assert heads[0].endswith("hello")
+    assert heads[1].endswith("lo")
+
+
 def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(own_prompts, "Writer", Says(["hello world or well"] * 3, target))
+    monkeypatch.setattr(own_prompts, "writer_of", Says(["hello world or well"] * 3, target))
     command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
     with only_one(tmp_path / "prompts.jsonl"):
         with pytest.raises(SystemExit) as left:
@@ -146,6 +158,7 @@ def test_two_processes_at_the_same_prompts(
         (["--write-prompts", "0"], "write_prompts is 0"),
         (["--write-prompts", "3", "--pack", "x"], "exclude one another"),
         (["--write-prompts", "3", "--evaluate", "x"], "exclude one another"),
+        (["--begin", "Write", "--tokens", "9"], "--begin is for --write-prompts"),
     ],
 )
 def test_bad_input_is_told(

@@ -18,6 +18,7 @@ from outpace.cli.termination import as_interrupt
 from outpace.cli.writing import Seed
 from outpace.core.errors import UserError, check_range, check_whole
 
+CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once; a GPU takes fewer where its memory does
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
 
 
@@ -38,12 +39,14 @@ def distill(
     verbs = (amount.write_prompts, judging.evaluate, storing.pack, storing.unpack)
     if (named := len(verbs) - verbs.count(None)) > 1:
         raise UserError("--write-prompts, --evaluate, --pack and --unpack exclude one another, choose one")
+    if amount.begin and amount.write_prompts is None:
+        raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
         amount = replace(amount, stage="judge")  # no text is written, and nothing trained
     options = _options(amount, draft, training, judging, target, out, device, seed)
     if amount.write_prompts is not None:
         with as_interrupt():
-            _write_prompts(amount.write_prompts, options)
+            _write_prompts(amount.write_prompts, options, tuple(amount.begin or ("",)))
     elif storing.unpack is not None:
         _unpack(Path(storing.unpack), target, out)
     elif storing.pack is not None:
@@ -53,14 +56,14 @@ def distill(
             _run(options, as_json)
 
 
-def _write_prompts(count: int, options: Any) -> None:
+def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
     from outpace.distill import own_prompts
     from outpace.distill.screen import Screen
     from outpace.models.files.find import resolve
 
     with Screen() as screen:
         file = own_prompts.write_prompts(
-            resolve(options.target), count, options.out, options.writer, options.device, screen.show
+            resolve(options.target), count, options.out, options.writer, options.device, screen.show, begins
         )
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
 
@@ -132,6 +135,7 @@ def _options(
     if training.part_size is not None:
         check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
+    answers = amount.rows if amount.rows is not None else GPU_ANSWERS if has_gpu else CPU_ANSWERS
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
         target=target,
@@ -147,7 +151,7 @@ def _options(
         evaluate=judging.evaluate,
         tasks=tuple(judging.tasks or ()),
         shape=chosen_shape(draft.layers, draft.hidden, draft.init, draft.vocab, target),
-        writer=WriterOptions(rows=amount.rows, max_tokens=amount.answer_tokens, seed=seed),
+        writer=WriterOptions(rows=answers, max_tokens=amount.answer_tokens, seed=seed),
         train=TrainOptions(
             learning_rate=training.learning_rate,
             cooldown=training.cooldown,

@@ -25,6 +25,13 @@ class Amount:
             rich_help_panel=AMOUNT,
         ),
     ] = None
+    begin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --write-prompts, how they begin: 'Write a Python function'; several are taken in turn.",
+            rich_help_panel=AMOUNT,
+        ),
+    ] = None
     budget: Annotated[
         str | None, typer.Option(help="Time for text and training together: 90s, 30m, 2h.", rich_help_panel=AMOUNT)
     ] = None
@@ -39,7 +46,13 @@ class Amount:
         3.0
     )
     answer_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", rich_help_panel=AMOUNT)] = 256
-    rows: Annotated[int, typer.Option(help="Answers that the target writes at once.", rich_help_panel=AMOUNT)] = 128
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Answers that the target writes at once; the default is 128 on a CPU and at most 1,024 on a GPU.",
+            rich_help_panel=AMOUNT,
+        ),
+    ] = None
     temperatures: Annotated[
         str,
         typer.Option(

@@ -18,7 +18,7 @@ from outpace.distill.alone import alone
 from outpace.distill.progress import StageProgress
 from outpace.distill.prompts import read_prompts
 from outpace.distill.text import load_target
-from outpace.distill.writer import Job, Writer, WriterOptions
+from outpace.distill.writer import Job, WriterOptions, writer_of
 from outpace.models.text.tokenizer import Tokenizer
 
 FILE = "prompts.jsonl"
@@ -31,10 +31,17 @@ _IN_VAIN = 64  # answers for each prompt, after which the target is held not to 
 
 
 def write_prompts(
-    target: Path, number: int, folder: Path, options: WriterOptions, device: str, progress: StageProgress
+    target: Path,
+    number: int,
+    folder: Path,
+    options: WriterOptions,
+    device: str,
+    progress: StageProgress,
+    begins: Sequence[str] = ("",),
 ) -> Path:
     """Sees to it that `folder`/prompts.jsonl has `number` prompts, one a line as `--prompts` takes them; goes on behind
-    those that are there. Each ends where the target would hand over, and none stands there twice.
+    those that are there. Each ends where the target would hand over, and none stands there twice. They begin
+    as `begins` says, in turn.
 
     The file follows from the target, `options.seed` and `options.rows`: messages are kept in the order in which they
     end. UserError for a target that has no chat template, or that writes no messages, and where another process writes
@@ -43,26 +50,34 @@ def write_prompts(
     check_whole("write_prompts", number, 1, 10**7)
     file = folder / FILE
     with alone(file, "writing prompts"):
-        return _written(target, number, file, options, device, progress)
+        return _written(target, number, file, options, device, progress, begins)
 
 
 def _written(
-    target: Path, number: int, file: Path, options: WriterOptions, device: str, progress: StageProgress
+    target: Path,
+    number: int,
+    file: Path,
+    options: WriterOptions,
+    device: str,
+    progress: StageProgress,
+    begins: Sequence[str],
 ) -> Path:
     known = dict.fromkeys(read_prompts(file)) if file.is_file() and file.stat().st_size else {}
     if len(known) >= number:
         return file
     tokenizer = Tokenizer.from_folder(target)
-    head = beginning(tokenizer)
-    model = load_target(target, device)
-    longest = min(LONGEST, model.max_positions - len(head) - 1)
+    heads = [beginning(tokenizer, begin) for begin in begins]
+    model, most = load_target(target, device), max(map(len, heads))
+    longest = min(LONGEST, model.max_positions - most - 1)
     if longest < 1:
-        raise UserError(f"a message begins with {len(head)} tokens, the target's context has {model.max_positions}")
-    writer = Writer(model, tokenizer.stop_ids, replace(options, max_tokens=longest, top=1))
+        raise UserError(f"a message begins with {most} tokens, the target's context has {model.max_positions}")
+    settings = replace(options, max_tokens=longest, top=1)
+    writer = writer_of(model, tokenizer.stop_ids, settings, most)
     before, started = len(known), time.monotonic()
     with file.open("a", encoding="utf-8") as stream:
-        for tried, written in enumerate(writer.answers(_jobs(head, before)), 1):
-            text = _message(tokenizer, written.tokens.tolist())
+        for tried, written in enumerate(writer.answers(_jobs(heads, before)), 1):
+            begin = begins[written.job.number % len(begins)]
+            text = _message(tokenizer, written.tokens.tolist(), begin)
             if text is not None and text not in known:
                 known[text] = None
                 stream.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
@@ -80,26 +95,28 @@ def _written(
     )
 
 
-def beginning(tokenizer: Tokenizer) -> list[int]:
-    """The ids that stand before a user's first message. UserError without a chat template that has such a place."""
+def beginning(tokenizer: Tokenizer, begin: str = "") -> list[int]:
+    """The ids that stand before a user's first message, and those of its `begin`. UserError without a chat template
+    that has such a place."""
     if not tokenizer.has_template:
         raise UserError("the target has no chat template, so it does not know where a user's message begins")
     text = tokenizer.render([{"role": "user", "content": _MARK}], add_generation_prompt=False)
     head, mark, _ = text.partition(_MARK)
     if not mark or not head:
         raise UserError("the target's chat template does not show where a user's message begins")
-    return tokenizer.continuation(head)
+    return tokenizer.continuation(head + begin)
 
 
-def _jobs(head: Sequence[int], before: int) -> Iterator[Job]:
+def _jobs(heads: Sequence[Sequence[int]], before: int) -> Iterator[Job]:
     """For ever; noise by number, so that a run that goes on does not write the same again."""
     for number in count(_IN_VAIN * before):
-        yield Job(number, tuple(head), TEMPERATURE)
+        yield Job(number, tuple(heads[number % len(heads)]), TEMPERATURE)
 
 
-def _message(tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
-    """The message that these tokens are; None for one that was cut, is too short, or has a broken character."""
+def _message(tokenizer: Tokenizer, ids: Sequence[int], begin: str = "") -> str | None:
+    """The message that these tokens are, behind its `begin`; None for one that was cut, is too short, or has a broken
+    character."""
     if not ids or ids[-1] not in tokenizer.stop_ids:
         return None
-    text = tokenizer.decode(ids).strip()
+    text = (begin + tokenizer.decode(ids)).strip()
     return text if len(text) >= SHORTEST and "\ufffd" not in text else None

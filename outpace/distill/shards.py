@@ -63,7 +63,7 @@ class TextFolder:
         self._check_manifest()
         self.shards: dict[str, tuple[int, int]] = {}  # file name -> answers, answer tokens
         self.finished: set[int] = set()  # numbers of the jobs
-        for file in sorted(folder.glob(PATTERN)):
+        for file in shard_files(folder):
             self._adopt(file)
 
     @property
@@ -125,9 +125,14 @@ class TextFolder:
                 raise UserError(f"{self.folder} holds text with {name} {there!r}, not {here!r}; choose another folder")
 
 
+def shard_files(folder: Path) -> list[Path]:
+    """The whole shards of a folder, in the order in which they were written."""
+    return sorted(folder.glob(PATTERN))
+
+
 def read_shards(folder: Path) -> Iterator[Shard]:
     """All whole shards, in the order in which they were written; UserError where there is none."""
-    files = sorted(folder.glob(PATTERN))
+    files = shard_files(folder)
     if not files:
         raise UserError(f"{folder} holds no text yet: run `outpace distill --stage text` first")
     for file in files:

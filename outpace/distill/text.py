@@ -13,7 +13,7 @@ from outpace.core.errors import UserError, check_range
 from outpace.distill import numbering, prompts
 from outpace.distill.progress import Progress
 from outpace.distill.shards import TextFolder
-from outpace.distill.writer import Job, Writer, WriterOptions, Written
+from outpace.distill.writer import Job, WriterOptions, Written, writer_of
 from outpace.models.base import Model
 from outpace.models.llama.native_kernels import UnsupportedShape
 from outpace.models.load import load_model
@@ -63,7 +63,7 @@ def write_text(target: Path, name: str, folder: Path, plan: TextPlan, progress: 
         return store
     model = load_target(target, plan.device)
     longest = longest_prompt(options, model.max_positions)
-    writer = Writer(model, tokenizer.stop_ids, options)
+    writer = writer_of(model, tokenizer.stop_ids, options, longest)
     clock = _Clock(store, plan)
     jobs = _until(clock, _jobs(texts, plan.temperatures, tokenizer, longest, store.finished))
     _fill(store, writer.answers(jobs), clock, progress)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.distill import training_state
@@ -17,11 +18,14 @@ from outpace.distill.agreement import Agreement, agreement
 from outpace.distill.batches import Batch, Packer, Sample, read_samples
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.progress import Progress
+from outpace.distill.shards import shard_files
 from outpace.distill.student import Student
 from outpace.models.options import has_bfloat16
 
 CURVE = "curve.jsonl"
-PROBE_STEPS = 6  # after so many steps a time budget is turned into a number of tokens
+WARM_STEPS = 3  # the first ones make what a device needs
+PROBE_STEPS = 6  # after so many more, and some seconds, a time budget is turned into a number of tokens
+PROBE_SECONDS, PROBE_SHARE = 2.0, 0.05  # at least so long, or this share of the budget where that is less
 EVALUATED = 160  # held-out answers judged at each checkpoint
 
 
@@ -90,6 +94,8 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=True)
         self._packer = Packer(options.rows, options.length, student.config.vocab_size, student.ids, student.device)
+        self._files = shard_files(text)
+        self._warm = 0.0, 0  # seconds and tokens after the first steps
         self._train, self._held_out = read_samples(text, options.length)
         self._mixed = _has_fast_bfloat16(student.device)
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,8 +118,10 @@ class Trainer:
         before, first = state.seconds, state.step
         mean = math.nan
         batches = self._batches()
+        earlier: Tensor | None = None  # the loss of the step before is read while a GPU is busy with this one
         while not state.total or state.seen < state.total:
-            value = self._step(next(batches))
+            last = self._step(next(batches))
+            value, earlier = float(last if earlier is None else earlier), last
             mean = value if math.isnan(mean) else 0.95 * mean + 0.05 * value
             now = time.monotonic()
             state.seconds = before + now - started
@@ -151,7 +159,8 @@ class Trainer:
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
             return agreement(self.student, self._packer, self._held_out[:EVALUATED])
 
-    def _step(self, batch: Batch) -> float:
+    def _step(self, batch: Batch) -> Tensor:
+        """The loss before the step; nobody waits for it here."""
         rate = learning_rate(self.options, self.state)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -164,20 +173,27 @@ class Trainer:
         self.optimizer.step()
         self.state.step += 1
         self.state.seen += batch.num_tokens
-        return float(value.detach())
+        return value.detach()
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch; each takes in the text that has been written meanwhile."""
         state = self.state
         while True:
             if state.batch == 0 or state.samples != len(self._train):
-                self._train, self._held_out = read_samples(self._text, self.options.length)
+                self._read()
                 state.epoch += state.batch > 0  # more text than the epoch began with: a new one
                 state.batch, state.samples = 0, len(self._train)
             for rows in self._packer.epoch(self._train, self.options.seed, state.epoch)[state.batch :]:
                 state.batch += 1
                 yield self._packer.batch(self._train, rows)
             state.epoch, state.batch = state.epoch + 1, 0
+
+    def _read(self) -> None:
+        """The text again, where there is more of it by now."""
+        files = shard_files(self._text)
+        if files != self._files:
+            self._files = files
+            self._train, self._held_out = read_samples(self._text, self.options.length)
 
     def _plan(self, seconds: float, steps: int) -> None:
         """Turns a time budget into tokens once the speed is known, so that every later step is settled."""
@@ -186,8 +202,12 @@ class Trainer:
             return
         if seconds >= budget:
             raise UserError(f"the time for training, {budget:g} s, is too short: {steps} steps took {seconds:.1f} s")
-        if steps >= PROBE_STEPS:
-            state.total = int(state.seen * budget / seconds)
+        if steps == WARM_STEPS:
+            self._warm = seconds, state.seen
+        elif steps >= WARM_STEPS + PROBE_STEPS:
+            passed = seconds - self._warm[0]
+            if passed >= min(PROBE_SECONDS, PROBE_SHARE * budget):
+                state.total = state.seen + int((state.seen - self._warm[1]) * (budget - seconds) / passed)
 
     def _figures(self, mean: float) -> dict[str, float]:
         state = self.state

@@ -1,25 +1,35 @@
-"""The target writes through the engine, plainly and many answers at once: the text that users get from it.
+"""The target writes plainly and many answers at once: the text that users get from it. Through the engine, or on a GPU
+by a loop that never waits for the host.
 
-An answer follows from its job alone: not from the answers beside it, nor from the order in which they start.
+An answer follows from its job alone: not from the answers beside it, nor from the order in which they start. On a GPU
+half precisions round by the batch, so there an answer that hangs on a near tie may be another in another batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from outpace.core.errors import check_whole
+from outpace.core.noise import halves, row_key
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
 from outpace.models.base import Model
+from outpace.models.llama.graph_loop import Begun, Ended, WritingLoop
+from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.rules import greedy, gumbel
 
 _SEEDS = 2**63
+STEPS = 16  # of a loop on a GPU, after which answers that ended give way to others
+MEMORY = 0.6  # of what is free on a GPU that a loop may take
+_TEMPORARIES = 12  # numbers of 4 bytes that a step holds for each row and token of the vocabulary
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,58 @@ class WriterOptions:
         check_whole("max_tokens", self.max_tokens, 1)
         check_whole("top", self.top, 1, 1024)
         check_whole("seed", self.seed, 0, _SEEDS - 1)
+
+
+class Writes(Protocol):
+    """Jobs in, answers out, in the order in which they end."""
+
+    def answers(self, jobs: Iterator[Job]) -> Iterator[Written]:
+        """As many as there are jobs."""
+
+
+def writer_of(model: Model, stop_ids: frozenset[int], options: WriterOptions, longest: int) -> Writes:
+    """The fastest writer for this model; `longest` prompt, in tokens."""
+    if not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
+        return Writer(model, stop_ids, options)
+    each = (longest + options.max_tokens) * model.token_bytes + 4 * _TEMPORARIES * model.vocab_size
+    room = int(MEMORY * torch.cuda.mem_get_info(model.device)[0] / each)
+    return LoopWriter(model, stop_ids, options, longest, max(1, min(options.rows, room)))
+
+
+class LoopWriter:
+    """By a loop on a GPU: as `Writer`, with `rows` answers at once."""
+
+    def __init__(
+        self, model: GraphLlama, stop_ids: frozenset[int], options: WriterOptions, longest: int, rows: int
+    ) -> None:
+        self._options = options
+        self._loop = WritingLoop(model, rows, longest + options.max_tokens, options.top, sorted(stop_ids))
+
+    def answers(self, jobs: Iterator[Job]) -> Iterator[Written]:
+        running: dict[int, Job] = {}
+        while True:
+            begun = []
+            for row, job in zip(self._loop.free, jobs, strict=False):
+                begun.append((row, self._begun(job)))
+                running[row] = job
+            self._loop.begin(begun)
+            if not running:
+                return
+            for ended in self._loop.run(STEPS):
+                yield _written_by_loop(running.pop(ended.row), ended)
+
+    def _begun(self, job: Job) -> Begun:
+        if not job.temperature:
+            return Begun(job.prompt, self._options.max_tokens, 0.0, None)
+        start, seed = len(job.prompt), job.number % _SEEDS
+        places = range(start, start + self._options.max_tokens)
+        keys = np.array([halves(row_key(seed, self._options.seed, place)) for place in places], np.int32)
+        return Begun(job.prompt, self._options.max_tokens, job.temperature, keys)
+
+
+def _written_by_loop(job: Job, ended: Ended) -> Written:
+    ids, log_p = ended.top_ids.astype(np.int32), ended.top_log_p.astype(np.float16)
+    return Written(job, ended.tokens.astype(np.int32), ids, log_p)
 
 
 class Writer:
