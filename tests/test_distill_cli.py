@@ -97,6 +97,7 @@ def test_a_budget_that_is_none(text: str) -> None:
         (["--tokens", "9", "--divergence", "forward"], "unknown divergence 'forward'"),
         (["--tokens", "9", "--init", "random"], "init is 'random', it must be layers, fresh, shipped or the folder"),
         (["--tokens", "9", "--init", "shipped"], "no draft comes with outpace for"),
+        (["--evaluate", "shipped"], "so evaluate cannot be shipped"),
         (["--tokens", "9", "--temperatures", "0,hot"], "temperatures is '0,hot'"),
         (["--tokens", "9", "--temperatures", "-1"], "a temperature is -1"),
         (["--tokens", "9", "--runtime", "fast"], "unknown runtime 'fast'"),

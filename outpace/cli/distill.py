@@ -124,7 +124,7 @@ def _options(
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.start import chosen_shape
+    from outpace.distill.start import chosen_shape, named_draft
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
@@ -148,7 +148,7 @@ def _options(
         seconds=None if amount.budget is None else seconds(amount.budget),
         epochs=amount.epochs,
         device=device,
-        evaluate=judging.evaluate,
+        evaluate=None if judging.evaluate is None else named_draft("evaluate", judging.evaluate, target),
         tasks=tuple(judging.tasks or ()),
         shape=chosen_shape(draft.layers, draft.hidden, draft.init, draft.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=amount.answer_tokens, seed=seed),

@@ -139,7 +139,8 @@ class Judging:
     """What it is judged on."""
 
     evaluate: Annotated[
-        str | None, typer.Option(help="Evaluate this draft, and do nothing else.", rich_help_panel=JUDGING)
+        str | None,
+        typer.Option(help="Evaluate this draft (a folder, or shipped), and do nothing else.", rich_help_panel=JUDGING),
     ] = None
     tasks: Annotated[
         list[str] | None,

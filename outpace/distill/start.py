@@ -69,13 +69,21 @@ def chosen_shape(layers: str, hidden: int | None, init: str, vocab: int, target:
     the target of this name. UserError where a shape is named beside a draft, which has its own."""
     if init in INITS:
         return Shape(layers, hidden, init, vocab)
-    draft = shipped_draft(shipped_model().stem if target is None else target) if init == SHIPPED else init
-    if draft is None:
-        raise UserError(f"no draft comes with outpace for {target}, so init cannot be {SHIPPED}")
-    shape = Shape.of_draft(Path(draft))
+    shape = Shape.of_draft(Path(named_draft("init", init, target)))
     if Shape(layers, hidden, vocab=vocab) != Shape():
         raise UserError(f"the draft {init} has a shape of its own: leave out --layers, --hidden and --vocab")
     return shape
+
+
+def named_draft(option: str, draft: str, target: str | None) -> str:
+    """The draft as it is named; `shipped` is the one that comes with outpace for this target. UserError where none
+    does: it names the option."""
+    if draft != SHIPPED:
+        return draft
+    found = shipped_draft(shipped_model().stem if target is None else target)
+    if found is None:
+        raise UserError(f"no draft comes with outpace for {target}, so {option} cannot be {SHIPPED}")
+    return found
 
 
 def target_config(checkpoint: Checkpoint) -> LlamaConfig:

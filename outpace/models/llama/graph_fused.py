@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outpace.models.base import chain
 from outpace.models.llama.batched import KINDS
+from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.linear import Linear, add_product
 
@@ -46,10 +47,15 @@ class FusedLlama(SteppingLlama):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of many kinds, by what failed
-            other = SteppingLlama.from_tensors(*args, **more)
-            assert isinstance(other, SteppingLlama)
-            other.notice = slower(f"{type(error).__name__}: {error}")
-            return other
+            return model.by_torch(f"{type(error).__name__}: {error}")
+        return model
+
+    def by_torch(self, why: str) -> SteppingLlama:
+        """The same model without the kernels; the reason is in its notice."""
+        ends, rest = (self._embedding, self._head), (self.exact, self._head_ids, self.kv_dtype)
+        model = SteppingLlama(self.config, self._layers, *ends, *rest)
+        model.captures, model.quantized = Captures(self.captures.is_eager), self.quantized
+        model.notice = slower(why)
         return model
 
     def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
