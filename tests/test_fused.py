@@ -221,3 +221,15 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(arguments: list[str], tm
     command = [sys.executable, str(here / "compile_kernels.py"), *arguments]
     done = subprocess.run(command, env=environment, cwd=here.parent, capture_output=True, text=True, timeout=600)
     assert done.stdout == "compiled\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_scores_are_in_float32(dtype: torch.dtype) -> None:
+    tensor = reference.random_tensors(reference.TINY).__getitem__
+    model = FusedLlama.from_tensors(reference.TINY, tensor, dtype=dtype, is_eager=True, exact=False)
+    assert isinstance(model, FusedLlama)
+    wide = Llama.from_tensors(reference.TINY, tensor, exact=False)
+    rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [0, 2])]) for one in (model, wide)]
+    assert rows[0].dtype == torch.float32
+    torch.testing.assert_close(*rows, atol=2e-2, rtol=2e-2)
+    assert model.score([chain(model.open(9, 9), [1], [])]).shape == (0, reference.TINY.vocab_size)

@@ -16,7 +16,7 @@ from outpace.models.base import chain
 from outpace.models.llama.batched import KINDS
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.linear import Linear, add_product
+from outpace.models.llama.linear import Linear, add_product, in_float32
 
 KIND = "fused"
 
@@ -27,11 +27,12 @@ def slower(why: str) -> str:
 
 
 class FusedLlama(SteppingLlama):
-    """As SteppingLlama. Where keys and values are held in fewer bits, their part is left to it."""
+    """As SteppingLlama, with scores in float32. What concerns keys and values that are held in fewer bits is left to it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.attention = KIND if self._holding.is_own else KINDS[0]
+        self.score_dtype = torch.float32
         config = self.config
         self._floor = math.sqrt(config.hidden_size * config.rms_norm_eps)
         self._head_floor = math.sqrt(config.head_dim * config.rms_norm_eps)
@@ -52,8 +53,8 @@ class FusedLlama(SteppingLlama):
 
     def by_torch(self, why: str) -> SteppingLlama:
         """The same model without the kernels; the reason is in its notice."""
-        ends, rest = (self._embedding, self._head), (self.exact, self._head_ids, self.kv_dtype)
-        model = SteppingLlama(self.config, self._layers, *ends, *rest)
+        ends, ids = (self._embedding, self._head), self._head_ids
+        model = SteppingLlama(self.config, self._layers, *ends, self.exact, ids, self.kv_dtype)
         model.captures, model.quantized = Captures(self.captures.is_eager), self.quantized
         model.notice = slower(why)
         return model
@@ -91,6 +92,9 @@ class FusedLlama(SteppingLlama):
         from outpace.models.llama import fused
 
         return fused.norm(x.contiguous(), weight, self._floor)
+
+    def _scored(self, normed: Tensor) -> Tensor:
+        return in_float32(self._head.linear, normed)
 
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The residual is written over: it has no other use."""

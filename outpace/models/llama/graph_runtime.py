@@ -65,8 +65,7 @@ class GraphLlama(Llama):
     def from_tensors(
         cls, *args: Any, is_eager: bool | None = None, attention: str | None = None, **more: Any
     ) -> GraphLlama:
-        """As Llama's. `is_eager`: by the stand-in for a capture, None: where the device has no graphs; `attention`: by
-        matmul or sdpa, None: the class's own way."""
+        """As Llama's. `is_eager`: by the stand-in for a capture, None: where the device has no graphs."""
         if attention not in (None, *KINDS):
             raise unknown("attention", attention, KINDS)
         model = super().from_tensors(*args, **more)
@@ -222,10 +221,11 @@ class GraphLlama(Llama):
         if count > MOST_HEAD_ROWS:
             return self._logits(self._hidden[uploaded(places, np.int64, self.device)])
         inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
+        size = count, self.vocab_size
         logits: Tensor = self.captures.buffers(
-            ("logits", count, self.vocab_size), lambda: self._embedding.new_zeros(count, self.vocab_size)
+            ("logits", *size), lambda: self._embedding.new_zeros(size, dtype=self.score_dtype)
         )
-        key = ("head", count, self.vocab_size)
+        key = ("head", *size)
         inputs.begin({})["rows"][: len(places)] = places
         inputs.send()
         self.captures.prepare(

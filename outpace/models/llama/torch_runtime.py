@@ -58,6 +58,7 @@ class Llama(Model):
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self.device, self.dtype = embedding.device, embedding.dtype
+        self.score_dtype = self.dtype
         self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
@@ -228,11 +229,15 @@ class Llama(Model):
         if not len(x):
             return x.new_empty(0, self.vocab_size)
         normed = self._norm(padded(x, self._head_counts), self._head.norm)
-        logits = in_calls(self._head.linear, normed, None, self._head_counts)[: len(x)]
+        logits = self._scored(normed)[: len(x)]
         if self._head_ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
             logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
         return logits[:, : self.vocab_size]
+
+    def _scored(self, normed: Tensor) -> Tensor:
+        """The output layer's product. [rows, kept tokens]"""
+        return in_calls(self._head.linear, normed, None, self._head_counts)
 
     def _turns(self, positions: Tensor) -> dict[bool, Tensor]:
         """What layers that know positions (True), and those that do not, multiply heads' pairs by: unit numbers, for
