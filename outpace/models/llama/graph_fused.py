@@ -27,7 +27,7 @@ def slower(why: str) -> str:
 
 
 class FusedLlama(SteppingLlama):
-    """As SteppingLlama, with scores in float32. What concerns keys and values that are held in fewer bits is left to it."""
+    """As SteppingLlama, with scores in float32. Keys and values in fewer bits are left to it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
