@@ -7,6 +7,7 @@ import sys
 from itertools import product
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -16,6 +17,7 @@ from outpace.models.llama import fused, fused_attention
 
 HEADS = {"HEADS": 8, "GROUPS": 2}
 STRIDES = {"kind_stride": "i64", "row_stride": "i32", "head_stride": "i32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = 99 * 1024  # bytes that one program may have on the GPUs of computers at home
 
 
@@ -24,7 +26,9 @@ def compiled(kernel: Any, capability: int, warps: int, types: dict[str, str], co
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
-    made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": 2})
+    made = triton.compile(
+        source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": fused_attention.STAGES}
+    )
     return int(made.metadata.shared)
 
 
@@ -47,11 +51,11 @@ def attention(capability: int, kind: str, width: int, rows: int, is_whole: bool,
     x, at = f"*{kind}", "*i64"
     given = {"query": x, "kv": x, "bits": at, "lengths": at, "depths": at, "below": at, "out": x, "sums": "*fp32"}
     given |= {"nodes": "i32", "slots": "i32", "piece": "i32", **STRIDES}
-    is_wide, depth = kind == "fp32", fused_attention.power_of_two(width, 16)
+    most, slots = fused_attention.blocks_of(DTYPES[kind], width)
+    rows, depth = min(rows, most), fused_attention.power_of_two(width, 16)
     constants = {**HEADS, "WIDTH": width, "WORDS": 4, "WINDOW": window, "IS_WHOLE": is_whole, "ROWS": rows}
-    constants |= {"PRECISION": "ieee" if is_wide else "tf32", "DEPTH": depth}
-    constants["SLOTS"] = fused_attention.BLOCK_WIDE if is_wide else fused_attention.BLOCK_SLOTS
-    shared = compiled(fused_attention._attend_kernel, capability, 4, given, constants)
+    constants |= {"PRECISION": "ieee" if kind == "fp32" else "tf32", "DEPTH": depth, "SLOTS": slots}
+    shared = compiled(fused_attention._attend_kernel, capability, fused_attention.WARPS, given, constants)
     assert shared <= SHARED, (capability, kind, width, rows, shared)
     pieces = {"sums": "*fp32", "out": x, "pieces": "i32"}
     compiled(fused_attention._join_kernel, capability, 1, pieces, {"WIDTH": width, "DEPTH": depth})
@@ -61,11 +65,11 @@ def main() -> None:
     if "--short" in sys.argv:
         small(80, "bf16")
         attention(80, "bf16", 128, 64, False, 100)
-        attention(80, "fp32", 32, 16, True, 0)
+        attention(80, "fp32", 64, 16, True, 0)
     else:
         for capability, kind in product((80, 89, 90), ("bf16", "fp16", "fp32")):
             small(capability, kind)
-            for width, rows, is_whole, window in ((32, 16, True, 0), (128, 64, False, 100)):
+            for width, rows, is_whole, window in ((32, 16, True, 0), (128, 64, False, 100), (256, 64, True, 0)):
                 attention(capability, kind, width, rows, is_whole, window)
     print("compiled")
 

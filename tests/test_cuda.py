@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder
+from test_llama import TINIES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
@@ -19,7 +20,7 @@ import test_turning_steps
 
 import outpace
 from outpace.core.errors import UserError
-from outpace.models.base import chain
+from outpace.models.base import Part, chain
 from outpace.models.files.reading import read_json
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
@@ -239,3 +240,41 @@ def test_log_probabilities_are_those_of_the_host() -> None:
         assert [token for token, _ in found.top] == [token for token, _ in expected.top]
         assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
         assert [value for _, value in found.top] == pytest.approx([value for _, value in expected.top], abs=1e-4)
+
+
+@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None:
+    """Windows, norms of heads, biases, layers without rotation; long texts, which are cut into pieces; wide trees."""
+    tensors = test_draft_steps.reference.random_tensors(config)
+    given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "exact": False}
+    model = gpu_checks.captured(gpu_checks.FUSED, config, tensors.__getitem__, **given)
+    slow = gpu_checks.Llama.from_tensors(config, tensors.__getitem__, **given)
+    words = [number % config.vocab_size for number in range(300)]
+    rows = []
+    for runtime in (model, slow):
+        session = gpu_checks.fed(runtime, words[: min(200, config.max_positions - 70)])
+        parents = gpu_checks.parents(40, 3)
+        rows.append(runtime.score([Part(session, words[:40], parents, range(40))]).float())
+    limit = gpu_checks.TOLERANCE[dtype] * rows[1].abs().max()
+    assert (rows[0] - rows[1]).abs().max() <= limit
+
+
+def test_a_loop_writes_the_engines_answers() -> None:
+    """In float32, where the batch hardly rounds: all but near ties."""
+    import test_distill_writer as writing
+
+    tensor = writing.TENSORS.__getitem__
+    model = gpu_checks.captured(gpu_checks.FUSED, writing.reference.TINY, tensor, device="cuda", exact=False)
+    expected, found = writing.write(4), writing.write_by_loop(4, model)
+    assert sorted(found) == sorted(expected)
+    same = [found[number].tokens.tolist() == answer.tokens.tolist() for number, answer in expected.items()]
+    assert sum(same) >= len(same) - 1
+
+
+def test_noise_has_the_bits_of_the_host() -> None:
+    from outpace.core import noise
+
+    words = torch.randint(-(2**31), 2**31, (9, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
+    assert torch.equal(noise.exponential_of(words.cuda(), 5000).cpu(), noise.exponential_of(words, 5000))
+    assert torch.equal(noise.gumbel_of_words(words.cuda(), 5000).cpu(), noise.gumbel_of_words(words, 5000))

@@ -329,3 +329,18 @@ def test_judgement_and_its_files(target: Path, made: Path) -> None:
     assert json.loads((made / "judgement.json").read_text())["cost"] > 0
     assert "chain 4" in (made / "draft" / "README.md").read_text()
     assert write_plot(settings(target, made), found).stat().st_size > 10_000
+
+
+def test_a_time_budget_becomes_tokens_behind_the_first_steps(target: Path, made: Path, tmp_path: Path) -> None:
+    """The first steps, which compile and warm up, say nothing of the others."""
+    student = new_student(target, Shape("2"), None, 0)
+    trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=100.0, length=64))
+    seconds = 0.0
+    for step in range(1, 40):
+        seconds += 5.0 if step <= 3 else 0.5
+        trainer.state.seen += 1000
+        trainer._plan(seconds, step)
+        if trainer.state.total:
+            break
+    assert seconds == 15.0 + 0.5 * 6
+    assert trainer.state.total == 9000 + 2000 * (100 - 18)

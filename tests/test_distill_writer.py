@@ -17,6 +17,7 @@ from outpace.distill.text import load_target
 from outpace.distill.writer import Job, LoopWriter, Writer, WriterOptions, Written, writer_of
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama import graph_loop
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.native_kernels import UnsupportedShape
 from outpace.models.llama.torch_runtime import Llama
@@ -49,6 +50,15 @@ def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
         assert np.array_equal(answer.tokens, found[number].tokens)
         assert np.array_equal(answer.top_ids, found[number].top_ids)
         assert np.allclose(answer.top_log_p, found[number].top_log_p, atol=5e-3)
+
+
+@pytest.mark.parametrize("width", [5, 128, 1000])
+def test_the_likeliest_are_found_in_parts(width: int) -> None:
+    scores = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    values, places = graph_loop._likeliest(scores, 5)
+    expected = scores.topk(5)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places, expected.indices)
 
 
 def test_a_loop_is_for_captured_passes_of_a_gpu() -> None:

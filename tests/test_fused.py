@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import reference
 from test_llama import TINIES
 
-from outpace.core import fused_noise, noise
+from outpace.core import compiled, fused_noise, noise
+from outpace.models import runtimes
 from outpace.models.base import Part, chain
 from outpace.models.llama import captures, fused, fused_attention
 from outpace.models.llama.attention import rotated
 from outpace.models.llama.batched import attend, tree_mask
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_fused import FusedLlama
+from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.torch_runtime import Llama
+from outpace.models.options import LoadOptions
 
 WORDS = 4
 
@@ -57,6 +62,12 @@ def test_a_gate(width: int) -> None:
     torch.testing.assert_close(fused.gated(both), torch.nn.functional.silu(gate) * up)
 
 
+def test_the_noise_that_is_tried_first_has_known_bits() -> None:
+    words = torch.tensor([compiled.TRIED], dtype=torch.int32)
+    for made in (noise.exponential_of(words, compiled.COUNT), fused_noise.noise(words, compiled.COUNT, False)):
+        assert int(made.view(torch.int32).long().sum()) == compiled.SUM
+
+
 def test_nothing_is_nothing() -> None:
     assert fused.norm(torch.empty(0, 8), None, 1.0).shape == (0, 8)
     assert fused.gated(torch.empty(0, 8)).shape == (0, 4)
@@ -67,6 +78,13 @@ def test_noise_has_the_bits_of_every_other_device() -> None:
     assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_of(words, 5000))
     assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_of_words(words, 5000))
     assert fused_noise.noise(words[:0], 9, False).shape == (0, 9)
+
+
+def fused_model(*given: Any, **more: Any) -> FusedLlama:
+    """One whose kernels run: where they fail, there is another model."""
+    model = FusedLlama.from_tensors(*given, **more)
+    assert isinstance(model, FusedLlama), model.notice
+    return model
 
 
 class Trees:
@@ -159,7 +177,7 @@ def test_what_is_stored_is_finite() -> None:
 @pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
 def test_every_kind_of_layer(config: LlamaConfig) -> None:
     tensor = reference.random_tensors(config).__getitem__
-    model = FusedLlama.from_tensors(config, tensor, is_eager=True, exact=False)
+    model = fused_model(config, tensor, is_eager=True, exact=False)
     slow = Llama.from_tensors(config, tensor, exact=False)
     words = [number % config.vocab_size for number in range(1, 71)]
     parents = [-1, 0, 0, 1, 2]
@@ -179,7 +197,7 @@ def test_every_kind_of_layer(config: LlamaConfig) -> None:
 
 def test_a_prompt_is_not_captured() -> None:
     tensor = reference.random_tensors(reference.TINY).__getitem__
-    model = FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, exact=False)
+    model = fused_model(reference.TINY, tensor, is_eager=True, exact=False)
     slow = Llama.from_tensors(reference.TINY, tensor, exact=False)
     words, before = [number % reference.TINY.vocab_size for number in range(1, 91)], model.captures.count
     rows = [one.score([chain(one.open(200, 90), words, [80, 89])]) for one in (model, slow)]
@@ -192,7 +210,7 @@ def test_keys_and_values_in_fewer_bits_are_left_to_torch(kv_dtype: str) -> None:
     tensor = reference.random_tensors(reference.TINY).__getitem__
     given: dict[str, Any] = {"exact": False, "kv_dtype": kv_dtype}
     models = (
-        FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, **given),
+        fused_model(reference.TINY, tensor, is_eager=True, **given),
         Llama.from_tensors(reference.TINY, tensor, **given),
     )
     rows = [model.score([chain(model.open(40, 9), list(range(1, 10)), range(9))]) for model in models]
@@ -226,10 +244,28 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(arguments: list[str], tm
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_scores_are_in_float32(dtype: torch.dtype) -> None:
     tensor = reference.random_tensors(reference.TINY).__getitem__
-    model = FusedLlama.from_tensors(reference.TINY, tensor, dtype=dtype, is_eager=True, exact=False)
-    assert isinstance(model, FusedLlama)
+    model = fused_model(reference.TINY, tensor, dtype=dtype, is_eager=True, exact=False)
     wide = Llama.from_tensors(reference.TINY, tensor, exact=False)
     rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [0, 2])]) for one in (model, wide)]
     assert rows[0].dtype == torch.float32
     torch.testing.assert_close(*rows, atol=2e-2, rtol=2e-2)
-    assert model.score([chain(model.open(9, 9), [1], [])]).shape == (0, reference.TINY.vocab_size)
+    nothing = model.score([chain(model.open(9, 9), [1], [])])
+    assert (nothing.shape, nothing.dtype) == ((0, reference.TINY.vocab_size), torch.float32)
+
+
+def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LoadOptions(device="cuda", graphs="cuda")
+    for why, kind in ((None, FusedLlama), ("there is no compiler", SteppingLlama)):
+        monkeypatch.setattr(compiled, "refusal", lambda device, why=why: why)
+        chosen, notice = runtimes._captured(options)
+        assert chosen is kind
+        assert (notice is None) if why is None else str(notice).endswith("there is no compiler")
+    assert runtimes._captured(replace(options, exact=True))[0] is ExactGraphLlama
+
+
+def test_kernels_are_refused_elsewhere_and_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "are for CUDA, not for cpu" in str(compiled.refusal(torch.device("cpu")))
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    assert compiled._refusal.__wrapped__(0) == "the package triton is not installed"
+    monkeypatch.undo()
+    assert compiled._refusal.__wrapped__(0)  # no GPU is here

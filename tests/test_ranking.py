@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.core.noise import gumbel_of, hashes, row_key
+from outpace.core.noise import gumbel_of, halves, hashes, row_key, row_words
 from outpace.core.sampling import Sampling
 from outpace.core.scores import Held
 from outpace.core.types import Adjustments, Offer, Request, Row
@@ -211,3 +211,11 @@ def test_a_winner_is_called_where_it_is_clear() -> None:
 def test_kernels_that_are_missing_or_old_are_done_without(found: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "outpace_kernels", found)
     assert _ranking.native_rank.__wrapped__() is None
+
+
+def test_the_keys_of_many_positions_are_those_of_each() -> None:
+    places = np.array([0, 1, 77, 2**31, 2**40])
+    for seed, choice in ((0, 0), (5, 3), (2**63 - 1, 2**32)):
+        found = row_words(seed, choice, places)
+        assert found.dtype == np.int32
+        assert found.tolist() == [list(halves(row_key(seed, choice, int(place)))) for place in places]

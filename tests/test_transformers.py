@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
+from outpace.models.hf import cache
 from outpace.models.hf.limits import max_positions
 from outpace.models.hf.load import adapt
 from outpace.models.hf.model import TransformersModel
@@ -259,3 +261,9 @@ def test_context_lengths_are_found_under_their_names() -> None:
     factors = {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4, "rope_theta": 10000.0}
     long = {"rope_type": "longrope", "original_max_position_embeddings": 32, **factors}
     assert max_positions(transformers.LlamaConfig(max_position_embeddings=128, rope_parameters=long)) == 32
+
+
+def test_shared_layers_that_an_older_transformers_does_not_show_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_SHARING", ())
+    with pytest.raises(UserError, match=r"needs transformers 5\.23"):
+        cache.read_plan(SimpleNamespace(num_kv_shared_layers=2))

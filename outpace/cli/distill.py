@@ -135,7 +135,7 @@ def _options(
     if training.part_size is not None:
         check_range("part_size", training.part_size, 0.1, 1e6)
     has_gpu = not device.startswith("cpu")
-    answers = amount.rows if amount.rows is not None else GPU_ANSWERS if has_gpu else CPU_ANSWERS
+    answers = amount.rows if amount.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
     losses = LossOptions(training.token_weight, training.distribution_weight, training.divergence)
     return DistillOptions(
         target=target,

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core import noise as plain
-from outpace.core.compiled import on
+from outpace.core import noise_numbers as numbers
+from outpace.core.launches import on
 
 BLOCK = 1024
-_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in plain.FACTORS)
-_ROOT, _LOG_2, _UNIT = tl.constexpr(plain.SQRT_HALF_BITS), tl.constexpr(-plain.LOG_2), tl.constexpr(plain.UNIT)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in numbers.FACTORS)
+_ROOT, _LOG_2, _UNIT = tl.constexpr(numbers.SQRT_HALF_BITS), tl.constexpr(-numbers.LOG_2), tl.constexpr(numbers.UNIT)
 
 
 @triton.jit

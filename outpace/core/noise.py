@@ -18,6 +18,7 @@ import numpy as np
 
 from outpace.core.compiled import refusal
 from outpace.core.lazy import torch
+from outpace.core.noise_numbers import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
 from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
@@ -29,10 +30,7 @@ DRAW, ACCEPT, RESIDUAL = 1, 2, 3
 PURPOSES = 4
 
 _MASK64 = (1 << 64) - 1
-SQRT_HALF_BITS = 0x3F3504F3  # the float32 nearest to sqrt(1/2)
-LOG_2 = 0.6931471805599453
-UNIT = 2.0**-31 * (1 - 2.0**-23)  # keeps the largest 31-bit integer, rounded to float32, below 1
-FACTORS = 0x7FEB352D, 0x846CA68B - (1 << 32), 0x9E485565 - (1 << 32)  # of the hash's three rounds, with a sign
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
 
 @lru_cache(4096)  # draft and target ask for the same positions, round after round
@@ -40,11 +38,22 @@ def row_key(seed: int, choice: int, position: int, purpose: int = 0) -> int:
     """64 bits for (seed, choice, position, purpose), which hardly ever collide: splitmix64's mixer, once a part."""
     key = 0
     for part in (seed, choice, position, purpose):
-        key = (key + part + 0x9E3779B97F4A7C15) & _MASK64
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+        key = (key + part + _GOLDEN) & _MASK64
+        key = ((key ^ (key >> 30)) * _FIRST) & _MASK64
+        key = ((key ^ (key >> 27)) * _SECOND) & _MASK64
         key ^= key >> 31
     return key
+
+
+def row_words(seed: int, choice: int, positions: np.ndarray) -> np.ndarray:
+    """`halves` of the keys of many positions, of purpose 0: int32 [positions, 2]."""
+    keys = np.zeros(len(positions), np.uint64)
+    for part in (np.uint64(seed & _MASK64), np.uint64(choice & _MASK64), positions.astype(np.uint64), np.uint64(0)):
+        keys = keys + part + np.uint64(_GOLDEN)
+        keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(_FIRST)
+        keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(_SECOND)
+        keys = keys ^ (keys >> np.uint64(31))
+    return keys.astype("<u8").view("<i4").reshape(-1, 2)
 
 
 def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:

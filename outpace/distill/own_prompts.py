@@ -118,5 +118,6 @@ def _message(tokenizer: Tokenizer, ids: Sequence[int], begin: str = "") -> str |
     character."""
     if not ids or ids[-1] not in tokenizer.stop_ids:
         return None
-    text = (begin + tokenizer.decode(ids)).strip()
+    whole = [*tokenizer.continuation(begin), *ids]  # decoded together: some decoders drop a first space
+    text = tokenizer.decode(whole).strip()
     return text if len(text) >= SHORTEST and "\ufffd" not in text else None

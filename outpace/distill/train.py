@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.distill import training_state
@@ -118,10 +117,8 @@ class Trainer:
         before, first = state.seconds, state.step
         mean = math.nan
         batches = self._batches()
-        earlier: Tensor | None = None  # the loss of the step before is read while a GPU is busy with this one
         while not state.total or state.seen < state.total:
-            last = self._step(next(batches))
-            value, earlier = float(last if earlier is None else earlier), last
+            value = self._step(next(batches))
             mean = value if math.isnan(mean) else 0.95 * mean + 0.05 * value
             now = time.monotonic()
             state.seconds = before + now - started
@@ -159,8 +156,7 @@ class Trainer:
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
             return agreement(self.student, self._packer, self._held_out[:EVALUATED])
 
-    def _step(self, batch: Batch) -> Tensor:
-        """The loss before the step; nobody waits for it here."""
+    def _step(self, batch: Batch) -> float:
         rate = learning_rate(self.options, self.state)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -173,7 +169,7 @@ class Trainer:
         self.optimizer.step()
         self.state.step += 1
         self.state.seen += batch.num_tokens
-        return value.detach()
+        return float(value.detach())
 
     def _batches(self) -> Iterator[Batch]:
         """Epoch after epoch; each takes in the text that has been written meanwhile."""

@@ -1,5 +1,5 @@
 """The target writes plainly and many answers at once: the text that users get from it. Through the engine, or on a GPU
-by a loop that never waits for the host.
+by a loop to which the host comes every 16 steps.
 
 An answer follows from its job alone: not from the answers beside it, nor from the order in which they start. On a GPU
 half precisions round by the batch, so there an answer that hangs on a near tie may be another in another batch.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from outpace.core.errors import check_whole
-from outpace.core.noise import halves, row_key
+from outpace.core.noise import row_words
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
@@ -110,8 +110,7 @@ class LoopWriter:
         if not job.temperature:
             return Begun(job.prompt, self._options.max_tokens, 0.0, None)
         start, seed = len(job.prompt), job.number % _SEEDS
-        places = range(start, start + self._options.max_tokens)
-        keys = np.array([halves(row_key(seed, self._options.seed, place)) for place in places], np.int32)
+        keys = row_words(seed, self._options.seed, np.arange(start, start + self._options.max_tokens))
         return Begun(job.prompt, self._options.max_tokens, job.temperature, keys)
 
 

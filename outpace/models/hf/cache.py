@@ -129,7 +129,10 @@ def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
 
 
 def read_plan(config: Any) -> Plan:
-    """What the layers of a model with this config store; UserError where a token could not be taken back."""
+    """What the layers of a model with this config store; UserError where a token could not be taken back, and where
+    this transformers does not show which layers share what another stores."""
+    if not _SHARING and getattr(config, "num_kv_shared_layers", None):
+        raise UserError("a model whose layers share keys and values needs transformers 5.23 or newer")
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:  # what a config lacks shows in any way

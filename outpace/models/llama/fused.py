@@ -1,5 +1,4 @@
-"""What a pass does between its products and its attention, one kernel each, in Triton: norms, turning and storing, the
-MLP's gate.
+"""A pass's norms, turning and storing, and gates, one kernel each, in Triton.
 
 By torch's own operations a layer of a small pass is thirty launches, each of which takes a GPU some two microseconds
 however little it does; with these, and `fused_attention.py`, it is ten.
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.compiled import on
+from outpace.core.launches import on
 from outpace.core.numbers import power_of_two
 
 

@@ -1,4 +1,4 @@
-"""Attention of many sessions' tree nodes over a pool's keys and values by one kernel, in Triton: as `batched.attend`.
+"""Attention of many sessions' tree nodes over a pool's keys and values, by a kernel in Triton.
 
 It goes over the slots in blocks with a running softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention,
 arXiv:2205.14135), long texts in several pieces that are put together afterwards (Flash-Decoding, 2023). No mask is
@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.compiled import on
+from outpace.core.launches import on
 from outpace.core.numbers import power_of_two
 
-BLOCK_SLOTS, BLOCK_WIDE = 64, 32  # keys that are read at once, and of such in float32
+BLOCK_SLOTS = 64  # keys that are read at once, and of more bytes than these the fewer
+MOST_BYTES = 256
+WARPS, STAGES = 4, 2  # of a program; by one stage Triton 3.6 and 3.9 fail to compile it
 PIECE = 128  # the fewest slots that have a program of their own
 PROGRAMS = 512  # no more of them: there is enough to do for any device
-MOST_ROWS = 64  # nodes and heads of one program
+MOST_ROWS = 64  # nodes and heads of one program, and fewer where keys have more bytes
 _FEW = 16  # the fewest rows that the units for products take
 _LEAST = tl.constexpr(-1e30)  # finite: what sees nothing stays so
 
@@ -37,33 +39,46 @@ def _seen(words, below, depth, place, is_row, WORDS: tl.constexpr, WINDOW: tl.co
     return is_seen
 
 
+@triton.jit
+def _over_slots(
+    part, keys, values, words, below, depth, is_row, length, first, end,
+    WIDTH: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Some rows' queries over the slots from `first` to `end`: what they mix, not yet over the total of its weights,
+    the largest score, and that total."""
+    entry = tl.arange(0, DEPTH)
+    is_entry = entry < WIDTH
+    largest = tl.full([ROWS], _LEAST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, DEPTH], tl.float32)
+    for start in range(first, end, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        is_slot = slot < end
+        inside = keys + slot[None, :] * WIDTH + entry[:, None]
+        key = tl.load(inside, mask=is_slot[None, :] & is_entry[:, None], other=0.0)
+        scores = tl.dot(part, key, input_precision=PRECISION)
+        is_seen = is_row[:, None] & is_slot[None, :]
+        if WINDOW > 0 or start + SLOTS > length:  # else all of it is the text, which all see
+            is_seen = is_seen & _seen(words, below, depth, slot - length, is_row, WORDS, WINDOW)
+        scores = tl.where(is_seen, scores, _LEAST)
+        higher = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.where(is_seen, tl.exp(scores - higher[:, None]), 0.0)
+        shrunk = tl.exp(largest - higher)
+        total = total * shrunk + tl.sum(weights, 1)
+        inside = values + slot[:, None] * WIDTH + entry[None, :]
+        value = tl.load(inside, mask=is_slot[:, None] & is_entry[None, :], other=0.0)
+        found = found * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        largest = higher
+    return found, largest, total
+
+
 @triton.jit(do_not_specialize=["nodes", "piece"])
 def _attend_kernel(
-    query,
-    kv,
-    bits,
-    lengths,
-    depths,
-    below,
-    out,
-    sums,
-    nodes,
-    slots,
-    piece,
-    kind_stride,
-    row_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WORDS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    query, kv, bits, lengths, depths, below, out, sums, nodes, slots, piece, kind_stride, row_stride, head_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr,
+    IS_WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """One session's key head, some of its rows (nodes, times the heads that share the keys), one piece of the slots."""
     session, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -86,30 +101,10 @@ def _attend_kernel(
     if WINDOW > 0:
         first = tl.maximum(first, tl.maximum(length - WINDOW + 1, 0) // SLOTS * SLOTS)
     keys = kv + session * row_stride + group * head_stride
-    values = keys + kind_stride
-    largest = tl.full([ROWS], _LEAST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, DEPTH], tl.float32)
-    for start in range(first, end, SLOTS):
-        slot = start + tl.arange(0, SLOTS)
-        is_slot = slot < end
-        inside = keys + slot[None, :] * WIDTH + entry[:, None]
-        key = tl.load(inside, mask=is_slot[None, :] & is_entry[:, None], other=0.0)
-        scores = tl.dot(part, key, input_precision=PRECISION)
-        is_seen = is_row[:, None] & is_slot[None, :]
-        if WINDOW > 0 or start + SLOTS > length:  # else all of it is the text, which all see
-            is_seen = is_seen & _seen(
-                words, below + session * (64 * WORDS), depth, slot - length, is_row, WORDS, WINDOW
-            )
-        scores = tl.where(is_seen, scores, _LEAST)
-        higher = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.where(is_seen, tl.exp(scores - higher[:, None]), 0.0)
-        shrunk = tl.exp(largest - higher)
-        total = total * shrunk + tl.sum(weights, 1)
-        inside = values + slot[:, None] * WIDTH + entry[None, :]
-        value = tl.load(inside, mask=is_slot[:, None] & is_entry[None, :], other=0.0)
-        found = found * shrunk[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        largest = higher
+    found, largest, total = _over_slots(
+        part, keys, keys + kind_stride, words, below + session * (64 * WORDS), depth, is_row, length, first, end,
+        WIDTH, WORDS, WINDOW, PRECISION, ROWS, SLOTS, DEPTH,
+    )  # fmt: skip
     if IS_WHOLE:
         found = found / tl.maximum(total, 1e-30)[:, None]
         tl.store(out + at[:, None] + entry[None, :], found.to(out.dtype.element_ty), mask=is_mine)
@@ -145,16 +140,23 @@ def pieces_of(slots: int, programs: int) -> int:
     return max(1, min(-(-slots // PIECE), PROGRAMS // programs))
 
 
+def blocks_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
+    """The most rows of one program, and how many keys of this width it reads at once: they must fit into what a GPU of
+    a computer at home has for each program, 99 KB."""
+    share = max(1, power_of_two(width) * dtype.itemsize // MOST_BYTES)
+    return max(_FEW, MOST_ROWS // share), max(_FEW, BLOCK_SLOTS // share)
+
+
 def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
     """query [batch * nodes, heads, d], scaled, over the first `slots` of `kv` [2, batch, kv_heads, .., d]: rows
     [batch * nodes, heads * d]. `given`: bits, lengths, depths, below, as `batched.tree_mask` takes them."""
     (rows, heads, width), groups, bits = query.shape, kv.shape[2], given["bits"]
     batch, nodes, words = bits.shape
     mine = heads // groups * nodes
-    block = min(power_of_two(mine, _FEW), MOST_ROWS)
+    most, at_once = blocks_of(query.dtype, width)
+    block = min(power_of_two(mine, _FEW), most)
     blocks = -(-mine // block)
     pieces = pieces_of(slots, batch * groups * blocks)
-    at_once = BLOCK_WIDE if query.dtype == torch.float32 else BLOCK_SLOTS
     piece = -(-slots // (pieces * at_once)) * at_once
     out = torch.empty_like(query)
     sums = query.new_empty(pieces, rows * heads, width + 2, dtype=torch.float32) if pieces > 1 else out
@@ -182,8 +184,8 @@ def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, wind
             block,
             at_once,
             power_of_two(width, _FEW),
-            num_warps=4,
-            num_stages=1 if query.dtype == torch.float32 else 2,  # what is read ahead must fit
+            num_warps=WARPS,
+            num_stages=STAGES,
         )
         if pieces > 1:
             _join_kernel[(rows * heads,)](sums, out, pieces, width, power_of_two(width), num_warps=1)

@@ -6,6 +6,7 @@ Not for exact mode, where every operation must give a row the same bits whatever
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from outpace.models.llama.batched import KINDS
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.linear import Linear, add_product, in_float32
+from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
 
 KIND = "fused"
 
@@ -44,12 +46,28 @@ class FusedLlama(SteppingLlama):
         model = super().from_tensors(*args, **more)
         assert isinstance(model, FusedLlama)
         try:
-            model.score([chain(model.open(2, 1), [0], [0])])
+            model.try_kernels()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of many kinds, by what failed
             return model.by_torch(f"{type(error).__name__}: {error}")
         return model
+
+    @torch.inference_mode()
+    def try_kernels(self) -> None:
+        """A small pass, and attention of the largest programs over one piece and over several: what would fail later
+        fails here."""
+        from outpace.models.llama.fused_attention import MOST_ROWS, PIECE, attend
+
+        self.score([chain(self.open(2, 1), [0], [0])])
+        if self.attention != KIND:
+            return
+        heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        shape = {"bits": (1, MOST_ROWS, WORDS), "lengths": (1,), "depths": (1, MOST_ROWS), "below": (1, MOST_PENDING)}
+        given = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shape.items()}
+        query = torch.zeros(MOST_ROWS, heads, width, dtype=self.dtype, device=self.device)
+        for slots, window in product((PIECE, 4 * PIECE), self._windows):
+            attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
 
     def by_torch(self, why: str) -> SteppingLlama:
         """The same model without the kernels; the reason is in its notice."""

@@ -1,5 +1,6 @@
-"""Plain decoding of many texts at once that never waits for the host: a graph takes a step of all of them, picks each
-one's next token on the device and feeds it to the next step.
+"""Plain decoding of many texts at once by one graph, to which the host comes only now and then.
+
+The graph takes a step of all texts, picks each one's next token on the device and feeds it to the next step.
 
 Prompts are read token by token among the others' answers, so every step is the same graph. It is how a draft's training
 text is written, where nobody waits for one answer and the answers' tokens a second count alone.
@@ -114,7 +115,9 @@ class WritingLoop:
     def run(self, steps: int) -> list[Ended]:
         """So many steps of all rows; the texts that ended meanwhile, whose rows are free again."""
         captures, key = self._model.captures, ("loop",)
-        captures.prepare(key, self._step, self._model.pool.kv, self._model._hidden, self._texts, self._place)
+        table = self._model._rotary.table
+        captures.forget_if_moved(self._model.pool.kv, table)
+        captures.prepare(key, self._step, self._model.pool.kv, table, self._model._hidden, self._texts, self._place)
         for _ in range(steps):
             captures.replay(key)
         places, ends = torch.stack([self._place, self._end]).tolist()

@@ -132,7 +132,7 @@ class GraphLlama(Llama):
         inside = [self._enter(part) for part in forest]
         self.pool.bring_to_front([session for session, *_ in inside if session.row is not None])
         self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
-        rows: list[Tensor] = [self._embedding.new_empty(0, self.vocab_size)] * len(forest)
+        rows: list[Tensor] = [self._no_scores()] * len(forest)
         for start in range(0, len(inside), MOST_SESSIONS):
             block = range(start, start + MOST_SESSIONS)
             numbers = [n for n, (session, *_) in enumerate(inside) if session.row in block]
@@ -216,7 +216,7 @@ class GraphLlama(Llama):
         nodes = _nodes(block)
         places = [(inside[0].place - start) * nodes + node for inside in block for node in inside[1].wanted]
         if not places:
-            return self._embedding.new_empty(0, self.vocab_size)
+            return self._no_scores()
         count = power_of_two(len(places), *self._head_counts)
         if count > MOST_HEAD_ROWS:
             return self._logits(self._hidden[uploaded(places, np.int64, self.device)])

@@ -227,13 +227,16 @@ class Llama(Model):
     def _logits(self, x: Tensor) -> Tensor:
         """The last layer's rows to scores: [rows, vocab]"""
         if not len(x):
-            return x.new_empty(0, self.vocab_size)
+            return self._no_scores()
         normed = self._norm(padded(x, self._head_counts), self._head.norm)
         logits = self._scored(normed)[: len(x)]
         if self._head_ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
             logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
         return logits[:, : self.vocab_size]
+
+    def _no_scores(self) -> Tensor:
+        return self._embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)
 
     def _scored(self, normed: Tensor) -> Tensor:
         """The output layer's product. [rows, kept tokens]"""
