@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from gpu_checks import asked_of
 from gpu_clock import Bench, Row, joules
 
@@ -73,8 +72,3 @@ def _formula(name: str, results: Sequence[Any], parts: dict[str, float]) -> Row:
     if name == "beside":
         row["formula"] = card_limit(length, parts["verify"] / parts["plain"], parts["step"] / parts["plain"])
     return row
-
-
-def peak(bench: Bench) -> Row:
-    """The most memory that was held."""
-    return {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}

@@ -14,11 +14,9 @@ from outpace.core.compiled import refusal
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-from outpace.models.llama.batched import KINDS
+from outpace.models.llama.batched import FUSED, KINDS
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_fused import KIND as FUSED
-from outpace.models.llama.graph_fused import FusedLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama
 
@@ -70,6 +68,8 @@ def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
     """A model whose passes compute in this way; AssertionError where its kernels fail."""
     if kind != FUSED:
         return GraphLlama.from_tensors(*given, attention=kind, **more)
+    from outpace.models.llama.graph_fused import FusedLlama  # which imports Triton
+
     model = FusedLlama.from_tensors(*given, **more)
     assert isinstance(model, FusedLlama), model.notice
     return model

@@ -19,6 +19,11 @@ def refusal(device: torch.device) -> str | None:
     return _refusal(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def slower(why: str) -> str:
+    """What users are to know of a model that runs without the kernels."""
+    return f"passes take up to two times as long as they could: {why}"
+
+
 @cache
 def _refusal(number: int) -> str | None:
     """Tries one kernel, whose bits are known."""

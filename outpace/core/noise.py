@@ -68,7 +68,7 @@ def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "c
 
 def exponential_of(words: Tensor, vocab: int) -> Tensor:
     """As `exponential`, of keys that are on the device already: int32 [rows, 2], as `halves` gives them."""
-    if words.is_cuda and refusal(words.device) is None:
+    if _has_kernel(words):
         return _fused(words, vocab, False)
     low, high = words[:, :1], words[:, 1:]  # [rows, 1] each
     bits = torch.arange(vocab, dtype=torch.int32, device=words.device) ^ low  # [rows, vocab]
@@ -82,7 +82,7 @@ def exponential_of(words: Tensor, vocab: int) -> Tensor:
 
 def gumbel_of_words(words: Tensor, vocab: int) -> Tensor:
     """As `gumbel`, of keys that are on the device already."""
-    if words.is_cuda and refusal(words.device) is None:
+    if _has_kernel(words):
         return _fused(words, vocab, True)
     e = exponential_of(words, vocab)
     return _minus_log(e, 1.0 - e)
@@ -118,6 +118,10 @@ def gumbel_of(numbers: np.ndarray) -> np.ndarray:
 
 def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
     return uploaded([halves(key) for key in keys], np.int32, device).view(len(keys), 2)
+
+
+def _has_kernel(words: Tensor) -> bool:
+    return words.is_cuda and refusal(words.device) is None
 
 
 def _fused(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:

@@ -67,6 +67,9 @@ def _written(
         return file
     tokenizer = Tokenizer.from_folder(target)
     heads = [beginning(tokenizer, begin) for begin in begins]
+    first = [
+        tokenizer.continuation(begin) for begin in begins
+    ]  # decoded with the rest: decoders may drop a first space
     model, most = load_target(target, device), max(map(len, heads))
     longest = min(LONGEST, model.max_positions - most - 1)
     if longest < 1:
@@ -76,8 +79,7 @@ def _written(
     before, started = len(known), time.monotonic()
     with file.open("a", encoding="utf-8") as stream:
         for tried, written in enumerate(writer.answers(_jobs(heads, before)), 1):
-            begin = begins[written.job.number % len(begins)]
-            text = _message(tokenizer, written.tokens.tolist(), begin)
+            text = _message(tokenizer, [*first[written.job.number % len(first)], *written.tokens.tolist()])
             if text is not None and text not in known:
                 known[text] = None
                 stream.write(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n")
@@ -113,11 +115,9 @@ def _jobs(heads: Sequence[Sequence[int]], before: int) -> Iterator[Job]:
         yield Job(number, tuple(heads[number % len(heads)]), TEMPERATURE)
 
 
-def _message(tokenizer: Tokenizer, ids: Sequence[int], begin: str = "") -> str | None:
-    """The message that these tokens are, behind its `begin`; None for one that was cut, is too short, or has a broken
-    character."""
+def _message(tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
+    """The message that these tokens are; None for one that was cut, is too short, or has a broken character."""
     if not ids or ids[-1] not in tokenizer.stop_ids:
         return None
-    whole = [*tokenizer.continuation(begin), *ids]  # decoded together: some decoders drop a first space
-    text = tokenizer.decode(whole).strip()
+    text = tokenizer.decode(ids).strip()
     return text if len(text) >= SHORTEST and "\ufffd" not in text else None

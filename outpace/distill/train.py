@@ -93,9 +93,9 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=True)
         self._packer = Packer(options.rows, options.length, student.config.vocab_size, student.ids, student.device)
-        self._files = shard_files(text)
         self._warm = 0.0, 0  # seconds and tokens after the first steps
-        self._train, self._held_out = read_samples(text, options.length)
+        self._files: list[Path] | None = None
+        self._read()
         self._mixed = _has_fast_bfloat16(student.device)
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -185,7 +185,7 @@ class Trainer:
             state.epoch, state.batch = state.epoch + 1, 0
 
     def _read(self) -> None:
-        """The text again, where there is more of it by now."""
+        """The text, where it is not read yet or there is more of it by now."""
         files = shard_files(self._text)
         if files != self._files:
             self._files = files

@@ -149,9 +149,8 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     """Which of the runtimes whose passes are captured, and what its users are to know of that."""
     import torch
 
-    from outpace.core.compiled import refusal
+    from outpace.core.compiled import refusal, slower
     from outpace.models.llama.graph_exact import ExactGraphLlama
-    from outpace.models.llama.graph_fused import FusedLlama, slower
     from outpace.models.llama.graph_steps import SteppingLlama
 
     if options.exact:
@@ -159,7 +158,11 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     if options.graphs == EAGER:
         return SteppingLlama, None
     why = refusal(torch.device(options.device))
-    return (FusedLlama, None) if why is None else (SteppingLlama, slower(why))
+    if why is not None:
+        return SteppingLlama, slower(why)
+    from outpace.models.llama.graph_fused import FusedLlama  # which imports Triton
+
+    return FusedLlama, None
 
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:

@@ -14,6 +14,7 @@ from torch import Tensor
 from outpace.models.llama.attention import exact_weights, folded, unfolded
 
 KINDS = ("matmul", "sdpa")
+FUSED = "fused"  # by kernels of our own, see graph_fused.py
 _UNSEEN = -1e300  # finite: a row that sees nothing stays so
 
 

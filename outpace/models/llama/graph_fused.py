@@ -1,11 +1,11 @@
 """Captured forwards whose layers are ten launches: four products, and kernels of `fused.py` between them.
 
-Not for exact mode, where every operation must give a row the same bits whatever the bucket.
+Not for exact mode, where every operation must give a row the same bits whatever the bucket. It is imported where Triton
+is there alone.
 """
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from typing import Any
 
@@ -13,19 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.compiled import slower
 from outpace.models.base import chain
-from outpace.models.llama.batched import KINDS
+from outpace.models.llama import fused, fused_attention
+from outpace.models.llama.batched import FUSED, KINDS
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.linear import Linear, add_product, in_float32
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
-
-KIND = "fused"
-
-
-def slower(why: str) -> str:
-    """What users are to know of a model that runs without the kernels."""
-    return f"passes take up to two times as long as they could: {why}"
 
 
 class FusedLlama(SteppingLlama):
@@ -33,11 +28,9 @@ class FusedLlama(SteppingLlama):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.attention = KIND if self._holding.is_own else KINDS[0]
+        self.attention = FUSED if self._holding.is_own else KINDS[0]
         self.score_dtype = torch.float32
-        config = self.config
-        self._floor = math.sqrt(config.hidden_size * config.rms_norm_eps)
-        self._head_floor = math.sqrt(config.head_dim * config.rms_norm_eps)
+        self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floor)
 
     @classmethod
     def from_tensors(cls, *args: Any, **more: Any) -> SteppingLlama:
@@ -57,17 +50,16 @@ class FusedLlama(SteppingLlama):
     def try_kernels(self) -> None:
         """A small pass, and attention of the largest programs over one piece and over several: what would fail later
         fails here."""
-        from outpace.models.llama.fused_attention import MOST_ROWS, PIECE, attend
-
         self.score([chain(self.open(2, 1), [0], [0])])
-        if self.attention != KIND:
+        if self.attention != FUSED:
             return
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        shape = {"bits": (1, MOST_ROWS, WORDS), "lengths": (1,), "depths": (1, MOST_ROWS), "below": (1, MOST_PENDING)}
+        nodes, piece = fused_attention.MOST_ROWS, fused_attention.PIECE
+        shape = {"bits": (1, nodes, WORDS), "lengths": (1,), "depths": (1, nodes), "below": (1, MOST_PENDING)}
         given = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shape.items()}
-        query = torch.zeros(MOST_ROWS, heads, width, dtype=self.dtype, device=self.device)
-        for slots, window in product((PIECE, 4 * PIECE), self._windows):
-            attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
+        query = torch.zeros(nodes, heads, width, dtype=self.dtype, device=self.device)
+        for slots, window in product((piece, 4 * piece), self._windows):
+            fused_attention.attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
 
     def by_torch(self, why: str) -> SteppingLlama:
         """The same model without the kernels; the reason is in its notice."""
@@ -78,7 +70,7 @@ class FusedLlama(SteppingLlama):
         return model
 
     def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
-        if self.attention != KIND:
+        if self.attention != FUSED:
             super()._layers_pass(start, given, slots)
             return
         x = F.embedding(given["tokens"].flatten(), self._embedding)  # [rows, hidden]
@@ -88,27 +80,21 @@ class FusedLlama(SteppingLlama):
 
     def _mix_fused(self, number: int, start: int, x: Tensor, given: dict[str, Tensor], slots: int) -> Tensor:
         """A layer's attention, for all sessions at once."""
-        from outpace.models.llama import fused
-        from outpace.models.llama.fused_attention import attend
-
         layer, config = self._layers[number], self.config
         kv = self.pool.kv[number][:, start : start + len(given["lengths"])]
         table = self._rotary.table if config.rotates(number) else None
         mixed = self._apply_normed(layer.qkv, x)
         query = fused.turn(mixed, layer.head_norm, self._head_floor, table, given["positions"], given["slots"], kv)
-        return self._apply(layer.output, attend(query, kv, given, slots, config.window(number)), x)
+        mixed = fused_attention.attend(query, kv, given, slots, config.window(number))
+        return self._apply(layer.output, mixed, x)
 
     def _feed(self, number: int, x: Tensor, spans: Any) -> Tensor:
-        from outpace.models.llama import fused
-
         if any(span.steer is not None for span in spans):
             return super()._feed(number, x, spans)
         layer = self._layers[number]
         return self._apply(layer.down, fused.gated(self._apply_normed(layer.gate_up, x)), x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        from outpace.models.llama import fused
-
         return fused.norm(x.contiguous(), weight, self._floor)
 
     def _scored(self, normed: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class WritingLoop:
         self._model, device = copy(model), model.device
         self._model.captures = Captures(model.captures.is_eager)
         self._model.pool = Pool(model.config, model._holding, device)
-        self._model.pool.lay_out(rows, length)
+        self._model.pool.resize(rows, length)
         self._model._rotary.reach(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
         whole = {"dtype": torch.int64, "device": device}

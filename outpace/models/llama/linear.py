@@ -61,21 +61,26 @@ def stock(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | Non
 
 def add_product(linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
     """As `linear(x, residual)`, written over the residual where the library's own product can add to it."""
-    if isinstance(linear, partial) and linear.func is stock:
-        weight, bias = linear.args
-        if type(weight) is Tensor and bias is None:  # one that is held in 8 bits is of a type of its own
-            return residual.addmm_(x, weight.t())
-    return linear(x, residual)
+    weight = _plain_weight(linear)
+    return linear(x, residual) if weight is None else residual.addmm_(x, weight.t())
 
 
 def in_float32(linear: Linear, x: Tensor) -> Tensor:
     """As `linear(x)`, the sums not rounded to x's dtype where the library's own product can leave that out: the two
     largest of many scores are often nearer to each other than half precisions tell apart."""
-    if isinstance(linear, partial) and linear.func is stock and x.dtype != torch.float32 and x.is_cuda:
-        weight, bias = linear.args
-        if type(weight) is Tensor and bias is None and "dtype" in torch.ops.aten.mm.overloads():  # torch 2.8 and later
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return linear(x).float()
+    weight = _plain_weight(linear) if x.dtype != torch.float32 and x.is_cuda else None
+    if weight is None or "dtype" not in torch.ops.aten.mm.overloads():  # which torch has from 2.8 on
+        return linear(x).float()
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _plain_weight(linear: Linear) -> Tensor | None:
+    """The weight of a library's own product without a bias; None for any other. One that is held in 8 bits is of a type
+    of its own."""
+    if not isinstance(linear, partial) or linear.func is not stock:
+        return None
+    weight, bias = linear.args
+    return weight if type(weight) is Tensor and bias is None else None
 
 
 def _packed(packed: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None) -> Tensor:

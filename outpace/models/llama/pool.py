@@ -67,7 +67,7 @@ class Pool:
         if not slots:
             self._leave(session)
         elif rows > self.rows or wide > self.slots:
-            self._resize(*self._kept(rows, wide))
+            self.resize(*self._kept(rows, wide))
         if slots and session.row is None:
             session.row = next(row for row in range(self.rows) if self.at(row) is None)
             self._sessions[session.row] = ref(session)
@@ -88,10 +88,6 @@ class Pool:
         moved = kv.gather(4, source[None, None, :, None, :, None].expand(shape))
         kv.scatter_(4, goal[None, None, :, None, :, None].expand(shape), moved)
 
-    def lay_out(self, rows: int, slots: int) -> None:
-        """So many rows of so many slots, for one who uses them without sessions."""
-        self._resize(rows, slots)
-
     def _leave(self, session: GraphSession) -> None:
         if session.row is not None:
             self._sessions[session.row], session.row = None, None
@@ -101,7 +97,7 @@ class Pool:
         most = max(rows, self.rows), max(slots, self.slots)
         return most if most[0] * most[1] <= max(self._largest, rows * slots) else (rows, slots)
 
-    def _resize(self, rows: int, slots: int) -> None:
+    def resize(self, rows: int, slots: int) -> None:
         """New storage with what the sessions hold, in the first rows. While it is copied, both are there."""
         sessions = [session for row in range(self.rows) if (session := self.at(row)) is not None]
         kv = self.kv.new_zeros(self._shape(rows, slots))
