@@ -89,3 +89,9 @@ def exponential(x: np.ndarray) -> np.ndarray:
 def silu(x: np.ndarray) -> np.ndarray:
     """x / (1 + e^-x)"""
     return x / (F(1) + exponential(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by e^x"""
+    slope = fma(x * x, F(-0.0713548162), F(-1.59576912))
+    return x / (F(1) + exponential(x * slope))

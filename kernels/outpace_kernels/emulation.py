@@ -21,7 +21,18 @@ from outpace_kernels.emulated_matrices import Room as Room
 from outpace_kernels.emulated_matrices import StoredMatrix
 from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
-from outpace_kernels.emulated_numbers import LANES, SCALED, F, as_bytes, exponential, fma, groups_of, inverse_rms, silu
+from outpace_kernels.emulated_numbers import (
+    LANES,
+    SCALED,
+    F,
+    as_bytes,
+    exponential,
+    fma,
+    gelu,
+    groups_of,
+    inverse_rms,
+    silu,
+)
 from outpace_kernels.emulated_numbers import MAX_DEPTH as MAX_DEPTH
 from outpace_kernels.emulated_numbers import sum_lanes as sum_lanes
 
@@ -46,6 +57,10 @@ class Layer:
     query_norm: Sequence[float] = field(default_factory=list)
     key_norm: Sequence[float] = field(default_factory=list)
     turns: bool = True
+    rotation: int = 0
+    window: int = 0
+    mixed_norm: Sequence[float] = field(default_factory=list)
+    fed_norm: Sequence[float] = field(default_factory=list)
 
 
 @dataclass
@@ -57,6 +72,7 @@ class Heads:
     depth: int
     kv_dtype: str
     epsilon: float
+    scale: float = 0.0  # of scores; 0: 1 / sqrt(depth)
 
 
 class Store:
@@ -116,7 +132,11 @@ class Model:
         head: Matrix | StoredMatrix,
         instruction_set: str,
         threads: int,
+        rotations: int = 1,
+        embedding_scale: float = 1.0,
+        gelu: bool = False,
     ) -> None:
+        self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu
         self.heads, self.epsilon, self.layers = heads, epsilon, layers
         self.embedding, self.norm, self.head, self.outputs = embedding, norm, head, head.outputs
 
@@ -138,6 +158,7 @@ class Model:
         """Scores of the wanted rows; see `outpace_kernels.Model.forward`."""
         x = np.empty((len(tokens), self.embedding.inputs), F)
         self.embedding.read(tokens, x)
+        x *= self.embedding_scale
         rows = _rows_of(spans)
         for number, vectors in inputs.items():
             x[rows[number]] = vectors
@@ -161,7 +182,7 @@ class Model:
         """A layer's attention."""
         layer = self.layers[number]
         mixed = layer.qkv(self._normed(x, layer.attention_norm))
-        return x + layer.output(self._attend(number, mixed, turns, spans, gaps))
+        return self._added(x, layer.output(self._attend(number, mixed, turns, spans, gaps)), layer.mixed_norm)
 
     def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
         """A layer's MLP."""
@@ -169,7 +190,12 @@ class Model:
         both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
         for rows, added in steer:
             both[rows, :, 1] = both[rows, :, 1] + added.reshape(-1, LANES)
-        return x + layer.down((silu(both[:, :, 0]) * both[:, :, 1]).reshape(len(x), -1))
+        gated = (gelu if self.is_gelu else silu)(both[:, :, 0])
+        return self._added(x, layer.down((gated * both[:, :, 1]).reshape(len(x), -1)), layer.fed_norm)
+
+    def _added(self, x: np.ndarray, branch: np.ndarray, norm: Sequence[float]) -> np.ndarray:
+        """The residual and a sublayer's output, which is normed before where there is a norm for it."""
+        return x + (self._normed(branch, np.array(norm, F)) if len(norm) else branch)
 
     def _normed(self, x: np.ndarray, norm: np.ndarray) -> np.ndarray:
         return x * inverse_rms(x, self.epsilon) * norm
@@ -181,9 +207,10 @@ class Model:
         heads, layer = self.heads, self.layers[number]
         parts = mixed.reshape(len(mixed), -1, heads.depth)
         queries, keys, values = np.split(parts, [heads.queries, heads.queries + heads.keys], axis=1)
-        still = np.broadcast_to(np.array([1, 0], F), turns.shape)
-        angles = turns if layer.turns else still
-        queries = self._turned(queries, layer.query_norm, angles) * (F(1) / np.sqrt(F(heads.depth)))
+        angles = turns.reshape(len(turns), self.rotations, -1, 2)[:, layer.rotation]
+        angles = angles if layer.turns else np.broadcast_to(np.array([1, 0], F), angles.shape)
+        scale = F(heads.scale) if heads.scale else F(1) / np.sqrt(F(heads.depth))
+        queries = self._turned(queries, layer.query_norm, angles) * scale
         keys = self._turned(keys, layer.key_norm, angles)
         out, row = [], 0
         for place, (store, committed, pending, count, sees) in enumerate(spans):
@@ -191,7 +218,7 @@ class Model:
             for node in range(count):
                 store.put(number, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
-                slots = [*there, *(committed + np.flatnonzero(sees[node]))]
+                slots = [*there, *(committed + np.flatnonzero(sees[node]))][-layer.window :]
                 out.append(self._mix(queries[row + node], *store.data[number][:, :, slots]))
             row += count
         return groups_of(np.stack(out)).reshape(len(mixed), -1)

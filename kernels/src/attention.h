@@ -19,8 +19,15 @@ namespace {
 struct Query {
     const float* entries;  // [depth]
     Reach reach;
-    float* scores;  // by slot, then by position
+    float* scores;  // by slot from the tile's first one on, then by what is seen
     float inverse;  // 1 / sum of weights
+    int before, after;  // of what is seen, so many stand before the slots that all queries of the tile see, and up to their end
+};
+
+/// Slots that all queries of a tile see, and the first of the tile's whole blocks.
+struct Common {
+    int begin, end;
+    int base;
 };
 
 /// Scores of Q queries with the keys of `blocks` times 32 slots. `fetches`: the next keys are fetched from memory
@@ -58,31 +65,42 @@ inline void score_keys(const uint8_t* keys, const uint8_t* values, const Heads& 
     }
 }
 
-/// V vectors of entries, beginning with entry `first`, of Q queries' results. `common`: all see slots below it.
+/// Adds V vectors of values that one query sees, from the place `begin` of what it sees to `end`.
+template <class K, int V>
+inline void add_values(const uint8_t* values, const Heads& heads, int first, const Query& query, int begin, int end,
+                       Floats (&total)[V]) {
+    for (int place = begin; place < end; ++place) {
+        const uint8_t* slot = values + query.reach.slot(place) * static_cast<int64_t>(heads.value_bytes());
+        const Floats weight = Floats::all(query.scores[place]);
+        for (int v = 0; v < V; ++v)
+            total[v] = fma(weight, K::value(slot, heads.width(), first + v * kLanes), total[v]);
+    }
+}
+
+/// V vectors of entries, beginning with entry `first`, of Q queries' results.
 template <class K, int Q, int V>
-inline void mix_values(const uint8_t* values, const Heads& heads, int first, int common, const Query* queries,
+inline void mix_values(const uint8_t* values, const Heads& heads, int first, const Common& common, const Query* queries,
                        float* out) {
     const int width = heads.width();
     const int64_t size = heads.value_bytes();
     Floats total[Q][V];
-    for (int q = 0; q < Q; ++q)
+    const float* weights[Q];
+    for (int q = 0; q < Q; ++q) {
         for (int v = 0; v < V; ++v) total[q][v] = Floats::all(0.0f);
-    for (int slot = 0; slot < common; ++slot) {
+        weights[q] = queries[q].scores + queries[q].before;
+        add_values<K, V>(values, heads, first, queries[q], 0, queries[q].before, total[q]);
+    }
+    for (int slot = common.begin; slot < common.end; ++slot) {
         Floats value[V];
         for (int v = 0; v < V; ++v) value[v] = K::value(values + slot * size, width, first + v * kLanes);
         for (int q = 0; q < Q; ++q) {
-            const Floats weight = Floats::all(queries[q].scores[slot]);
+            const Floats weight = Floats::all(weights[q][slot - common.begin]);
             for (int v = 0; v < V; ++v) total[q][v] = fma(weight, value[v], total[q][v]);
         }
     }
     for (int q = 0; q < Q; ++q) {
         const Query& query = queries[q];
-        for (int position = common; position < query.reach.count(); ++position) {
-            const uint8_t* slot = values + query.reach.slot(position) * size;
-            const Floats weight = Floats::all(query.scores[position]);
-            for (int v = 0; v < V; ++v)
-                total[q][v] = fma(weight, K::value(slot, width, first + v * kLanes), total[q][v]);
-        }
+        add_values<K, V>(values, heads, first, query, query.after, query.reach.count(), total[q]);
         for (int v = 0; v < V; ++v)
             (total[q][v] * Floats::all(query.inverse)).store(out + q * kDepthMax + first + v * kLanes);
     }
@@ -91,18 +109,33 @@ inline void mix_values(const uint8_t* values, const Heads& heads, int first, int
 template <class K, int Q>
 void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* values, bool fetches, Query* queries,
                     float* out) {
-    int last = 0, common = queries[0].reach.run;
+    constexpr int kBlockSlots = 2 * kLanes;
+    const Reach& one = queries[0].reach;
+    int last = 0;
+    Common common = {one.first, one.first + one.run, one.slot(0)};
     for (int q = 0; q < Q; ++q) {
         const Reach& reach = queries[q].reach;
         if (reach.last_slot() > last) last = reach.last_slot();
-        if (reach.run < common) common = reach.run;
+        if (reach.first > common.begin) common.begin = reach.first;
+        if (reach.first + reach.run < common.end) common.end = reach.first + reach.run;
+        if (reach.slot(0) < common.base) common.base = reach.slot(0);
     }
-    score_keys<K, Q>(keys, values, heads, last / (2 * kLanes) + 1, fetches, queries);
+    if (common.end < common.begin) common.end = common.begin;
+    const int first_block = common.base / kBlockSlots;
+    common.base = first_block * kBlockSlots;
+    score_keys<K, Q>(keys + static_cast<int64_t>(common.base) * heads.key_bytes(),
+                     values + static_cast<int64_t>(common.base) * heads.value_bytes(), heads,
+                     last / kBlockSlots + 1 - first_block, fetches, queries);
     for (int q = 0; q < Q; ++q) {
         Query& query = queries[q];
-        for (int i = 0; i < query.reach.num_more; ++i)  // `more` rises, so no score is overwritten before it is read
-            query.scores[query.reach.run + i] = query.scores[query.reach.more[i]];
-        query.inverse = exponentials(query.scores, query.reach.count());
+        const Reach& reach = query.reach;
+        const bool is_common = common.begin < common.end;
+        query.before = is_common ? common.begin - reach.first : 0;
+        query.after = is_common ? common.end - reach.first : 0;
+        const int skipped = reach.first - common.base;  // what is seen rises, so no score is overwritten before it is read
+        for (int i = 0; skipped > 0 && i < reach.run; ++i) query.scores[i] = query.scores[skipped + i];
+        for (int i = 0; i < reach.num_more; ++i) query.scores[reach.run + i] = query.scores[reach.more[i] - common.base];
+        query.inverse = exponentials(query.scores, reach.count());
     }
     constexpr int kVectors = Q * kMixVectors > 16 ? kMixVectors / 2 : kMixVectors;  // sums stay in registers
     int first = 0;
@@ -134,7 +167,8 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
         const float* mixed = task.mixed + static_cast<int64_t>(row) * heads.outputs();
         for (int i = 0; i < heads.head_groups(); ++i) task.out.from(row, head * heads.head_groups() + i).claim();
-        queries[q] = {mixed + head * heads.depth, task.reaches[row], scores + static_cast<int64_t>(q) * store.slots, 0};
+        queries[q] = {mixed + head * heads.depth, task.reaches[row].within(task.window),
+                      scores + static_cast<int64_t>(q) * store.slots, 0, 0, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};
     attend_some<K, kQueries>(tile.count, heads, keys, values, tile.fetches, queries, out);

@@ -134,13 +134,18 @@ std::vector<float> padded(std::vector<float> values) {
 std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& mlp_norm, std::shared_ptr<Matrix> qkv,
                                   std::shared_ptr<Matrix> output, std::shared_ptr<Matrix> gate_up,
                                   std::shared_ptr<Matrix> down, const std::vector<float>& query_norm,
-                                  const std::vector<float>& key_norm, bool turns) {
+                                  const std::vector<float>& key_norm, bool turns, int rotation, int window,
+                                  const std::vector<float>& mixed_norm, const std::vector<float>& fed_norm) {
+    if (rotation < 0) throw std::invalid_argument("rotation is at least 0");
     auto layer = std::make_shared<Layer>();
     layer->attention_norm = padded(to_vector(attention_norm));
     layer->mlp_norm = padded(to_vector(mlp_norm));
     layer->query_norm = query_norm;
     layer->key_norm = key_norm;
-    layer->turns = turns;
+    layer->rotation = turns ? rotation : -1;
+    layer->window = window;
+    if (!mixed_norm.empty()) layer->mixed_norm = padded(mixed_norm);
+    if (!fed_norm.empty()) layer->fed_norm = padded(fed_norm);
     layer->qkv = std::move(qkv);
     layer->output = std::move(output);
     layer->gate_up = std::move(gate_up);
@@ -154,20 +159,23 @@ nb::tuple kv_formats() {
     return nb::make_tuple(kKvFormats[0], kKvFormats[1], kKvFormats[2]);
 }
 
-Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon) {
+/// `scale`: of scores; 0: 1 / sqrt(depth).
+Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
     const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
     if (found == std::end(kKvFormats)) throw std::invalid_argument("the kv_dtype " + kv_dtype + " is not known");
-    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), 1.0f / __builtin_sqrtf(static_cast<float>(depth)), epsilon};
+    if (scale == 0.0f) scale = 1.0f / __builtin_sqrtf(static_cast<float>(depth));
+    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon};
 }
 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
                 const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
-                const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads) {
+                const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads,
+                int rotations, float embedding_scale, bool is_gelu) {
     const Kernels* kernels = find_kernels(instruction_set);
     if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-    new (place) Model({hidden, middle, epsilon, heads}, {layers.begin(), layers.end()}, std::move(embedding),
+    new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale, is_gelu}, {layers.begin(), layers.end()}, std::move(embedding),
                       to_vector(norm), std::move(head), kernels, threads);
 }
 
@@ -251,13 +259,15 @@ NB_MODULE(_native, m) {
 
     nb::class_<Layer>(m, "Layer")
         .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a, "down"_a,
-             "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "turns"_a = true)
+             "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "turns"_a = true,
+             "rotation"_a = 0, "window"_a = 0, "mixed_norm"_a = std::vector<float>{}, "fed_norm"_a = std::vector<float>{})
+        .def_prop_ro("window", [](const Layer& layer) { return layer.window; })
         .def_prop_ro("bytes", [](const Layer& layer) {
             return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes();
         });
 
     nb::class_<Heads>(m, "Heads")
-        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a)
+        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f)
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
     nb::class_<Store>(m, "Store")
@@ -276,7 +286,8 @@ NB_MODULE(_native, m) {
     nb::class_<Model> model(m, "Model");
     model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
-             "norm"_a, "head"_a, "instruction_set"_a, "threads"_a)
+             "norm"_a, "head"_a, "instruction_set"_a, "threads"_a, "rotations"_a = 1, "embedding_scale"_a = 1.0f,
+             "gelu"_a = false)
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("instruction_set", [](const Model& one) { return std::string(one.kernels().name); });

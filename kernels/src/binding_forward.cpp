@@ -65,7 +65,7 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
     Forest forest{};
     add_spans(forest, spans);
     add_to_spans(model, forest, gaps, inputs, steer);
-    require_shape(turns.shape(0) == tokens.shape(0) && turns.size() == tokens.shape(0) * model.shape().heads.depth,
+    require_shape(turns.shape(0) == tokens.shape(0) && turns.size() == tokens.shape(0) * model.shape().turn_floats(),
                   "turns");
     require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
     forest.tokens = tokens.data();
@@ -88,14 +88,14 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
     model.forward(forest, scores.data());
 }
 
-/// What each pair of a row turns by, from a table by position [positions, depth / 2, 2].
-std::vector<float> turns_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t depth) {
-    require_shape(table.shape(1) * table.shape(2) == depth, "turns");
-    std::vector<float> turns(positions.size() * depth);
+/// What each pair of a row turns by, from a table by position [positions, rotations * depth / 2, 2].
+std::vector<float> turns_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t floats) {
+    require_shape(table.shape(1) * table.shape(2) == floats, "turns");
+    std::vector<float> turns(positions.size() * floats);
     for (std::size_t row = 0; row < positions.size(); ++row) {
         if (positions[row] < 0 || positions[row] >= static_cast<int64_t>(table.shape(0)))
             throw std::invalid_argument("a position is out of range");
-        std::copy_n(table.data() + positions[row] * depth, depth, turns.data() + row * depth);
+        std::copy_n(table.data() + positions[row] * floats, floats, turns.data() + row * floats);
     }
     return turns;
 }
@@ -119,7 +119,7 @@ std::vector<Offer> score(Model& model, const std::vector<ShortSpan>& spans, cons
     }
     require_shape(positions.size() == tokens.size(), "positions");
     require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
-    const std::vector<float> turns = turns_at(positions, table, model.shape().heads.depth);
+    const std::vector<float> turns = turns_at(positions, table, model.shape().turn_floats());
     forest.tokens = tokens.data();
     forest.turns = turns.data();
     forest.rows = static_cast<int>(tokens.size());

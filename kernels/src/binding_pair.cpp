@@ -37,7 +37,7 @@ void require(bool holds, const char* what) {
 void init_side(HeldSide* place, Model* model, Tokens names, int held, Turns turns, int last_position, int last_token) {
     require(held >= 1 && held <= model->outputs() && (!names.is_valid() || static_cast<int>(names.size()) == held),
             "names has the wrong shape");
-    require(static_cast<int>(turns.shape(1) * turns.shape(2)) == model->shape().heads.depth && turns.shape(0) > 0,
+    require(static_cast<int>(turns.shape(1) * turns.shape(2)) == model->shape().turn_floats() && turns.shape(0) > 0,
             "turns has the wrong shape");
     require(last_position >= 0 && last_token >= 0, "the last position and token are at least 0");
     new (place) HeldSide{model, std::move(names), held, std::move(turns), last_position, last_token};

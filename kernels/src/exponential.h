@@ -27,6 +27,12 @@ inline Floats exponential(Floats x) {
 /// x / (1 + e^-x)
 inline Floats silu(Floats x) { return x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
 
+/// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is x / (1 + e^-2y) with y what tanh is taken of
+inline Floats gelu(Floats x) {
+    const Floats slope = fma(x * x, Floats::all(-0.0713548162f), Floats::all(-1.59576912f));
+    return x / (Floats::all(1.0f) + exponential(x * slope));
+}
+
 /// Numbers to e^(x - largest), in place; `x` has room for a multiple of 16. Returns 1 / their sum.
 inline float exponentials(float* x, int count) {
     const int padded = round_up(count, kLanes);

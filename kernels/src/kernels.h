@@ -21,6 +21,16 @@ struct Normalize {
     Activations out;
 };
 
+/// x[row] += branch[row] / rms(branch[row]) * weight. One unit: one row. What pads a row of `branch` may hold anything.
+struct AddNormed {
+    float* x;
+    float* branch;
+    const float* weight;  // [stride], zero beyond `size`
+    int size;
+    int stride;
+    float epsilon;
+};
+
 /// Which weights a product asks for before it needs them, as far as the processor's maker tells. AMD's take down to 0.75 of
 /// the time where one and two rows ask, and down to half where what is asked for is near.
 struct Fetching {
@@ -53,7 +63,7 @@ struct Product {
     bool add;
 };
 
-/// silu(gate) * up in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
+/// f(gate) * up in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
 struct GatedProduct {
     Panels weights;
     Following following;
@@ -62,6 +72,7 @@ struct GatedProduct {
     Activations out;
     const float* const* steer;  // of each row, or null: what is added to its ups begins `steer_first` further on
     int64_t steer_first;
+    bool is_gelu;  // f is GELU by tanh, else SiLU
 };
 
 /// Where one session's keys and values of one layer lie.
@@ -73,15 +84,23 @@ struct KeyValues {
     int slots;  // a multiple of 32
 };
 
-/// What a row sees, in position order: slots 0 .. run - 1, then the slots `more`.
+/// What a row sees, in the order of positions: slots first .. first + run - 1, then the slots `more`, which rise.
 struct Reach {
+    int first;
     int run;
     int num_more;
     const int* more;
 
     int count() const { return run + num_more; }
-    int slot(int position) const { return position < run ? position : more[position - run]; }
+    int slot(int place) const { return place < run ? first + place : more[place - run]; }
     int last_slot() const { return slot(count() - 1); }
+
+    /// The last `window` of it, or all where they are no more; 0: all.
+    Reach within(int window) const {
+        const int drop = window && count() > window ? count() - window : 0;
+        const int of_run = drop < run ? drop : run, of_more = drop - of_run;
+        return {first + of_run, run - of_run, num_more - of_more, more + of_more};
+    }
 };
 
 /// Which sizes the attention of all layers has.
@@ -90,7 +109,7 @@ struct Heads {
     int keys;       // heads of keys and values
     int depth;      // of a head
     KvFormat held;  // keys and values
-    float scale;    // 1 / sqrt(depth)
+    float scale;    // of scores
     float epsilon;  // of the norms of queries and keys
 
     int group() const { return queries / keys; }
@@ -116,6 +135,7 @@ struct Rotate {
     int rows;
     float* mixed;             // [rows, queries then keys then values]; the queries are worked on in place
     const float* turns;       // [rows, depth / 2, 2]: cosine and sine; null where the layer knows no positions
+    int turns_stride;         // floats from one row's to the next one's
     const float* query_norm;  // [depth] or null
     const float* key_norm;
     const int* slots;      // of each row, in its session
@@ -144,6 +164,7 @@ struct Attend {
     const KeyValues* spans;
     const QueryTile* tiles;
     Activations out;  // every head padded to whole groups
+    int window;       // tokens that a row sees, itself included; 0: all
 };
 
 /// Which tokens of a row are left, as outpace/core/sampling.py says; 0, 1 and 0 leave all.
@@ -175,6 +196,7 @@ struct Kernels {
     const char* name;
     int tile_queries;  // most queries that Attend likes in a tile
     void (*normalize)(const Normalize&, int row);
+    void (*add_normed)(const AddNormed&, int row);
     void (*product)(const Product&, int panel);
     void (*gated_product)(const GatedProduct&, int group);
     void (*rotate)(const Rotate&, int unit);

@@ -51,6 +51,7 @@ void Model::check() const {
     require(heads.depth >= 2 && heads.depth <= kDepthMax && heads.depth % 2 == 0, "depth is out of range");
     require(heads.keys >= 1 && heads.queries % heads.keys == 0, "queries is no multiple of keys");
     require(shape_.middle % kGroup == 0, "middle is no multiple of the group");
+    require(shape_.rotations >= 1, "rotations is out of range");
     require(embedding_ && embedding_->inputs() == shape_.hidden, "embedding does not fit");
     require(head_ && head_->inputs() == shape_.hidden, "head does not fit");
     require_size(norm_, shape_.hidden, "norm");
@@ -58,6 +59,10 @@ void Model::check() const {
         require_size(layer->attention_norm, round_up(shape_.hidden, kGroup), "attention_norm");
         require_size(layer->mlp_norm, round_up(shape_.hidden, kGroup), "mlp_norm");
         if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth, "query_norm");
+        for (const auto* norm : {&layer->mixed_norm, &layer->fed_norm})
+            if (!norm->empty()) require_size(*norm, round_up(shape_.hidden, kGroup), "a norm behind a sublayer");
+        require(layer->rotation < shape_.rotations, "rotation is out of range");
+        require(layer->window >= 0, "window is below 0");
         if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
         require_shape(layer->qkv, heads.outputs(), shape_.hidden, "qkv");
         require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");

@@ -14,13 +14,16 @@
 
 namespace outpace {
 
-/// One layer's weights. The norms of queries and keys may be empty.
+/// One layer's weights. All norms but the first two may be empty.
 struct Layer {
     std::vector<float> attention_norm;  // [hidden]
     std::vector<float> mlp_norm;
     std::vector<float> query_norm;  // [depth]
     std::vector<float> key_norm;
-    bool turns = true;  // queries and keys know their positions
+    std::vector<float> mixed_norm;  // [hidden]: what attention gives is normed before it is added
+    std::vector<float> fed_norm;    // the same of the MLP
+    int rotation = 0;  // by which of the model's queries and keys turn; below 0: they know no positions
+    int window = 0;    // tokens that a row sees, itself included; 0: all
     std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden
     std::shared_ptr<const Matrix> output;   // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
@@ -33,6 +36,11 @@ struct Shape {
     int middle;  // outputs of gate, a multiple of kGroup
     float epsilon;
     Heads heads;
+    int rotations = 1;             // ways in which layers' queries and keys turn
+    float embedding_scale = 1.0f;  // by which embeddings are multiplied
+    bool is_gelu = false;          // the MLPs' gates go through GELU, else through SiLU
+
+    int turn_floats() const { return rotations * heads.depth; }
 };
 
 /// One session's part of a forest: `tokens` new nodes behind `pending` earlier ones behind `committed` slots.
@@ -60,7 +68,7 @@ struct Taps {
 struct Forest {
     std::vector<Span> spans;
     const int* tokens;   // [rows]
-    const float* turns;  // [rows, depth / 2, 2]: cosine and sine of each pair's angle at the row's position
+    const float* turns;  // [rows, rotations, depth / 2, 2]: cosine and sine of each pair's angle at the row's position
     int rows;
     const int* wanted;  // rows whose scores are asked for
     int num_wanted;

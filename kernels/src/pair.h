@@ -18,7 +18,7 @@ struct Side {
     Model* model;
     const int64_t* names;  // the tokens of the first `held` scores of a row, or null: 0, 1, ...
     int held;
-    const float* turns;  // [positions, depth / 2, 2]
+    const float* turns;  // [positions, rotations * depth / 2, 2]
     int positions;       // of the table
     int last_position;   // the last of the model's context: a tree may reach past it, what is committed never does
     int last_token;      // larger ones, which padded vocabularies have, are read as this one

@@ -35,6 +35,9 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     const int rows = forest.rows;
     scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
     scratch_.mixed.reserve(static_cast<std::size_t>(rows) * shape.heads.outputs());
+    const auto is_normed = [](const auto& layer) { return !layer->mixed_norm.empty() || !layer->fed_norm.empty(); };
+    if (std::any_of(model.layers_.begin(), model.layers_.end(), is_normed))
+        scratch_.branch.reserve(static_cast<std::size_t>(rows) * stride_);
     normed_ = scratch_.normed.view(rows, stride_ / kGroup);
     attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
@@ -67,7 +70,7 @@ void Model::Pass::find_reaches() {
             for (int other = gapless; other < columns; ++other)
                 if (sees[other]) scratch_.more.push_back(span.committed + other);
             const int num_more = static_cast<int>(scratch_.more.size() - before);
-            scratch_.reaches.push_back({span.committed - span.gap + gapless, num_more, nullptr});
+            scratch_.reaches.push_back({0, span.committed - span.gap + gapless, num_more, nullptr});
             scratch_.slots.push_back(span.committed + span.pending + node);
             scratch_.row_spans.push_back(static_cast<int>(number));
         }
@@ -164,10 +167,12 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
 void Model::Pass::embed(int row) {
     const Span& span = forest_.spans[scratch_.row_spans[row]];
     const int64_t node = scratch_.slots[row] - span.committed - span.pending;
-    if (span.inputs)
-        take(span.inputs + node * model_.shape_.hidden, row);
-    else
-        model_.embedding_->row(forest_.tokens[row], scratch_.x.data() + static_cast<int64_t>(row) * stride_);
+    if (span.inputs) return take(span.inputs + node * model_.shape_.hidden, row);
+    float* x = scratch_.x.data() + static_cast<int64_t>(row) * stride_;
+    model_.embedding_->row(forest_.tokens[row], x);
+    const float scale = model_.shape_.embedding_scale;
+    if (scale != 1.0f)
+        for (int i = 0; i < stride_; ++i) x[i] *= scale;
 }
 
 /// A row of x from outside; what pads it is zero.
@@ -201,9 +206,8 @@ void Model::Pass::mix(int number, Team::Member& member) {
              false, member);
     rotate(layer, spans, member);
     if (is_narrow(number)) team_.share(member, 1, [&](int) { narrow(); });
-    attend(is_narrow(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
-    multiply(number, *layer.output, *layer.gate_up, attended_, rows_behind(number), scratch_.x.data(), stride_, true,
-             member);
+    attend(layer, is_narrow(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
+    add(number, *layer.output, *layer.gate_up, attended_, layer.mixed_norm, member);
 }
 
 /// A layer's MLP.
@@ -215,18 +219,30 @@ void Model::Pass::feed(int number, Team::Member& member) {
     const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_,
                              rows, gated_,
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
-                             static_cast<int64_t>(number) * middle};
+                             static_cast<int64_t>(number) * middle, model_.shape_.is_gelu};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
     team_.share(member, groups, gate);
     const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
-    multiply(number, *layer.down, next, gated_, rows, scratch_.x.data(), stride_, true, member);
+    add(number, *layer.down, next, gated_, layer.fed_norm, member);
+}
+
+/// The residual and a product, which is normed before where there is a norm for it.
+void Model::Pass::add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
+                      const std::vector<float>& norm, Team::Member& member) {
+    const int rows = rows_behind(number);
+    float *x = scratch_.x.data(), *branch = scratch_.branch.data();
+    multiply(number, weights, next, in, rows, norm.empty() ? x : branch, stride_, norm.empty(), member);
+    if (norm.empty()) return;
+    const AddNormed task{x, branch, norm.data(), model_.shape_.hidden, stride_, model_.shape_.epsilon};
+    team_.share(member, rows, [&](int row) { kernels_.add_normed(task, row); });
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
     const Rotate task{model_.shape_.heads,
                       forest_.rows,
                       scratch_.mixed.data(),
-                      layer.turns ? forest_.turns : nullptr,
+                      layer.rotation < 0 ? nullptr : forest_.turns + layer.rotation * model_.shape_.heads.depth,
+                      model_.shape_.turn_floats(),
                       layer.query_norm.empty() ? nullptr : layer.query_norm.data(),
                       layer.key_norm.empty() ? nullptr : layer.key_norm.data(),
                       scratch_.slots.data(),
@@ -235,8 +251,10 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
     team_.share(member, task.units(), [&](int unit) { kernels_.rotate(task, unit); });
 }
 
-void Model::Pass::attend(const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member) {
-    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans, tiles.data(), attended_};
+void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
+                         Team::Member& member) {
+    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans,
+                      tiles.data(),        attended_,             layer.window};
     const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
     float* scores = scratch_.scores.data() + member.number * room;
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });

@@ -15,7 +15,7 @@ struct ActivationBuffer {
 
 /// Buffers that outlive a pass, so that none is allocated in it once they are large enough.
 struct Model::Scratch {
-    Block<float> x, mixed, scores;
+    Block<float> x, mixed, branch, scores;
     ActivationBuffer normed, attended, gated;
     std::vector<int> slots, row_spans, more;
     std::vector<Reach> reaches;
@@ -29,7 +29,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// How many phases `run` has at most.
-    int phases() const { return 8 * model_.num_layers() + 5 + forest_.taps.num_layers; }
+    int phases() const { return 10 * model_.num_layers() + 5 + forest_.taps.num_layers; }
 
     /// What every member of the team runs.
     void run(Team::Member& member);
@@ -54,9 +54,11 @@ class Model::Pass {
     void feed(int number, Team::Member& member);
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
-    void attend(const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
+    void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
     void normalize(const float* norm, const int* rows, int count, Team::Member& member);
     Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
+    void add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
+             const std::vector<float>& norm, Team::Member& member);
     void multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
                   int64_t stride, bool add, Team::Member& member);
 

@@ -152,7 +152,8 @@ void gated_product(const GatedProduct& task, int group) {
                 const float* gate = products + r * kPanel;
                 const int output = group * kGroup + part * kLanes;
                 const Floats up = steered(task, tile.first + r, output, Floats::load(gate + kLanes));
-                const Floats out = silu(Floats::load(gate)) * up;
+                const Floats at_gate = Floats::load(gate);
+                const Floats out = (task.is_gelu ? gelu(at_gate) : silu(at_gate)) * up;
                 out.store(gated + r * kGroup + part * kLanes);
             }
         }

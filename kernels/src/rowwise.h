@@ -57,6 +57,15 @@ void normalize(const Normalize& task, int row) {
     }
 }
 
+void add_normed(const AddNormed& task, int row) {
+    const int64_t at = static_cast<int64_t>(row) * task.stride;
+    float *x = task.x + at, *branch = task.branch + at;
+    for (int i = task.size; i < task.stride; ++i) branch[i] = 0.0f;
+    const Floats inverse = Floats::all(inverse_rms(sum_of_squares(branch, task.stride), task.size, task.epsilon));
+    for (int i = 0; i < task.stride; i += kLanes)
+        (Floats::load(x + i) + Floats::load(branch + i) * inverse * Floats::load(task.weight + i)).store(x + i);
+}
+
 /// One head: x / rms(x) * norm where there is a norm, then the pairs (i, i + depth / 2) turned, then scaled.
 inline void turn_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
     const int half = task.heads.depth / 2;
@@ -67,7 +76,7 @@ inline void turn_head(const Rotate& task, int row, const float* norm, float scal
         const float inverse = inverse_rms(squares, 2 * half, task.heads.epsilon);
         for (int i = 0; i < 2 * half; ++i) x[i] = x[i] * inverse * norm[i];
     }
-    const float* turns = task.turns ? task.turns + static_cast<int64_t>(row) * 2 * half : nullptr;
+    const float* turns = task.turns ? task.turns + static_cast<int64_t>(row) * task.turns_stride : nullptr;
     for (int i = 0; i < half; ++i) {
         const float cosine = turns ? turns[2 * i] : 1.0f, sine = turns ? turns[2 * i + 1] : 0.0f;
         const float first = x[i], second = x[i + half];

@@ -8,6 +8,6 @@
 namespace outpace {
 
 extern const Kernels avx2_kernels;
-const Kernels avx2_kernels = {"avx2", kQueries, normalize, product, gated_product, rotate, attend, rank};
+const Kernels avx2_kernels = {"avx2", kQueries, normalize, add_normed, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

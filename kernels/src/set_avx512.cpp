@@ -8,6 +8,6 @@
 namespace outpace {
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, product, gated_product, rotate, attend, rank};
+const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, add_normed, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

@@ -8,6 +8,6 @@
 namespace outpace {
 
 extern const Kernels neon_kernels;
-const Kernels neon_kernels = {"neon_dotprod", kQueries, normalize, product, gated_product, rotate, attend, rank};
+const Kernels neon_kernels = {"neon_dotprod", kQueries, normalize, add_normed, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

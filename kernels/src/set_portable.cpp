@@ -8,6 +8,6 @@
 namespace outpace {
 
 extern const Kernels portable_kernels;
-const Kernels portable_kernels = {"portable", kQueries, normalize, product, gated_product, rotate, attend, rank};
+const Kernels portable_kernels = {"portable", kQueries, normalize, add_normed, product, gated_product, rotate, attend, rank};
 
 }  // namespace outpace

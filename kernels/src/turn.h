@@ -13,7 +13,7 @@ namespace outpace {
 /// A forest that is put together, and its scores.
 class Rows {
   public:
-    explicit Rows(const Side& side) : side_(side), depth_(side.model->shape().heads.depth) {}
+    explicit Rows(const Side& side) : side_(side), turn_floats_(side.model->shape().turn_floats()) {}
 
     /// One session's rows: `depths` below its committed tokens. sees [tokens, pending + tokens].
     void add(const Place& place, int pending, const std::vector<int>& tokens, const std::vector<int>& depths,
@@ -25,8 +25,8 @@ class Rows {
             tokens_.push_back(std::min(tokens[n], side_.last_token));
             const int position = std::min(place.length + depths[n], side_.last_position);
             if (position >= side_.positions) throw std::invalid_argument("a position is out of range");
-            const float* turn = side_.turns + static_cast<int64_t>(position) * depth_;
-            turns_.insert(turns_.end(), turn, turn + depth_);
+            const float* turn = side_.turns + static_cast<int64_t>(position) * turn_floats_;
+            turns_.insert(turns_.end(), turn, turn + turn_floats_);
         }
     }
 
@@ -75,7 +75,7 @@ class Rows {
 
   private:
     const Side& side_;
-    const int depth_;
+    const int turn_floats_;
     Forest forest_{};
     std::vector<std::vector<char>> sees_;
     std::vector<int> tokens_, wanted_;

@@ -15,6 +15,7 @@ struct Sizes {
     int vocabulary, hidden, middle, layers, queries, keys, depth;
     KvFormat held;
     bool is_biased;
+    bool is_gemma = false;  // windows, two rotations, norms behind the sublayers, GELU, and scales of its own
 };
 
 using Random = std::mt19937;
@@ -59,6 +60,12 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
             layer->query_norm = numbers(random, sizes.depth, 1, 0.1f);
             layer->key_norm = numbers(random, sizes.depth, 1, 0.1f);
         }
+        if (sizes.is_gemma) {
+            layer->mixed_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+            layer->fed_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+            layer->rotation = 1 - number % 2;
+            layer->window = number % 3 ? 0 : 9 + 14 * number;
+        }
         layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden, room);
         layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup, room);
         layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden, room);
@@ -66,8 +73,14 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
         layers.push_back(layer);
     }
     const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden, room);
-    return std::make_unique<Model>(Shape{sizes.hidden, middle, 1e-5f, heads}, layers, embedding,
-                                   numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels, threads);
+    Shape shape{sizes.hidden, middle, 1e-5f, heads};
+    if (sizes.is_gemma) {
+        shape.rotations = 2;
+        shape.embedding_scale = 5.0f;
+        shape.is_gelu = true;
+    }
+    return std::make_unique<Model>(shape, layers, embedding, numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels,
+                                   threads);
 }
 
 /// A text or a tree behind `pending` nodes; parents count from the first pending node, -1 is the committed text.
@@ -97,11 +110,12 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
                 sees.back()[static_cast<std::size_t>(node) * columns + other] = true;
             wanted.push_back(static_cast<int>(tokens.size()));
             tokens.push_back(part.tokens[node]);
-            for (int i = 0; i < depth / 2; ++i) {
-                const float half = static_cast<float>(position) / static_cast<float>(i + 1);  // its angle's tangent
-                turns.push_back((1 - half * half) / (1 + half * half));
-                turns.push_back(2 * half / (1 + half * half));
-            }
+            for (int rotation = 0; rotation < model.shape().rotations; ++rotation)
+                for (int i = rotation; i < rotation + depth / 2; ++i) {
+                    const float half = static_cast<float>(position) / static_cast<float>(i + 1);  // its angle's tangent
+                    turns.push_back((1 - half * half) / (1 + half * half));
+                    turns.push_back(2 * half / (1 + half * half));
+                }
         }
         forest.spans.push_back({part.store, part.committed, part.pending, count, sees.back().get(), part.gap});
     }

@@ -12,7 +12,7 @@ namespace {
 
 // Of all that is scored below, and of products with a file's weights; changed by a change of the arithmetic alone.
 constexpr uint64_t kBits = 0x9ca4bbbd1fd7a555, kStoredBits = 0x6b5f2b69fc19338d, kExtraBits = 0x191817c21613ccc4,
-                   kByteBits = 0xd143e558457293d3, kOurBits = 0xde7d9954bd0a4452;
+                   kByteBits = 0xd143e558457293d3, kOurBits = 0xde7d9954bd0a4452, kGemmaBits = 0x49577fa38f4730e6;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;
@@ -106,6 +106,23 @@ void test_what_does_not_fit(const Sizes& sizes) {
     check_throws([&] { score(*model, {{&foreign, 0, {-1}, 0, {1}}}); }, "a store of another model");
 }
 
+/// What a layer may have that Llama's have not. Windows leave out the prompt of a tree, a part of it, and ancestors.
+uint64_t test_gemma() {
+    uint64_t bits = 0;
+    for (KvFormat held : {KvFormat::float32, KvFormat::float16, KvFormat::int8}) {
+        const Sizes sizes{97, 100, 80, 5, 6, 2, 22, held, held == KvFormat::float16, true};
+        bits ^= test_sets_and_threads(sizes);
+        test_trees_and_keeping(sizes);
+    }
+    const Sizes plain{97, 100, 80, 5, 6, 2, 22, KvFormat::float32, false, true};
+    const auto model = make_model(plain, find_kernels(""), 2);
+    auto tokens = text(60, plain.vocabulary, 8);
+    const auto before = fresh(*model, plain, tokens);
+    tokens[0] = tokens[0] ? 0 : 1;
+    check(!same(fresh(*model, plain, tokens).data(), before.data(), before.size()), "layers without a window see all");
+    return bits;
+}
+
 /// Two models at once, each with its own team, called from two threads; one of them is called by both.
 void test_models_beside_each_other(const Sizes& sizes) {
     const auto first = make_model(sizes, find_kernels(""), 2), second = make_model(sizes, find_kernels(""), 2);
@@ -132,7 +149,7 @@ void test_all() {
     test_sources();
     test_adjusting();
     check(test_stored() == kStoredBits, "the bits of a file's weights that machines are to have in common");
-    const uint64_t ours = test_stored_ours();
+    const uint64_t ours = test_stored_ours(), gemma = test_gemma();
     uint64_t bits = 0, more = 0, bytes = 0;
     for (const Sizes& sizes : all) {
         const bool is_bytes = sizes.held == KvFormat::int8;
@@ -143,7 +160,8 @@ void test_all() {
         test_models_beside_each_other(sizes);
         (is_bytes ? bytes : more) ^= test_extras(sizes);
     }
-    std::printf("four bits of GPTQ and AWQ %016llx, ", static_cast<unsigned long long>(ours));
+    std::printf("four bits of GPTQ and AWQ %016llx, Gemma %016llx, ", static_cast<unsigned long long>(ours),
+                static_cast<unsigned long long>(gemma));
     std::printf("extras %016llx, int8 keys and values %016llx, ", static_cast<unsigned long long>(more),
                 static_cast<unsigned long long>(bytes));
     std::printf("bits %016llx:", static_cast<unsigned long long>(bits));
@@ -151,6 +169,7 @@ void test_all() {
     std::printf("\n");
     check(bits == kBits, "the bits that machines are to have in common");
     check(ours == kOurBits, "the bits of GPTQ's and AWQ's weights that machines are to have in common");
+    check(gemma == kGemmaBits, "the bits of windows, rotations, norms behind sublayers and GELU");
     check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and steering");
     check(bytes == kByteBits, "the bits of keys and values in int8");
 }
