@@ -35,8 +35,9 @@ def compiled(kernel: Any, capability: int, warps: int, types: dict[str, str], co
 def small(capability: int, kind: str) -> None:
     """All but attention."""
     x, at = f"*{kind}", "*i64"
-    compiled(fused._gate_kernel, capability, 4, {"gate_up": x, "out": x, "width": "i32"}, {"BLOCK": 1024})
     for flag in (True, False):
+        given, constants = {"gate_up": x, "out": x, "width": "i32"}, {"IS_GELU": flag, "BLOCK": 1024}
+        compiled(fused._gate_kernel, capability, 4, given, constants)
         given = {"x": x, "weight": "*fp32", "out": x, "floor": "fp32", "width": "i32"}
         compiled(fused._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
         given = {"mixed": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}

@@ -42,6 +42,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 7,
+        "sliding_window": 32,
+        "rope_local_base_freq": 10000.0,
+    },
+}
+GEMMA_METADATA = {"gemma3.attention.sliding_window": 32, "gemma3.attention.key_length": 16}
+GEMMA_PARTS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 PARTS = {
     "q_norm": "attn_q_norm",
@@ -90,7 +106,9 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     for name, values in tensors.items():
         quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
         stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
-        writer.add_tensor(_gguf_name(name), stored_as(quantisation, stored), raw_dtype=quantisation)
+        if architecture == "gemma3" and "norm" in name:
+            stored = stored + np.float32(1)
+        writer.add_tensor(_gguf_name(name, architecture), stored_as(quantisation, stored), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -168,13 +186,14 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: str) -> str:
+    names = PARTS | (GEMMA_PARTS if architecture == "gemma3" else {})
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, _, end = name.rpartition(".")
     if stem in outer:
         return f"{outer[stem]}.{end}"
     parts = stem.split(".")
-    return f"blk.{parts[2]}.{PARTS[parts[-1]]}.{end}" if parts[-1] in PARTS else name
+    return f"blk.{parts[2]}.{names[parts[-1]]}.{end}" if parts[-1] in names else name
 
 
 def interleaved(name: str, values: np.ndarray) -> np.ndarray:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.families import GELU
 
 TINY = LlamaConfig(
     vocab_size=97,
@@ -25,17 +27,31 @@ TINY = LlamaConfig(
     attention_bias=False,
     mlp_bias=False,
 )
+GEMMA = replace(
+    TINY,
+    head_norm=True,
+    num_layers=4,
+    windows=(7, None, 7, 19),
+    local_layers=(True, False, True, True),
+    local_theta=100.0,
+    activation=GELU,
+    query_scale=0.3,
+    sandwich_norms=True,
+    norm_offset=1.0,
+    embedding_scale=7.0,
+)
 
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Weights of a random model by their Hugging Face names, float32."""
+    """Weights of a random model by their Hugging Face names, float32; norms around 1."""
     from outpace.models.llama.config import tensor_shapes
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         scale = 0.3 if len(shape) > 1 else 0.1
-        tensors[name] = torch.randn(shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0)
+        middle = 1.0 - config.norm_offset if "norm" in name else 0.0
+        tensors[name] = torch.randn(shape, generator=generator) * scale + middle
     return tensors
 
 
@@ -45,19 +61,31 @@ def logits(config: LlamaConfig, tensor: Callable[[str], Tensor], tokens: Sequenc
     def get(name: str) -> Tensor:
         return tensor(name).double()
 
-    x = get("model.embed_tokens.weight")[list(tokens)]
+    x = get("model.embed_tokens.weight")[list(tokens)] * config.embedding_scale
+    gated = torch.nn.functional.silu if config.activation == "silu" else _gelu
+
+    def added(name: str, part: Tensor) -> Tensor:
+        """What is added to the residual: normed before where such a norm is there."""
+        return _norm(config, part, get(f"{name}.weight")) if config.sandwich_norms else part
+
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        x = x + _attention(config, layer, get, _norm(config, x, get(prefix + "input_layernorm.weight")))
-        h = _norm(config, x, get(prefix + "post_attention_layernorm.weight"))
+        mixed = _attention(config, layer, get, _norm(config, x, get(prefix + "input_layernorm.weight")))
+        x = x + added(prefix + "post_attention_layernorm", mixed)
+        h = _norm(config, x, get(f"{prefix}{config.mlp_norm}.weight"))
         gate, up = (_linear(config.mlp_bias, get, f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
-        x = x + _linear(config.mlp_bias, get, prefix + "mlp.down_proj", torch.nn.functional.silu(gate) * up)
+        fed = _linear(config.mlp_bias, get, prefix + "mlp.down_proj", gated(gate) * up)
+        x = x + added(prefix + "post_feedforward_layernorm", fed)
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return _norm(config, x, get("model.norm.weight")) @ get(head).T
 
 
 def _norm(config: LlamaConfig, x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * (weight + config.norm_offset)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _linear(has_bias: bool, get: Callable[[str], Tensor], name: str, x: Tensor) -> Tensor:
@@ -77,14 +105,15 @@ def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x:
 
     query, key, value = heads("q"), heads("k"), heads("v")
     places = torch.arange(count, dtype=torch.float64)
-    if config.rotates(layer):
-        frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    rotation = config.rotation(layer)
+    if rotation is not None:
+        frequencies = config.rotations[rotation].theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         query, key = (_turn(part, torch.outer(places, frequencies).repeat(1, 2)) for part in (query, key))
     groups = config.num_heads // config.num_kv_heads
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (config.window(layer) or count))
-    scores = (query @ key.transpose(1, 2) / math.sqrt(width)).masked_fill(hidden, -math.inf)
+    scores = (query @ key.transpose(1, 2) * config.attention_scale).masked_fill(hidden, -math.inf)
     mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
     return _linear(config.output_bias, get, prefix + "o_proj", mixed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 SHARPER = YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 11}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0}),
@@ -68,6 +70,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"head_dim": 16, **WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
+    "gemma3": ("Gemma3Text", GEMMA | {"head_dim": 32, "query_pre_attn_scalar": 21, "num_hidden_layers": 7}),
+    "gemma3_layers": (
+        "Gemma3Text",
+        GEMMA
+        | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}}}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False},
+    ),
+    "gemma3_long_window": ("Gemma3Text", GEMMA | {"sliding_window": 500, "attention_bias": True}),
     "smollm3": ("SmolLM3", {}),
     "smollm3_window": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 11}),
 }
@@ -104,7 +114,7 @@ class Pair:
 def make(name: str, folder: Path) -> Pair:
     family, changes = CASES[name]
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, family + "Config")(**(SIZES | changes))
+    config = getattr(transformers, family + "Config")(**copy.deepcopy(SIZES | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -198,7 +208,7 @@ def test_queries_keys_and_values_stay_within_the_bounds_of_their_grids(pair: Pai
         mixed = layer.qkv.linear(torch.cat([worst, -worst, rows, -rows]))
         if layer.head_norm is not None:
             mixed = model._norm_heads(mixed, layer.head_norm)
-        turns = model._turns(torch.arange(len(mixed)) % 50)[config.rotates(number)]
+        turns = model._turns(torch.arange(len(mixed)) % 50)[config.rotation(number)]
         turned = FastAttention(torch.float32).prepare(mixed, turns)  # [inputs, heads.., head_dim]
         is_value = layer.bounds[:, 1] == 1
         reached = torch.where(is_value, turned.abs().amax(dim=(0, 2)), turned.norm(dim=2).amax(dim=0))

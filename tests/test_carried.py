@@ -210,6 +210,19 @@ def test_texts_are_plain_decodings(ways: Ways, count: int, stops: frozenset[int]
         assert sum(step.emitted for step in other.history.steps) == len(other.history.sources) == len(other.tokens)
 
 
+@pytest.mark.parametrize("name", ["windows", "gemma"])
+@pytest.mark.parametrize("options", [{}, SAMPLED])
+def test_layers_with_windows_and_turns_of_their_own_write_plain_texts(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(TINIES[name])
+    ways, requests = Ways(monkeypatch, model, model.shallow(range(model.num_layers - 1))), asked(4, 9, **options)
+    runs, _ = ways.runs(requests, carries=True, burst=LONG)
+    assert ways.carried
+    assert any(len(one.path) > 1 for one in ways.carried) or options
+    assert [run.tokens for run in runs] == [plain_tokens(model, request) for request in requests]
+
+
 def test_a_watcher_ends_the_text_in_the_midst_of_rounds(ways: Ways) -> None:
     """As a stop string does; what was walked behind it is forgotten."""
     (request,) = asked(1)

@@ -39,6 +39,14 @@ LLAMA3 = {
 OTHERS = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+    },
 }
 
 
@@ -93,7 +101,7 @@ def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_
         assert (scores - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3", "smollm3", "biased"])
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "biased", "gemma3"])
 def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str], Pair]) -> None:
     target = new_student(pairs(name).folder, Shape("2"), None, 0)
     narrow = new_student(pairs(name).folder, Shape("2", hidden=target.config.hidden_size // 2), None, 0)
@@ -103,7 +111,7 @@ def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str]
     assert all(bool(part.isfinite().all()) for part in logits_of(narrow, TEXTS))
 
 
-@pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gptq", "awq"])
+@pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gemma3", "gptq", "awq"])
 def test_a_run_from_text_to_draft(kind: str, tmp_path: Path) -> None:
     """Its draft drafts, and the text stays the target's."""
     if kind in ("gptq", "awq"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_attention_on_a_cpu_is_that_of_torch() -> None:
     query, key, value = (torch.randn(2, 3, 24, 8, requires_grad=True) for _ in range(3))
     mask = torch.zeros(2, 1, 24, 24).masked_fill_(~torch.ones(24, 24, dtype=torch.bool).tril(), -torch.inf)
     both = []
-    for way in (_attended, F.scaled_dot_product_attention):
+    for way in (partial(_attended, scale=8**-0.5), F.scaled_dot_product_attention):
         found = way(query, key, value, mask)
         both.append((found, *torch.autograd.grad(found.square().sum(), (query, key, value))))
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*both, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -55,11 +56,13 @@ def test_a_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
     torch.testing.assert_close(fused.norm(x, weight, 0.3), expected.to(dtype))
 
 
+@pytest.mark.parametrize("is_gelu", [False, True])
 @pytest.mark.parametrize("width", [3, 64, 1536])
-def test_a_gate(width: int) -> None:
-    both = torch.randn(3, 2 * width)
+def test_a_gate(width: int, is_gelu: bool) -> None:
+    both = torch.randn(3, 2 * width) * 3
     gate, up = both.chunk(2, -1)
-    torch.testing.assert_close(fused.gated(both), torch.nn.functional.silu(gate) * up)
+    expected = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+    torch.testing.assert_close(fused.gated(both, is_gelu), expected * up)
 
 
 def test_the_noise_that_is_tried_first_has_known_bits() -> None:
@@ -146,7 +149,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
     table = torch.polar(torch.full((slots + 300, width // 2), 1.5), torch.rand(slots + 300, width // 2) * 6)
     kv = trees.kv.clone()
     given = (table if rotates else None, trees.positions, trees.slots)
-    query = fused.turn(mixed, norms, 0.2, *given, kv)
+    query = fused.turn(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
 
     parts = mixed.unflatten(1, (-1, width))
     if norms is not None:
@@ -169,7 +172,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
 def test_what_is_stored_is_finite() -> None:
     mixed = torch.tensor([[1.0, 2.0, math.inf, -math.inf, math.nan, 3.0]])  # one head, width 2
     kv = torch.zeros(2, 1, 1, 4, 2)
-    fused.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv)
+    fused.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv, 1.0)
     most = torch.finfo(torch.float32).max
     assert kv[:, 0, 0, 1].tolist() == [[most, -most], [0.0, 3.0]]
 

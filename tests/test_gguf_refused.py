@@ -169,7 +169,7 @@ def test_a_word_that_merges_cannot_be_sought_for(tmp_path: Path) -> None:
 
 def test_refused_contents(tmp_path: Path) -> None:
     path, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
-    refused(write_gguf(path, architecture="gemma3"), cache, "'gemma3'", "qwen3", "`--runtime transformers`")
+    refused(write_gguf(path, architecture="gemma2"), cache, "'gemma2'", "qwen3", "`--runtime transformers`")
     refused(write_gguf(path, architecture="qwen2"), cache, "q_proj.bias")
     for wrong in (np.full(8, 0.5), np.arange(1.0, 9.0), np.full((8, 2), 2.0), np.array([1.0, np.nan])):
         extra = weights() | {"rope_freqs.weight": wrong.astype(np.float32)}

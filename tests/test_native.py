@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from outpace.models.files.find import resolve
 from outpace.models.llama import native_kernels
 from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config import LlamaConfig, from_dict
-from outpace.models.llama.native_kernels import Options, UnsupportedShape
+from outpace.models.llama.native_kernels import Options, UnsupportedShape, check_supported
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import Loaded
@@ -41,6 +42,8 @@ TINIES = {
     "biased": replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True),
     "odd": replace(TINY, vocab_size=130, hidden_size=100, intermediate_size=70, head_dim=22, attention_bias=True),
     "normed": replace(TINY, head_dim=80, num_kv_heads=6, head_norm=True, rotary_layers=(True, False, True)),
+    "windows": replace(TINY, head_dim=22, windows=(5, None, 33), rotary_layers=(True, True, False)),
+    "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
 }
 SETS = kernels.instruction_sets()
 
@@ -222,11 +225,17 @@ def test_a_shallow_model_shares_the_layers() -> None:
     assert not torch.equal(fresh(model.shallow([0, 2]), [1, 2, 3]), fresh(model, [1, 2, 3]))
 
 
+@pytest.mark.parametrize("config", [TINIES["windows"], TINIES["gemma"]], ids=["windows", "gemma"])
+def test_kernels_that_were_built_before_refuse_what_they_would_get_wrong(config: LlamaConfig) -> None:
+    older = SimpleNamespace(MAX_DEPTH=kernels.MAX_DEPTH, Layer=object)
+    check_supported(older, TINY)
+    with pytest.raises(UnsupportedShape, match=r"built before they took windows and Gemma 3: run `pip install"):
+        check_supported(older, config)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UnsupportedShape, match="head_dim is 258"):
         tiny(replace(TINY, head_dim=258))
-    with pytest.raises(UnsupportedShape, match="sliding window"):
-        tiny(replace(TINY, windows=(5, None, None)))
     for threads in (0, native_kernels.usable_cores() + 1):
         with pytest.raises(UserError, match=f"threads is {threads}"):
             Options(threads=threads)

@@ -208,6 +208,7 @@ def test_vectors_in_place_of_tokens(model: NativeLlama) -> None:
     tokens, others = text(model, 10), text(model, 10, 1)
     vectors = np.empty((10, model.config.hidden_size), np.float32)
     model._ends.embedding.read(np.array(tokens, np.int32), vectors)
+    vectors *= np.float32(model.config.embedding_scale)
     own = chain(model.open(20, 20), others, range(10))
     plain = model.score([chain(model.open(20, 20), tokens, range(10))])
     both = model.score([own._replace(inputs=torch.from_numpy(vectors)), chain(model.open(20, 20), others, range(10))])

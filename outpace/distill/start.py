@@ -18,7 +18,8 @@ from outpace.models.files.find import shipped_model
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.source import open_folder
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.llama.layer_kinds import BY_LAYER, FULL, SLIDING
+from outpace.models.llama.fields import FULL, SLIDING
+from outpace.models.llama.layer_kinds import BY_LAYER
 
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"
@@ -132,8 +133,9 @@ def _of_layers(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[i
     types = config.get("layer_types")
     if types is not None:
         said["layer_types"] = [types[layer] for layer in layers]
-    elif chosen.windows and config.get("model_type") in BY_LAYER:
-        said["layer_types"] = [FULL if window is None else SLIDING for window in chosen.windows]
+    elif config.get("model_type") in BY_LAYER:
+        slides = chosen.local_layers or [window is not None for window in chosen.windows]
+        said |= {"layer_types": [SLIDING if slid else FULL for slid in slides]} if slides else {}
     if config.get("no_rope_layers") or sizes.rotary_layers:
         said["no_rope_layers"] = [int(chosen.rotates(layer)) for layer in range(len(layers))]
     return said

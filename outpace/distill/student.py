@@ -3,7 +3,6 @@ float32 weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
-from outpace.models.llama.rope import frequencies_of
+from outpace.models.llama.families import GELU
+from outpace.models.llama.gemma import FEED_NORM, MIX_NORM
+from outpace.models.llama.rope import Rotation, frequencies_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -52,16 +53,17 @@ class Student:
     def hidden(self, batch: Packed) -> Tensor:
         """The last layer's output, normed, at the places that have a loss: [scored, hidden]."""
         rows, length = batch.tokens.shape
-        cos, sin = turns(self.config, batch.positions.flatten())
-        turn = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
-        masks = {
-            window: _mask(batch, window) for window in {self.config.window(n) for n in range(self.config.num_layers)}
-        }
+        config, turn_by = self.config, dict[int | None, tuple[Tensor, Tensor]]()
+        for number, rotation in enumerate(config.rotations):
+            cos, sin = turns(config.head_dim, rotation, batch.positions.flatten())
+            turn_by[number] = (cos.view(rows, length, 1, -1), sin.view(rows, length, 1, -1))
+        masks = {window: _mask(batch, window) for window in map(config.window, range(config.num_layers))}
         x = F.embedding(batch.tokens, self.tensors[EMBEDDING])  # [rows, length, hidden]
-        for layer in range(self.config.num_layers):
-            turns_by = turn if self.config.rotates(layer) else None
-            x = self._layer(f"model.layers.{layer}.", x, turns_by, masks[self.config.window(layer)])
-        return normed(x.flatten(0, 1)[batch.places], self.tensors[NORM], self.config.rms_norm_eps)
+        x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
+        for layer in range(config.num_layers):
+            turn, mask = turn_by.get(config.rotation(layer)), masks[config.window(layer)]
+            x = self._layer(f"model.layers.{layer}.", x, turn, mask)
+        return self._normed(x.flatten(0, 1)[batch.places], NORM)
 
     def logits(self, batch: Packed) -> Tensor:
         """Scores of the tokens that the draft can write: float32 [scored, ids]."""
@@ -79,39 +81,44 @@ class Student:
 
     def _layer(self, prefix: str, x: Tensor, turn: tuple[Tensor, Tensor] | None, mask: Tensor) -> Tensor:
         """One layer: [rows, length, hidden] to the same. `turn` None: its queries and keys know no positions."""
-        config, eps = self.config, self.config.rms_norm_eps
-        h = normed(x, self.tensors[prefix + "input_layernorm.weight"], eps)
+        config = self.config
+        h = self._normed(x, prefix + "input_layernorm.weight")
         parts = (
             self._linear(f"{prefix}self_attn.{name}_proj", h).unflatten(2, (-1, config.head_dim)) for name in "qkv"
         )
         query, key, value = parts  # [rows, length, heads, d]
         if config.head_norm:
-            query = normed(query.float(), self.tensors[prefix + "self_attn.q_norm.weight"], eps)
-            key = normed(key.float(), self.tensors[prefix + "self_attn.k_norm.weight"], eps)
+            query = self._normed(query.float(), prefix + "self_attn.q_norm.weight")
+            key = self._normed(key.float(), prefix + "self_attn.k_norm.weight")
         if turn is not None:
             query, key = (rotated(part.float(), *turn) for part in (query, key))
         query, key = (part.to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
-        mixed = _attended(query, key, value, mask.to(query.dtype))
-        x = x + self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
-        h = normed(x, self.tensors[prefix + "post_attention_layernorm.weight"], eps)
+        mixed = _attended(query, key, value, mask.to(query.dtype), config.attention_scale)
+        mixed = self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
+        x = self._added(x, mixed, prefix + MIX_NORM)
+        h = self._normed(x, f"{prefix}{config.mlp_norm}.weight")
         gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
-        return x + self._linear(prefix + "mlp.down_proj", F.silu(gate) * up)
+        gate = F.gelu(gate, approximate="tanh") if config.activation == GELU else F.silu(gate)
+        return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + FEED_NORM)
+
+    def _added(self, x: Tensor, branch: Tensor, norm: str) -> Tensor:
+        """The residual and a sublayer's output, which is normed before where the model has norms there."""
+        return x + (self._normed(branch.float(), norm + ".weight") if self.config.sandwich_norms else branch)
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        """RMS norm of every row, by the weights of this name. [..., hidden]"""
+        weight, offset = self.tensors[name], self.config.norm_offset
+        return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, self.config.rms_norm_eps)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of every row. [..., hidden]"""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Softmax attention: [rows, heads, length, d], `mask` is added to the scores. On a CPU two products and a softmax
     take half of the time of torch's fused function, forward and backward together."""
-    scale = 1.0 / math.sqrt(query.shape[-1])
     if query.device.type != "cpu":
         return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
     scores = (query * scale) @ key.transpose(2, 3)
@@ -129,11 +136,10 @@ def _mask(batch: Packed, window: int | None) -> Tensor:
     return torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, -torch.inf)[:, None]
 
 
-def turns(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
-    frequencies = frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling).to(positions.device)
-    angles, gain = positions[:, None, None] * frequencies, config.rope_scaling.gain if config.rope_scaling else 1.0
-    return angles.cos() * gain, angles.sin() * gain
+def turns(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
+    angles = positions[:, None, None] * frequencies_of(head_dim, *rotation).to(positions.device)
+    return angles.cos() * rotation.gain, angles.sin() * rotation.gain
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,18 +6,18 @@ Where a config.json is silent, what transformers takes for its architecture hold
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.llama import gemma
+from outpace.models.llama.families import ACTIVATIONS, FAMILIES, SILU, Family, model_type_of
 from outpace.models.llama.fields import flag, number, size, unsupported
-from outpace.models.llama.layer_kinds import read_rotary_layers, read_windows
-from outpace.models.llama.rope import Scaling, YarnScaling, read_rope
+from outpace.models.llama.layer_kinds import read_local_layers, read_rotary_layers, read_windows
+from outpace.models.llama.rope import Rotation, Scaling, YarnScaling, read_rope
 
 # Fields that change the arithmetic, with the values under which they change nothing.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
     "partial_rotary_factor": (1, 1.0),
     "quantization_config": ({},),
     "compression_config": ({},),
@@ -34,53 +34,9 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1, 1.0),
     "residual_multiplier": (1, 1.0),
     "attention_multiplier": (),
+    "use_bidirectional_attention": (False,),
 }
-
-
-@dataclass(frozen=True)
-class Family:
-    """An architecture: what its weights hold, and what stands for fields that a config.json leaves out.
-
-    Biases: True and False where the architecture has no choice, None where the config says.
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = None
-    head_norm: bool = False
-    theta: float = 10000.0
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family(
-        "MistralForCausalLM",
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-        qkv_bias=True,
-        output_bias=False,
-        mlp_bias=False,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM",
-        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
-        mlp_bias=False,
-        head_norm=True,
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
-        theta=2000000.0,
-    ),
-}
+MLP_NORM = "post_attention_layernorm"  # before the MLP, where nothing is normed behind attention
 
 
 @dataclass(frozen=True)
@@ -106,6 +62,29 @@ class LlamaConfig:
     windows: tuple[int | None, ...] = ()  # tokens that a layer sees, itself included; None and (): all
     rotary_layers: tuple[bool, ...] = ()  # whether a layer's queries and keys turn; (): all do
     draft_window: int = 0  # tokens of a text's end that suffice it to draft; 0: it is to read the whole text
+    activation: str = SILU  # of the MLP's gates
+    query_scale: float = 0.0  # what scores of attention are multiplied by; 0: one over the root of head_dim
+    local_theta: float = 0.0  # the rotary base, without scaling, of those layers whose `local_layers` is True
+    local_layers: tuple[bool, ...] = ()  # (): none
+    sandwich_norms: bool = False  # what attention and the MLP give is normed before it is added
+    norm_offset: float = 0.0  # what is added to the stored weights of all norms
+    embedding_scale: float = 1.0  # by which embeddings are multiplied where they go in
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores of attention are multiplied by."""
+        return self.query_scale or self.head_dim**-0.5
+
+    @property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The ways in which layers' queries and keys turn: a rotary base, and its scaling."""
+        main = Rotation(self.rope_theta, self.rope_scaling)
+        return (main, Rotation(self.local_theta, None)) if any(self.local_layers) else (main,)
+
+    @property
+    def mlp_norm(self) -> str:
+        """What a checkpoint calls the norm before the MLP."""
+        return gemma.MLP_NORM if self.sandwich_norms else MLP_NORM
 
     @property
     def kv_entries(self) -> int:
@@ -120,9 +99,16 @@ class LlamaConfig:
         """Whether layer `layer` knows positions."""
         return self.rotary_layers[layer] if self.rotary_layers else True
 
+    def rotation(self, layer: int) -> int | None:
+        """By which of `rotations` layer `layer` turns; None where it knows no positions."""
+        if not self.rotates(layer):
+            return None
+        return int(self.local_layers[layer]) if self.local_layers else 0
+
     def gain(self, layer: int) -> float:
         """By how much turning lengthens queries and keys."""
-        return self.rope_scaling.gain if self.rope_scaling and self.rotates(layer) else 1.0
+        rotation = self.rotation(layer)
+        return 1.0 if rotation is None else self.rotations[rotation].gain
 
     def of_layers(self, layers: Sequence[int]) -> LlamaConfig:
         """The config of a model of these layers alone."""
@@ -131,15 +117,17 @@ class LlamaConfig:
             num_layers=len(layers),
             windows=tuple(self.window(layer) for layer in layers) if self.windows else (),
             rotary_layers=tuple(self.rotates(layer) for layer in layers) if self.rotary_layers else (),
+            local_layers=tuple(self.local_layers[layer] for layer in layers) if self.local_layers else (),
         )
 
 
 def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
     """The sizes in a config.json; UserError names the first field that is missing, senseless or not supported."""
-    model_type = _model_type(config)
+    model_type = model_type_of(config)
     family = FAMILIES[model_type]
-    fields = {**family.defaults, **config}
-    _refuse_unsupported(fields)
+    fields: Mapping[str, Any] = {**family.defaults, **config}
+    _refuse_unsupported(fields, family)
+    fields = gemma.with_flat_rope(fields) if family.is_gemma else fields
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
@@ -160,6 +148,9 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         windows=read_windows(model_type, fields, num_layers, max_positions, rotary_layers),
         rotary_layers=rotary_layers,
         draft_window=_draft_window(fields),
+        activation=family.activation,
+        local_layers=read_local_layers(model_type, fields, num_layers),
+        **(gemma.read_constants(fields) if family.is_gemma else {}),
     )
 
 
@@ -180,10 +171,8 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     mlp = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    norms = ["input_layernorm", config.mlp_norm, *((gemma.MIX_NORM, gemma.FEED_NORM) if config.sandwich_norms else ())]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     parts = (
         ("self_attn", qkv, config.attention_bias),
         ("self_attn", {"o_proj": (hidden, queries)}, config.output_bias),
@@ -199,30 +188,15 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _model_type(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures") or []
-    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"architectures is {named!r:.200}, it must be a list of names")
-    by_architecture = {family.architecture: model_type for model_type, family in FAMILIES.items()}
-    model_type = config.get("model_type") or by_architecture.get(named[0] if named else "")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        if model_type is None and named:
-            raise unsupported(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
-        raise unsupported(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
-    if named and FAMILIES[model_type].architecture not in named:
-        expected = FAMILIES[model_type].architecture
-        raise unsupported(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
-    return model_type
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    for name, harmless in REFUSED_UNLESS.items():
+def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
+    activations = dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATIONS[family.activation])
+    for name, harmless in (REFUSED_UNLESS | activations).items():
         value = fields.get(name)
         if value is not None and value not in harmless:
             raise unsupported(f"{name} {value!r:.200}")
 
 
-def _heads(fields: Mapping[str, Any]) -> dict[str, int]:
+def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     hidden_size, num_heads = size(fields, "hidden_size"), size(fields, "num_attention_heads")
     num_kv_heads = size(fields, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

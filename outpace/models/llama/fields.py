@@ -9,6 +9,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 
 LARGEST_SIZE = 2**31 - 1
+FULL, SLIDING = "full_attention", "sliding_attention"  # a layer that sees all, and one that sees a window
 
 
 def unsupported(what: str) -> UnsupportedModel:

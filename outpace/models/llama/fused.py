@@ -7,8 +7,6 @@ however little it does; with these, and `fused_attention.py`, it is ten.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -31,15 +29,16 @@ def _norm_kernel(x, weight, out, floor, width, HAS_WEIGHT: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = place < width
     gate = tl.load(gate_up + row * 2 * width + place, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * width + place, mask=is_there, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)  # rounded as it is between two operations
-    tl.store(out + row * width + place, (silu * up).to(kind), mask=is_there)
+    slope = 1.59576912 + 0.0713548162 * gate * gate if IS_GELU else 1.0  # twice what tanh has in GELU, over the gate
+    gated = (gate / (1.0 + tl.exp(-gate * slope))).to(kind).to(tl.float32)  # rounded as it is between two operations
+    tl.store(out + row * width + place, (gated * up).to(kind), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -110,13 +109,13 @@ def norm(x: Tensor, weight: Tensor | None, floor: float) -> Tensor:
     return out
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of both side by side: [rows, 2 * width] to [rows, width]"""
+def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+    """f(gate) * up, of both side by side: [rows, 2 * width] to [rows, width]. f: SiLU, or GELU by tanh."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     out, block = gate_up.new_empty(rows, width), min(power_of_two(width), 1024)
     if rows:
         with on(out):
-            _gate_kernel[(rows, -(-width // block))](gate_up, out, width, block)
+            _gate_kernel[(rows, -(-width // block))](gate_up, out, width, is_gelu, block)
     return out
 
 
@@ -128,8 +127,9 @@ def turn(
     positions: Tensor,
     slots: Tensor,
     kv: Tensor,
+    scale: float,
 ) -> Tensor:
-    """Queries [batch * nodes, heads, d], scaled and turned; keys and values go into `kv` [2, batch, kv_heads, .., d].
+    """Turned queries [batch * nodes, heads, d], times `scale`; keys, values go into `kv` [2, batch, kv_heads, .., d].
 
     `mixed` [batch * nodes, (heads + 2 kv_heads) * d], pairs side by side; `norms` [heads + 2 kv_heads, d]: weights of
     queries' and keys' own norms; `table` complex [positions, d / 2]: what pairs are multiplied by, None: they stay;
@@ -150,7 +150,7 @@ def turn(
             query,
             kv,
             floor,
-            1 / math.sqrt(width),
+            scale,
             torch.finfo(kv.dtype).max,
             nodes,
             *kv.stride()[:3],

@@ -49,8 +49,9 @@ class ExactGraphLlama(SteppingLlama):
         layer, hidden, config = self._layers[0], self.config.hidden_size, self.config
         narrow = [(self._tried(normed), hidden) for normed in (layer.qkv, layer.gate_up, self._head)]
         wide = [(layer.output, config.num_heads * config.head_dim), (layer.down, config.intermediate_size)]
-        added = [(partial(_added, linear, hidden), inputs) for linear, inputs in wide]
-        alike = rows_stay([*narrow, *added], FIXED, self.dtype, self.device)
+        if not config.sandwich_norms:
+            wide = [(partial(_added, linear, hidden), inputs) for linear, inputs in wide]
+        alike = rows_stay([*narrow, *wide], FIXED, self.dtype, self.device)
         return ((FIXED,), (FIXED,)) if alike else ((), ())
 
     def _tried(self, normed: Normed) -> Linear:

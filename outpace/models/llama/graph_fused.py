@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.compiled import slower
@@ -18,6 +17,7 @@ from outpace.models.base import chain
 from outpace.models.llama import fused, fused_attention
 from outpace.models.llama.batched import FUSED, KINDS
 from outpace.models.llama.captures import Captures
+from outpace.models.llama.families import GELU
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.linear import Linear, add_product, in_float32
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
@@ -73,7 +73,7 @@ class FusedLlama(SteppingLlama):
         if self.attention != FUSED:
             super()._layers_pass(start, given, slots)
             return
-        x = F.embedding(given["tokens"].flatten(), self._embedding)  # [rows, hidden]
+        x = self._embedded(given["tokens"].flatten())
         for number in range(len(self._layers)):
             x = self._feed(number, self._mix_fused(number, start, x, given, slots), ())
         self._hidden[: len(x)].copy_(x)
@@ -82,17 +82,18 @@ class FusedLlama(SteppingLlama):
         """A layer's attention, for all sessions at once."""
         layer, config = self._layers[number], self.config
         kv = self.pool.kv[number][:, start : start + len(given["lengths"])]
-        table = self._rotary.table if config.rotates(number) else None
         mixed = self._apply_normed(layer.qkv, x)
-        query = fused.turn(mixed, layer.head_norm, self._head_floor, table, given["positions"], given["slots"], kv)
+        where, scale = (given["positions"], given["slots"], kv), config.attention_scale
+        query = fused.turn(mixed, layer.head_norm, self._head_floor, self._turns.of_layer(number), *where, scale)
         mixed = fused_attention.attend(query, kv, given, slots, config.window(number))
-        return self._apply(layer.output, mixed, x)
+        return self._add_mixed(number, mixed, x)
 
     def _feed(self, number: int, x: Tensor, spans: Any) -> Tensor:
         if any(span.steer is not None for span in spans):
             return super()._feed(number, x, spans)
         layer = self._layers[number]
-        return self._apply(layer.down, fused.gated(self._apply_normed(layer.gate_up, x)), x)
+        gated = fused.gated(self._apply_normed(layer.gate_up, x), self.config.activation == GELU)
+        return self._add(layer.down, layer.down_norm, gated, x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return fused.norm(x.contiguous(), weight, self._floor)

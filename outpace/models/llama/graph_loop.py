@@ -58,7 +58,7 @@ class WritingLoop:
         self._model.captures = Captures(model.captures.is_eager)
         self._model.pool = Pool(model.config, model._holding, device)
         self._model.pool.resize(rows, length)
-        self._model._rotary.reach(length)
+        self._model._turns.reach(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
         whole = {"dtype": torch.int64, "device": device}
         self._texts = torch.zeros(rows, length + 1, **whole)  # the last column is nobody's
@@ -115,9 +115,9 @@ class WritingLoop:
     def run(self, steps: int) -> list[Ended]:
         """So many steps of all rows; the texts that ended meanwhile, whose rows are free again."""
         captures, key = self._model.captures, ("loop",)
-        table = self._model._rotary.table
-        captures.forget_if_moved(self._model.pool.kv, table)
-        captures.prepare(key, self._step, self._model.pool.kv, table, self._model._hidden, self._texts, self._place)
+        tables = self._model._turns.tables
+        captures.forget_if_moved(self._model.pool.kv, *tables)
+        captures.prepare(key, self._step, self._model.pool.kv, *tables, self._model._hidden, self._texts, self._place)
         for _ in range(steps):
             captures.replay(key)
         places, ends = torch.stack([self._place, self._end]).tolist()

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import unknown
@@ -26,6 +25,7 @@ from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.head_turns import Turns
 from outpace.models.llama.linear import padded
 from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
 from outpace.models.llama.sharing import shared
@@ -84,7 +84,7 @@ class GraphLlama(Llama):
 
     def open(self, capacity: int, room: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
-        self._rotary.reach(min(power_of_two(capacity + room), self.max_positions))
+        self._turns.reach(min(power_of_two(capacity + room), self.max_positions))
         return GraphSession(capacity, room, self.pool)
 
     def session_bytes(self, slots: int) -> int:
@@ -131,7 +131,7 @@ class GraphLlama(Llama):
     def _score_captured(self, forest: Sequence[Part]) -> Tensor:
         inside = [self._enter(part) for part in forest]
         self.pool.bring_to_front([session for session, *_ in inside if session.row is not None])
-        self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
+        self.captures.forget_if_moved(self.pool.kv, *self._turns.tables)
         rows: list[Tensor] = [self._no_scores()] * len(forest)
         for start in range(0, len(inside), MOST_SESSIONS):
             block = range(start, start + MOST_SESSIONS)
@@ -236,7 +236,7 @@ class GraphLlama(Llama):
 
     def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:
         """Captured: tokens to hidden states."""
-        x = F.embedding(padded(given["tokens"].flatten(), self.row_counts), self._embedding)  # [rows, hidden]
+        x = self._embedded(padded(given["tokens"].flatten(), self.row_counts))
         turns = self._turns(padded(given["positions"].flatten(), self.row_counts))
         masks = {window: self._mask(given, slots, window) for window in self._windows}
         for number in range(len(self._layers)):
@@ -249,18 +249,16 @@ class GraphLlama(Llama):
         shared, dtype = self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype
         return prepared(mask, shared, dtype, self.attention)
 
-    def _mix_batch(
-        self, number: int, start: int, x: Tensor, turns: dict[bool, Tensor], slots: Tensor, mask: Tensor
-    ) -> Tensor:
+    def _mix_batch(self, number: int, start: int, x: Tensor, turns: Turns, slots: Tensor, mask: Tensor) -> Tensor:
         """A layer's attention, for all sessions at once. `slots` [batch, nodes]: where new keys and values go."""
-        layer, heads, (batch, nodes) = self._layers[number], self.config.num_heads, slots.shape
+        heads, (batch, nodes) = self.config.num_heads, slots.shape
         mixed = self._turned(number, x, turns)[: batch * nodes]
         new = mixed[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, width]
         new = self._holding.encode(finite(new))
         kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), new)
         held = self._holding.decode(kv[:, :, :, : mask.shape[-1]])
-        return self._apply(layer.output, self._attend_all(number, mixed[:, :heads], held, mask), x)
+        return self._add_mixed(number, self._attend_all(number, mixed[:, :heads], held, mask), x)
 
     def _attend_all(self, number: int, query: Tensor, held: Tensor, mask: Tensor) -> Tensor:
         """Mixed values for the forward's rows: [rows, heads * d]. `held`: keys and values, decoded"""

@@ -47,7 +47,7 @@ class SteppingLlama(GraphLlama):
             one.session.reserve(one.session.held + sizes.taken)
             one.session.settle()
         self.pool.bring_to_front([one.session for one in asked])
-        self.captures.forget_if_moved(self.pool.kv, self._rotary.table)
+        self.captures.forget_if_moved(self.pool.kv, *self._turns.tables)
         found = self._run_steps(asked, tensor_of(scored.values), sizes)  # [steps, batch, width, columns]
         return [_taken(one, found[:, one.session.place], sizes) for one in asked]
 

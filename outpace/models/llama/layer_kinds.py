@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.fields import flag, size, unsupported
+from outpace.models.llama import gemma
+from outpace.models.llama.fields import FULL, SLIDING, flag, size, unsupported
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-BY_LAYER = ("qwen2", "qwen3", "smollm3")  # architectures that read use_sliding_window and layer_types
+BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types
+ALWAYS = ("mistral", gemma.MODEL_TYPE)  # those whose window is in use, whatever use_sliding_window says
 
 
 def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -27,6 +28,16 @@ def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: i
             raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (turns) and 0, one a layer")
         rotates = tuple(entry == 1 for entry in listed[:num_layers])
     return () if all(rotates) else rotates
+
+
+def read_local_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer turns by a rotary base of its own; () where none does. Gemma 3's sliding layers do, however
+    long their window is."""
+    if model_type != gemma.MODEL_TYPE:
+        return ()
+    types = _layer_types(fields, num_layers)
+    slides = gemma.sliding_layers(fields, num_layers) if types is None else [kind == SLIDING for kind in types]
+    return tuple(slides) if any(slides) else ()
 
 
 def read_windows(
@@ -54,7 +65,7 @@ def _window(model_type: str, fields: Mapping[str, Any], max_positions: int) -> i
     is_used = flag(fields, "use_sliding_window", model_type not in BY_LAYER)
     if model_type == "llama" and is_used and window < max_positions:
         raise unsupported(f"sliding_window {window} of the model_type 'llama'")
-    return window if is_used or model_type == "mistral" else None
+    return window if is_used or model_type in ALWAYS else None
 
 
 def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary_layers: Sequence[bool]) -> list[bool]:
@@ -64,6 +75,8 @@ def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary
         return [layer >= first for layer in range(num_layers)]
     if model_type == "smollm3":
         return [bool(rotary_layers) and not rotary_layers[layer] for layer in range(num_layers)]
+    if model_type == gemma.MODEL_TYPE:
+        return gemma.sliding_layers(fields, num_layers)
     return [model_type == "mistral"] * num_layers
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.lazy import core_numbers
 from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.families import GELU
 from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
@@ -68,5 +69,15 @@ def check_supported(kernels: Any, config: LlamaConfig) -> None:
     largest = kernels.MAX_DEPTH
     if config.head_dim > largest or config.head_dim % 2:
         raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
-    if any(window is not None for window in config.windows):
-        raise UnsupportedShape("native kernels have no sliding window")
+    if not hasattr(kernels.Layer, "window") and (any(config.windows) or config.query_scale or constants_of(config)):
+        raise UnsupportedShape(f"these kernels were built before they took windows and Gemma 3: {INSTALL}")
+
+
+def constants_of(config: LlamaConfig) -> dict[str, Any]:
+    """What the kernels' Model is told of a config beside its sizes; nothing where it is Llama's."""
+    found: dict[str, Any] = {}
+    if len(config.rotations) > 1:
+        found["rotations"] = len(config.rotations)
+    if config.embedding_scale != 1.0:
+        found["embedding_scale"] = config.embedding_scale
+    return found | ({"gelu": True} if config.activation == GELU else {})

@@ -27,6 +27,7 @@ from outpace.models.llama.native_kernels import (
     INSTALL,
     Options,
     check_supported,
+    constants_of,
     load_kernels,
     read_formats,
     usable_cores,
@@ -96,10 +97,11 @@ class NativeLlama(Model):
         self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
-        self.turns = Turns(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.turns = Turns(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self.heads = self.kernels.Heads(*sizes, held_as(self.kernels, self.kv_dtype), config.rms_norm_eps)
+        scale = {"scale": config.query_scale} if config.query_scale else {}  # of which older kernels know nothing
+        self.heads = self.kernels.Heads(*sizes, held_as(self.kernels, self.kv_dtype), config.rms_norm_eps, **scale)
         self._threads = options.threads or usable_cores()
         self._model = self._with(self._threads)
         self._teams = {self._threads: self._model}
@@ -125,6 +127,7 @@ class NativeLlama(Model):
             ends.head,
             self.options.instruction_set,
             threads,
+            **constants_of(config),
         )
 
     def share_cores(self, most: int | None = None, leave: int = 0) -> None:

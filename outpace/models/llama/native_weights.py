@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from outpace.core.lazy import torch
-from outpace.models.llama import stored
+from outpace.models.llama import gemma, stored
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.footprint import FLOATS
@@ -109,10 +109,10 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
     prefix = f"model.layers.{number}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     names = ("q_norm", "k_norm") if config.head_norm else ()
-    norms = [fetch(f"{attention}{name}.weight").tolist() for name in names] or [[], []]
+    norms = [_norm(config, fetch, attention + name).tolist() for name in names] or [[], []]
     return packing.kernels.Layer(
-        fetch(prefix + "input_layernorm.weight"),
-        fetch(prefix + "post_attention_layernorm.weight"),
+        _norm(config, fetch, prefix + "input_layernorm"),
+        _norm(config, fetch, prefix + config.mlp_norm),
         _qkv(packing, config, attention, fetch),
         _output(packing, config, attention, fetch),
         _gate_up(packing, config, mlp, fetch),
@@ -120,7 +120,24 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         query_norm=norms[0],
         key_norm=norms[1],
         turns=config.rotates(number),
+        **_of_layer(config, number, prefix, fetch),
     )
+
+
+def _of_layer(config: LlamaConfig, number: int, prefix: str, fetch: Fetch) -> dict[str, Any]:
+    """What sets layer `number` apart from Llama's, of which older kernels know nothing."""
+    found: dict[str, Any] = {"rotation": 1} if config.rotation(number) else {}
+    if config.window(number):
+        found["window"] = config.window(number)
+    if config.sandwich_norms:
+        names = {"mixed_norm": gemma.MIX_NORM, "fed_norm": gemma.FEED_NORM}
+        found |= {place: _norm(config, fetch, prefix + name).tolist() for place, name in names.items()}
+    return found
+
+
+def _norm(config: LlamaConfig, fetch: Fetch, name: str) -> np.ndarray:
+    """A norm's weights."""
+    return fetch(name + ".weight") + np.float32(config.norm_offset)
 
 
 def middle_size(kernels: Any, config: LlamaConfig) -> int:
@@ -205,10 +222,10 @@ class Ends:
     def load(cls, packing: Packing, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
         """From Hugging Face weight names; an output layer that is the embedding is held once."""
         name, held = "model.embed_tokens.weight", None
-        embedding = of_rows(packing, fetch, name)
+        embedding, norm = of_rows(packing, fetch, name), _norm(config, fetch, "model.norm")
         if config.tie_embeddings and head_ids is None:
-            return cls(embedding, fetch("model.norm.weight"), embedding, None)
+            return cls(embedding, norm, embedding, None)
         if head_ids is not None:
             held = np.sort(checked_ids(head_ids, config.vocab_size))
         head = of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", held)
-        return cls(embedding, fetch("model.norm.weight"), head, held)
+        return cls(embedding, norm, head, held)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -84,6 +84,20 @@ class YarnScaling:
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+class Rotation(NamedTuple):
+    """How queries and keys turn: the rotary base, and its scaling."""
+
+    theta: float
+    scaling: Scaling | None
+
+    @property
+    def gain(self) -> float:
+        """By how much turning lengthens them."""
+        return self.scaling.gain if self.scaling else 1.0
+
+
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
 OWN = {
     "default": set[str](),

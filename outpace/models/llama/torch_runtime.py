@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
+from outpace.models.llama.families import GELU
+from outpace.models.llama.head_turns import HeadTurns, Turns
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
 from outpace.models.llama.quantized import packer
-from outpace.models.llama.rope import Rotary
 from outpace.models.llama.rows import row_numbers, shown_numbers
 from outpace.models.llama.span import Span
 from outpace.models.llama.torch_session import Holding, LlamaSession
@@ -60,10 +62,11 @@ class Llama(Model):
         self.device, self.dtype = embedding.device, embedding.dtype
         self.score_dtype = self.dtype
         self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
-        self._rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling, self.device)
-        self._windows = {config.window(number) for number in range(config.num_layers)}
+        self._gate = partial(F.gelu, approximate="tanh") if config.activation == GELU else F.silu
+        self._windows = set(map(config.window, range(config.num_layers)))
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
@@ -73,6 +76,7 @@ class Llama(Model):
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds, self.device) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
+        self._turns = HeadTurns(config, self._attention[0].turn_dtype, self.device)
         self.kv_dtype = kv_dtype
         self._holding = Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
@@ -140,7 +144,7 @@ class Llama(Model):
     def open(self, capacity: int, room: int) -> LlamaSession:
         """A session for at most `capacity` committed tokens and `room` pending nodes."""
         capacity = min(capacity, self.max_positions)
-        self._rotary.reach(min(capacity + room, self.max_positions))
+        self._turns.reach(min(capacity + room, self.max_positions))
         return LlamaSession(capacity, room, self.config, self._holding, self.device)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Llama:
@@ -168,7 +172,7 @@ class Llama(Model):
             spans.append(Span(part, first_row, self.max_positions - 1, self._windows, self.device))
         tokens = uploaded([token for part in forest for token in part.tokens], np.int64, self.device)
         positions = uploaded([place for span in spans for place in span.positions], np.int64, self.device)
-        x = F.embedding(padded(tokens, self.row_counts), self._embedding)  # [rows, hidden]
+        x = self._embedded(padded(tokens, self.row_counts))
         turns = self._turns(padded(positions, self.row_counts))
         for span in spans:
             if span.inputs is not None:
@@ -180,30 +184,42 @@ class Llama(Model):
                 taps[number] = x[shown]
             if number < len(self._layers):
                 x = self._forward(number, x, turns, spans)
-        rows = row_numbers(forest)
-        logits = self._logits(x[uploaded(rows, np.int64, self.device)])
+        logits = self._logits(x[uploaded(row_numbers(forest), np.int64, self.device)])
         return Scored(logits, torch.stack([taps[layer] for layer in layers]) if layers else None)
 
-    def _forward(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """What goes into the first layer. [rows, hidden]"""
+        x = F.embedding(tokens, self._embedding)
+        return x if self.config.embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+
+    def _forward(self, number: int, x: Tensor, turns: Turns, spans: Sequence[Span]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         if number not in self._skipped[0]:
             x = self._mix(number, x, turns, spans)
         return x if number in self._skipped[1] else self._feed(number, x, spans)
 
-    def _mix(self, number: int, x: Tensor, turns: dict[bool, Tensor], spans: Sequence[Span]) -> Tensor:
+    def _mix(self, number: int, x: Tensor, turns: Turns, spans: Sequence[Span]) -> Tensor:
         """A layer's attention."""
         mixed = self._turned(number, x, turns)
         attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
         for span in spans:
             self._attend(number, span, mixed[span.rows], attended[span.rows])
-        return self._apply(self._layers[number].output, attended, x)
+        return self._add_mixed(number, attended, x)
 
-    def _turned(self, number: int, x: Tensor, turns: dict[bool, Tensor]) -> Tensor:
+    def _add_mixed(self, number: int, attended: Tensor, x: Tensor) -> Tensor:
+        """The residual and what a layer's heads give, [rows, heads * head_dim]."""
+        return self._add(self._layers[number].output, self._layers[number].output_norm, attended, x)
+
+    def _add(self, linear: Linear, norm: Tensor | None, inner: Tensor, x: Tensor) -> Tensor:
+        """The residual and a product, which is normed before where there is a norm for it."""
+        return self._apply(linear, inner, x) if norm is None else x + self._norm(self._apply(linear, inner), norm)
+
+    def _turned(self, number: int, x: Tensor, turns: Turns) -> Tensor:
         """A layer's queries, keys and values, normed and turned. [rows, heads + 2 kv_heads, head_dim]"""
         layer = self._layers[number]
         mixed = self._apply_normed(layer.qkv, x)
         mixed = mixed if layer.head_norm is None else self._norm_heads(mixed, layer.head_norm)
-        return self._attention[number].prepare(mixed, turns[self.config.rotates(number)])
+        return self._attention[number].prepare(mixed, turns[self.config.rotation(number)])
 
     def _feed(self, number: int, x: Tensor, spans: Sequence[Span]) -> Tensor:
         """A layer's MLP."""
@@ -212,7 +228,7 @@ class Llama(Model):
         for span in spans:
             if span.steer is not None:
                 up[span.rows] += span.steer[number].to(up)
-        return self._apply(layer.down, F.silu(gate).mul_(up), x)
+        return self._add(layer.down, layer.down_norm, self._gate(gate).mul_(up), x)
 
     def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:
         """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
@@ -241,21 +257,6 @@ class Llama(Model):
     def _scored(self, normed: Tensor) -> Tensor:
         """The output layer's product. [rows, kept tokens]"""
         return in_calls(self._head.linear, normed, None, self._head_counts)
-
-    def _turns(self, positions: Tensor) -> dict[bool, Tensor]:
-        """What layers that know positions (True), and those that do not, multiply heads' pairs by: unit numbers, for
-        queries with the softmax's scale; values stay. [rows, heads + 2 kv_heads, head_dim / 2] complex"""
-        config = self.config
-        shape = (len(positions), 1, config.head_dim // 2)
-        still = torch.ones(shape, dtype=self._attention[0].turn_dtype, device=self.device)
-
-        def of_heads(turn: Tensor) -> Tensor:
-            query = (turn / math.sqrt(config.head_dim)).expand(-1, config.num_heads, -1)
-            parts = (query, turn.expand(-1, config.num_kv_heads, -1), still.expand(-1, config.num_kv_heads, -1))
-            return torch.cat(parts, dim=1)
-
-        turning = of_heads(self._rotary(positions)[:, None].to(still.dtype))
-        return {True: turning, False: of_heads(still)} if config.rotary_layers else {True: turning}
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x over sqrt(sum of squares + hidden * eps), times `weight`, which brings sqrt(hidden); where it is None, both
@@ -291,7 +292,9 @@ class Llama(Model):
 
         narrow = [(layer.qkv.linear, hidden), (layer.gate_up.linear, hidden)]
         wide = [(layer.output, config.num_heads * config.head_dim), (layer.down, config.intermediate_size)]
-        linears = [*narrow, *((added(linear), inputs) for linear, inputs in wide)]
+        if not config.sandwich_norms:
+            wide = [(added(linear), inputs) for linear, inputs in wide]
+        linears = [*narrow, *wide]
         counts = find_row_counts(linears, COUNTS, self.dtype)
         head = find_row_counts([(self._head.linear, hidden)], HEAD_COUNTS, self.dtype)
         return (counts, head) if counts and head else ((), ())

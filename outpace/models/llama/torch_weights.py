@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outpace.models.llama import gemma
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.linear import Linear, Pack, pack
 
@@ -34,7 +35,7 @@ class LayerWeights:
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), 1 for
     values; None where heads are not normed. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each
     head's queries and keys once they have turned, the largest entry of each value head; the second column is 1 for
-    value heads.
+    value heads. `output_norm`, `down_norm` [hidden]: the weights times sqrt(hidden) of norms behind attention and MLP.
     """
 
     qkv: Normed
@@ -43,14 +44,19 @@ class LayerWeights:
     down: Linear
     head_norm: Tensor | None
     bounds: Tensor
+    output_norm: Tensor | None = None
+    down_norm: Tensor | None = None
 
 
 def load_layer(config: LlamaConfig, number: int, fetch: Fetch, pack: Pack = pack) -> LayerWeights:
     """Layer `number` from Hugging Face weight names; `pack` lays its matrices out."""
     prefix = f"model.layers.{number}."
-    input_norm, post_norm = (fetch(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
+    input_norm, mlp_norm = (_norm(config, fetch, prefix + name) for name in ("input_layernorm", config.mlp_norm))
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
     head_norm = _head_norm(config, prefix + "self_attn.", fetch) if config.head_norm else None
+
+    def output_norm(name: str) -> Tensor | None:
+        return _scaled(_norm(config, fetch, prefix + name)) if config.sandwich_norms else None
 
     def linear(name: str, has_bias: bool) -> Linear:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
@@ -58,17 +64,25 @@ def load_layer(config: LlamaConfig, number: int, fetch: Fetch, pack: Pack = pack
     return LayerWeights(
         qkv=_normed(weight, bias, input_norm, pack),
         output=linear("self_attn.o_proj", config.output_bias),
-        gate_up=_gate_up(config, prefix + "mlp.", post_norm, fetch, pack),
+        gate_up=_gate_up(config, prefix + "mlp.", mlp_norm, fetch, pack),
         down=linear("mlp.down_proj", config.mlp_bias),
         head_norm=head_norm,
         bounds=_bounds(config, number, _folded(weight, input_norm), bias, head_norm) * _slack(weight.dtype),
+        output_norm=output_norm(gemma.MIX_NORM),
+        down_norm=output_norm(gemma.FEED_NORM),
     )
 
 
 def load_head(config: LlamaConfig, embedding: Tensor, rows: Tensor | None, fetch: Fetch, pack: Pack = pack) -> Normed:
     """The final norm and the output layer, which may be the embedding; of it only `rows` [kept], if given."""
     weight = embedding if config.tie_embeddings else fetch("lm_head.weight")
-    return _normed(weight if rows is None else weight[rows], None, fetch("model.norm.weight"), pack)
+    return _normed(weight if rows is None else weight[rows], None, _norm(config, fetch, "model.norm"), pack)
+
+
+def _norm(config: LlamaConfig, fetch: Fetch, name: str) -> Tensor:
+    """A norm's weights; float32 where they are stored less a number."""
+    weight = fetch(name + ".weight")
+    return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
 def _normed(weight: Tensor, bias: Tensor | None, norm: Tensor, pack: Pack) -> Normed:
@@ -103,7 +117,7 @@ def _interleave(weight: Tensor, head_dim: int) -> Tensor:
 def _head_norm(config: LlamaConfig, prefix: str, fetch: Fetch) -> Tensor:
     counts = {"q": config.num_heads, "k": config.num_kv_heads}
     rows = [
-        _scaled(_interleave(fetch(f"{prefix}{name}_norm.weight"), config.head_dim)).expand(count, -1)
+        _scaled(_interleave(_norm(config, fetch, f"{prefix}{name}_norm"), config.head_dim)).expand(count, -1)
         for name, count in counts.items()
     ]
     return torch.cat([*rows, torch.ones_like(rows[1])])
@@ -124,7 +138,7 @@ def _bounds(config: LlamaConfig, number: int, weight: Tensor, bias: Tensor | Non
     heads = rows.unflatten(0, (-1, config.head_dim)).cpu()  # [heads + 2 kv_heads, head_dim]
     lengths = heads.norm(dim=1) if head_norm is None else head_norm.double().abs().amax(dim=1).cpu()
     lengths *= config.gain(number)
-    lengths[: config.num_heads] /= math.sqrt(config.head_dim)  # the softmax's scale is in the queries' turning
+    lengths[: config.num_heads] *= config.attention_scale  # which is in the queries' turning
     is_value = torch.arange(len(heads)) >= config.num_heads + config.num_kv_heads
     return torch.stack([torch.where(is_value, heads.amax(dim=1), lengths), is_value.double()], dim=1)
 

@@ -6,23 +6,26 @@ in the last bit of float32 ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from outpace.models.llama.rope import BLOCK, Scaling
+from outpace.models.llama.rope import BLOCK, Rotation, Scaling
 
 
 class Turns:
     """Cosines and sines of position times frequency, times the scaling's gain, of as many positions as were asked for.
 
-    `table` float32 [positions, head_dim / 2, cosine then sine]; a position's numbers do not depend on the table's size.
+    `table` float32 [positions, rotations * head_dim / 2, cosine then sine]; a position's numbers do not depend on the
+    table's size.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None) -> None:
+    def __init__(self, head_dim: int, rotations: Sequence[Rotation]) -> None:
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        frequencies = np.float32(1) / np.power(theta, exponents, dtype=np.float64).astype(np.float32)
-        self._frequencies = scaling.stretched(frequencies, theta) if scaling else frequencies
-        self._gain = np.float32(scaling.gain if scaling else 1.0)
-        self.table = np.empty((0, head_dim // 2, 2), np.float32)
+        self._frequencies = np.concatenate([_frequencies(exponents, *rotation) for rotation in rotations])
+        gains = np.array([rotation.gain for rotation in rotations], np.float32)
+        self._gains = np.repeat(gains, len(exponents))[:, None]  # [rotations * head_dim / 2, 1]
+        self.table = np.empty((0, len(self._frequencies), 2), np.float32)
 
     def reach(self, positions: int) -> None:
         """Makes the table hold at least so many positions; one thread at a time."""
@@ -30,4 +33,9 @@ class Turns:
             places = np.arange(len(self.table), len(self.table) + BLOCK, dtype=np.float32)
             angles = np.outer(places, self._frequencies).astype(np.float64)
             pairs = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-            self.table = np.concatenate([self.table, pairs * self._gain])
+            self.table = np.concatenate([self.table, pairs * self._gains])
+
+
+def _frequencies(exponents: np.ndarray, theta: float, scaling: Scaling | None) -> np.ndarray:
+    frequencies = np.float32(1) / np.power(theta, exponents, dtype=np.float64).astype(np.float32)
+    return scaling.stretched(frequencies, theta) if scaling else frequencies

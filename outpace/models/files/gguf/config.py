@@ -1,25 +1,26 @@
 """What a GGUF file says of its model, in Hugging Face terms: config.json's fields, and which tensor is which.
 
 Names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's constants. llama.cpp stores the query
-and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of Qwen as they are.
+and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of Qwen and Gemma as they
+are, and the weights of Gemma's norms whole, which checkpoints hold less one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.gguf.rope import ROPE_FACTORS, read_scaling, shortest
 from outpace.models.files.kind import check_kind
 from outpace.models.llama import config as sizes
+from outpace.models.llama import gemma
+from outpace.models.llama.families import GELU
+from outpace.models.llama.fields import FULL
 
-ROPE_FACTORS = "rope_freqs.weight"
-LLAMA3_CONTEXT = 8192  # tokens that every Llama 3 was first trained on
+GEMMA_LARGEST = 62  # layers of Gemma 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding; the file does not say so, llama.cpp knows it
 
 LAYER_PARTS = {
@@ -35,6 +36,11 @@ LAYER_PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_PARTS = LAYER_PARTS | {
+    "ffn_norm": gemma.MLP_NORM,
+    "post_attention_norm": gemma.MIX_NORM,
+    "post_ffw_norm": gemma.FEED_NORM,
+}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 # Metadata that changes the arithmetic, with the values under which it changes nothing.
@@ -48,6 +54,8 @@ REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0.0,),
     "attention.causal": (True,),
     "rope.scale_linear": (1.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
 }
 
 
@@ -96,11 +104,32 @@ def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model of Gemma 3. What the file does not say is as llama.cpp knows it: which layers see a window, their
+    rotary base, and that the largest model scales scores by the width of an even share of the hidden state."""
+    window, layers = own.get("attention.sliding_window"), own["block_count"]
+    pattern, local = own.get("attention.sliding_window_pattern", gemma.PATTERN), own.get("rope.freq_base_swa")
+    is_largest = layers == GEMMA_LARGEST
+    return {
+        "architectures": [gemma.ARCHITECTURE],
+        "model_type": gemma.MODEL_TYPE,
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "sliding_window": window or None,
+        "sliding_window_pattern": pattern if window else None,
+        "layer_types": None if window else [FULL] * layers,
+        "rope_local_base_freq": gemma.LOCAL_THETA if local is None else shortest(local),
+        "query_pre_attn_scalar": _even_share(own) if is_largest else own.get("attention.key_length", _even_share(own)),
+        "attention_bias": has_bias(header, "attn_q"),
+    }
+
+
 ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,
+    "gemma3": _gemma3,
 }
 PAIRED = ("llama", "smollm3")
 
@@ -118,7 +147,7 @@ def read_model(header: GgufHeader) -> GgufModel:
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     _check_metadata(header, prefix, own)
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
-    scaling = _rope_scaling(header, own, settings)
+    scaling = read_scaling(header, own, settings)
     if scaling is not None:
         settings["rope_scaling"] = scaling
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -158,8 +187,8 @@ def _common(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": own.get("attention.head_count_kv"),
         "head_dim": own.get("attention.key_length", _even_share(own)),
         "hidden_act": "silu",
-        "rms_norm_eps": _shortest(eps) if eps is not None else 1e-5,
-        "rope_theta": _shortest(theta) if theta is not None else 10000.0,
+        "rms_norm_eps": shortest(eps) if eps is not None else 1e-5,
+        "rope_theta": shortest(theta) if theta is not None else 10000.0,
         "max_position_embeddings": own.get("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
@@ -173,66 +202,11 @@ def _even_share(own: Mapping[str, Any]) -> int | None:
     return hidden // heads
 
 
-def _shortest(value: Any) -> Any:
-    """GGUF keeps float32: 1e-5 comes back as 9.99999975e-06, so the shortest decimal of the same float32 is meant."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
-
-
 def _refuse_window(header: GgufHeader, own: Mapping[str, Any]) -> None:
     """llama.cpp runs these architectures without a window, so a file that names one means something unknown."""
     window = own.get("attention.sliding_window")
     if window:
         raise UserError(f"{header.path}: attention.sliding_window {window!r:.50} is not supported here")
-
-
-def _rope_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary embedding's scaling as config.json writes it; None where there is none."""
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
-    trained = own.get("rope.scaling.original_context_length")
-    if ROPE_FACTORS in header.tensors:
-        return _llama3_scaling(header, settings, trained)
-    if kind == "none" and factor in (0.0, 1.0):
-        return None
-    if kind not in ("linear", "yarn"):
-        shown = f"rope.scaling.type {kind!r:.50} with rope.scaling.factor {factor!r:.50}"
-        raise UserError(f"{header.path}: {shown} is not supported, allowed are linear, yarn and none")
-    scaling = {"rope_type": kind, "factor": _shortest(factor)}
-    return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
-
-
-def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: Any) -> dict[str, Any] | None:
-    """Llama 3 as GGUF carries one divisor a frequency; found again are the four numbers that they were made of."""
-    entry, theta = header.tensors[ROPE_FACTORS], settings["rope_theta"]
-    data = np.frombuffer(header.raw(ROPE_FACTORS), np.uint8)
-    if entry.kind != 0 or len(entry.shape) != 1 or not isinstance(theta, float) or not theta > 1:
-        raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} is not a list of float32 divisors")
-    divisors = data.view(np.float32).astype(np.float64)  # [head_dim / 2]
-    if not np.isfinite(divisors).all() or divisors.min() < 1 - 1e-6:
-        raise UserError(f"{header.path} is damaged: tensor {ROPE_FACTORS!r} holds divisors below 1")
-    if divisors.max() < 1 + 1e-6:
-        return None
-    turns = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)  # turns a token
-    factor = _shortest(float(divisors.max()))
-    contexts = [trained] if isinstance(trained, int) and trained > 0 else []
-    for context in [*contexts, LLAMA3_CONTEXT, *_contexts(divisors, turns, factor)]:
-        if np.allclose(_llama3_divisors(turns, factor, context), divisors, rtol=1e-4, atol=0):
-            numbers = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            return {"rope_type": "llama3", **numbers, "original_max_position_embeddings": context}
-    raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} does not hold the rope scaling of a Llama 3")
-
-
-def _llama3_divisors(turns: np.ndarray, factor: float, context: int) -> np.ndarray:
-    """Frequencies with more than 4 turns in the trained context stay, those with less than 1 are divided by factor."""
-    smooth = np.clip((turns * context - 1.0) / 3.0, 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / factor + smooth)
-
-
-def _contexts(divisors: np.ndarray, turns: np.ndarray, factor: float) -> list[int]:
-    """The trained contexts that the divisors between 1 and factor speak of."""
-    between = (divisors > 1.001) & (divisors < factor * 0.999)
-    smooth = (1.0 / divisors[between] - 1.0 / factor) / (1.0 - 1.0 / factor)
-    found = (1.0 + 3.0 * smooth) / turns[between]
-    return [round(float(context)) for context in found if 1 <= context < 2**31]
 
 
 def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> sizes.LlamaConfig:
@@ -252,10 +226,11 @@ def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> si
 def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
     """Hugging Face name -> GGUF name; UserError if a tensor is missing, unknown or of another shape."""
     expected, sources = sizes.tensor_shapes(config), dict[str, str]()
+    parts = GEMMA_PARTS if config.sandwich_norms else LAYER_PARTS
     for name, entry in header.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        target = _target_name(name)
+        target = _target_name(name, parts)
         if target not in expected:
             raise UserError(f"{header.path}: tensor {name!r} is not supported")
         if entry.shape != tuple(expected[target]):
@@ -268,8 +243,8 @@ def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
     return sources
 
 
-def _target_name(name: str) -> str:
+def _target_name(name: str, layer_parts: Mapping[str, str]) -> str:
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER_PARTS:
-        return f"model.layers.{parts[1]}.{LAYER_PARTS[parts[2]]}.{parts[3]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_parts:
+        return f"model.layers.{parts[1]}.{layer_parts[parts[2]]}.{parts[3]}"
     return f"{OUTER_PARTS.get(parts[0], '')}.{'.'.join(parts[1:])}"

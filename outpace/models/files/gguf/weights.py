@@ -119,9 +119,22 @@ def _pieces(header: GgufHeader, model: GgufModel, name: str) -> Iterator[np.ndar
     if is_paired and len(entry.shape) == 1:  # a bias
         raw, columns = raw.reshape(columns, -1), 1
     step = max(1, PIECE_VALUES // (columns * unit)) * unit
+    offset = _norm_offset(header, model, name)
     for start in range(0, len(raw), step):
         piece = _read(header, name, raw[start : start + step])
+        if offset:
+            piece = (piece.view(np.float32) - np.float32(offset)).view(piece.dtype)
         yield np.ascontiguousarray(half_rotary(piece, len(piece) // unit) if is_paired else piece)
+
+
+def _norm_offset(header: GgufHeader, model: GgufModel, name: str) -> float:
+    """What a checkpoint's weights of a norm lack, where this tensor is a norm's."""
+    offset = model.config.norm_offset if name.endswith("norm.weight") else 0.0
+    kind = header.tensors[name].kind
+    if offset and kind != F32:
+        found = f"the norm {name!r} has the type {type_of(kind).name}"
+        raise UserError(f"{header.file_of(name)}: {found}, norms of this architecture must have F32")
+    return offset
 
 
 def _read(header: GgufHeader, name: str, raw: np.ndarray) -> np.ndarray:

@@ -1,0 +1,66 @@
+"""What sets Gemma 3 apart from Llama: its norms, its two rotary bases, its scales (arXiv:2503.19786).
+
+Norms hold their weights less one, and a second pair of them stands behind attention and the MLP. Five layers of six
+see a window and turn by a base of their own; the sixth sees all and turns by the other one, which may be scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from outpace.core.errors import UserError
+from outpace.models.llama.fields import FULL, SLIDING, number, size, unsupported
+
+MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
+THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none
+MLP_NORM = "pre_feedforward_layernorm"
+MIX_NORM, FEED_NORM = "post_attention_layernorm", "post_feedforward_layernorm"  # behind attention, behind the MLP
+DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+PATTERN = 6  # of so many layers the last one sees the whole text
+
+
+def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields with rotary numbers as older config.json files have them, one field each: transformers 5 writes an
+    object for each kind of layer. UserError for what is none, UnsupportedModel for scaled local layers."""
+    by_kind = fields.get("rope_parameters")
+    if by_kind is None:
+        return fields
+    kinds = set(by_kind) if isinstance(by_kind, Mapping) else set()
+    if not kinds or not kinds <= {FULL, SLIDING} or not all(isinstance(by_kind[kind], Mapping) for kind in kinds):
+        raise UserError(f"rope_parameters is {by_kind!r:.200}, it must have an object for {FULL} and one for {SLIDING}")
+    full, local = (dict(by_kind.get(kind, {})) for kind in (FULL, SLIDING))
+    if local.pop("rope_type", "default") != "default" or set(local) - {"rope_theta"}:
+        raise unsupported(f"rope_parameters.{SLIDING} {by_kind[SLIDING]!r:.200}")
+    flat = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    theta = full.pop("rope_theta", None)
+    named = {"rope_theta": theta, "rope_local_base_freq": local.get("rope_theta")}
+    if full.get("rope_type", "default") != "default":
+        flat["rope_scaling"] = full
+    return flat | {name: value for name, value in named.items() if value is not None}
+
+
+def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a LlamaConfig that only such a model has."""
+    return {
+        "query_scale": number(fields, "query_pre_attn_scalar", None, 1e6) ** -0.5,
+        "local_theta": number(fields, "rope_local_base_freq", LOCAL_THETA, 1e12),
+        "sandwich_norms": True,
+        "norm_offset": 1.0,
+        "embedding_scale": math.sqrt(size(fields, "hidden_size")),
+    }
+
+
+def sliding_layers(fields: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers see a window, where the config has no layer_types."""
+    pattern = size(fields, "sliding_window_pattern", PATTERN)
+    return [(layer + 1) % pattern != 0 for layer in range(num_layers)]

@@ -1,0 +1,205 @@
+"""Gemma 3 as its users meet it: a file, or a folder of transformers, and the texts of every method; what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, model_folder, weights, write_gguf
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.models.base import UnsupportedModel, chain
+from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.tokenizer import special_ids
+from outpace.models.llama.config import from_dict
+from outpace.models.load import load_model
+
+GEMMA = ARCHITECTURES["gemma3"]
+FIELDS = CONFIG | GEMMA
+METADATA = GEMMA_METADATA | {"gemma3.block_count": GEMMA["num_hidden_layers"]}
+WORDS = [5, 90, 17, 200, 33, 61, 120, 7, 44, 250, 19, 70, 3, 8, 155, 21] * 3  # beyond the window
+
+
+def gentle(seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights of a model whose texts are not one token for ever."""
+    return {name: values * (0.15 if values.ndim > 1 else 0.3) for name, values in weights(seed, **GEMMA).items()}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma") / "gemma.gguf"
+    return write_gguf(path, METADATA, tensors=gentle(), architecture="gemma3")
+
+
+@pytest.mark.parametrize("runtime", ["native", "llama"])
+def test_a_file_scores_as_its_folder_does_in_transformers(
+    file: Path, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runtime == "native":
+        pytest.importorskip("outpace_kernels")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.Gemma3TextConfig(**{name: value for name, value in FIELDS.items() if name != "architectures"}),
+        attn_implementation="eager",
+        dtype=torch.float32,
+    )
+    state = {name: torch.from_numpy(value) for name, value in gentle().items()}
+    theirs.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    with torch.inference_mode():
+        expected = theirs.eval()(torch.tensor([WORDS]), use_cache=False).logits[0]
+    loaded = load_model(str(file), dtype="float32" if runtime == "llama" else "auto", runtime=runtime)
+    session = loaded.model.open(len(WORDS), 1)
+    got = torch.as_tensor(loaded.model.score([chain(session, WORDS, range(len(WORDS)))]))
+    assert expected.std() > 0.5
+    assert (got - expected).norm() < (0.1 if runtime == "native" else 1e-4) * expected.norm()
+
+
+@pytest.mark.parametrize("runtime", ["native", "llama"])
+def test_every_method_writes_plain_texts(
+    file: Path, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runtime == "native":
+        pytest.importorskip("outpace_kernels")
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    given: dict[str, Any] = {"runtime": runtime, "dtype": "float32" if runtime == "llama" else "auto"}
+    texts, drafted = {}, 0
+    for method in ("autoregressive", "auto", "speculative", "card"):
+        draft = None if method == "autoregressive" else "layers:0,1,2,3,4,5"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with outpace.load(str(file), draft, method=method, **given) as llm:
+                params = [
+                    outpace.SamplingParams(max_tokens=60, temperature=heat, seed=3, ignore_eos=True) for heat in (0, 1)
+                ]
+                found = llm.generate(["hello world", "hello world"], params)
+        texts[method] = [result.tokens for result in found]
+        drafted += sum(result.figures.drafted for result in found)
+        assert [len(tokens) for tokens in texts[method]] == [60, 60]
+    assert len({token for text in texts["autoregressive"] for token in text}) > 20, "texts of one token prove little"
+    assert all(tokens == texts["autoregressive"] for tokens in texts.values())
+    assert drafted > 20
+
+
+def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5 writes an object of rotary numbers for each kind of layer."""
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    folder = model_folder(tmp_path, **GEMMA)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.save_pretrained(tmp_path / "theirs")
+    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert set(written["rope_parameters"]) == {"full_attention", "sliding_attention"}
+    assert from_dict(written) == from_dict(FIELDS)
+
+
+def test_which_layers_see_what() -> None:
+    config = from_dict(FIELDS | {"num_hidden_layers": 8})
+    local = (True, True, True, True, True, False, True, True)
+    assert (config.local_layers, config.windows) == (local, tuple(32 if is_local else None for is_local in local))
+    assert [config.rotation(layer) for layer in range(8)] == [int(is_local) for is_local in local]
+    long = from_dict(FIELDS | {"sliding_window": 1000})
+    assert (long.windows, long.local_layers) == ((), local[:7]), "a window beyond the context changes no rotation"
+    only_global = from_dict(FIELDS | {"layer_types": ["full_attention"] * 7})
+    assert (only_global.windows, only_global.local_layers, len(only_global.rotations)) == ((), (), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported by the runtime llama"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding_attention"),
+    ],
+)
+def test_what_is_left_to_transformers(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        from_dict(FIELDS | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, it must be above 0"),
+        ({"rope_local_base_freq": -1.0}, r"rope_local_base_freq is -1\.0"),
+        ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six', it must be a whole number"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "it must have an object for full_attention and one for sliding_att"),
+        ({"rope_parameters": {"full_attention": 7}}, "it must have an object for full_attention"),
+        ({"rope_parameters": 7}, "rope_parameters is 7, it must have an object"),
+    ],
+)
+def test_senseless_fields_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        from_dict(FIELDS | changes)
+
+
+def config_of(path: Path, **metadata: Any) -> Any:
+    from outpace.models.files.gguf.config import read_model
+
+    given = METADATA | {f"gemma3.{name}": value for name, value in metadata.items()}
+    changes = GEMMA | {"num_hidden_layers": given["gemma3.block_count"]}
+    with open_gguf(write_gguf(path, given, tensors=weights(**changes), architecture="gemma3")) as header:
+        return read_model(header).config
+
+
+def test_what_a_file_does_not_say(tmp_path: Path) -> None:
+    plain = config_of(tmp_path / "a.gguf")
+    assert (plain.local_theta, plain.query_scale, plain.windows[5]) == (10000.0, 0.25, None)
+    said = {"rope.freq_base_swa": 500.0, "attention.sliding_window_pattern": 2}
+    other = config_of(tmp_path / "b.gguf", **said)
+    assert (other.local_theta, other.local_layers) == (500.0, (True, False, True, False, True, False, True))
+    none = config_of(tmp_path / "c.gguf", **{"attention.sliding_window": 0})
+    assert (none.windows, none.local_layers) == ((), ())
+    scaled = config_of(tmp_path / "d.gguf", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+    assert [rotation.scaling is not None for rotation in scaled.rotations] == [True, False]
+
+
+def test_the_largest_model_has_a_scale_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 62 layers in truth; heads of 32 would make it the root of 32."""
+    from outpace.models.files.gguf import config
+
+    monkeypatch.setattr(config, "GEMMA_LARGEST", 7)
+    changes = GEMMA | {"head_dim": 32}
+    given = METADATA | {f"gemma3.{name}": 32 for name in ("attention.key_length", "rope.dimension_count")}
+    path = write_gguf(tmp_path / "a.gguf", given, tensors=weights(**changes), architecture="gemma3")
+    with open_gguf(path) as header:
+        assert config.read_model(header).config.query_scale == (64 // 4) ** -0.5
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "attn_logit_softcapping"])
+def test_a_file_that_caps_its_scores_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"gemma3.{name} 30.0 is not supported"):
+        config_of(tmp_path / "a.gguf", **{name: 30.0})
+
+
+def test_norms_in_fewer_bits_are_refused(tmp_path: Path) -> None:
+    """What is taken off them would be rounded."""
+    from outpace.models.files.gguf.config import read_model
+    from outpace.models.files.gguf.weights import read_values
+
+    path = write_gguf(tmp_path / "a.gguf", METADATA, tensors=weights(**GEMMA), architecture="gemma3")
+    with open_gguf(path) as header:
+        model = read_model(header)
+        entry = header.tensors["output_norm.weight"]
+        header.tensors["output_norm.weight"] = type(entry)(entry.shape, 1, entry.start, entry.num_bytes // 2)
+        with pytest.raises(UserError, match=r"the norm 'output_norm.weight' has the type F16, norms of this architec"):
+            read_values(header, model, "output_norm.weight")
+
+
+def test_the_end_of_a_turn_need_not_be_named() -> None:
+    """Files of Gemma name <eos> alone, and the template ends a turn by another token."""
+    metadata = {
+        "tokenizer.ggml.tokens": ["<pad>", "<eos>", "<bos>", "<end_of_turn>", "a"],
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, 1],
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    assert special_ids(Path("a.gguf"), metadata)["eos_token_id"] == [1, 3]
+    text = metadata | {"tokenizer.ggml.token_type": [3, 3, 3, 1, 1]}
+    assert special_ids(Path("a.gguf"), text)["eos_token_id"] == 1
