@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kind",
         default="Q8_0",
-        choices=("Q8_0", "Q4_1", "Q4_K"),
+        choices=("Q8_0", "Q4_0", "Q4_1", "Q4_K"),
         help="llama.cpp's weights; Q4_K: of a file that has them",
     )
     parser.add_argument("--threads", type=int, default=usable_cores())

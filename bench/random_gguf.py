@@ -13,10 +13,11 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from outpace.models.text.text_stream import byte_alphabet
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
@@ -34,7 +35,10 @@ class Shape:
     head_dim: int
     merges: int
     positions: int
-    pre: str
+    pre: str = ""  # "": a tokenizer by SentencePiece, which has scores and no merges
+    theta: float = 500000.0
+    window: int = 0
+    factor: float = 1.0  # by which positions are squeezed
 
 
 SHAPES = {
@@ -43,6 +47,8 @@ SHAPES = {
     "qwen3-0.6b": Shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 151387, 40960, "qwen2"),
     "qwen3-1.7b": Shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 151387, 40960, "qwen2"),
     "qwen3-4b": Shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 151387, 40960, "qwen2"),
+    "gemma-3-1b": Shape("gemma3", 262144, 1152, 6912, 26, 4, 1, 256, 0, 32768, theta=1e6, window=512),
+    "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
 }
 
 
@@ -58,10 +64,12 @@ def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> n
 
 
 def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
-    """Tokens and merges, as many as the model's own: an end, then strings of small letters, the short ones first."""
+    """Tokens and merges, as many as the model's own: strings of small letters, the short ones first."""
     tokens, merges = [*byte_alphabet(), "<|end|>"], list[str]()
+    if not shape.pre:
+        tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS]
     for length in (2, 3, 4):
-        for letters in product("abcdefghijklmnopqrstuvwxyz", repeat=length):
+        for letters in product(LETTERS, repeat=length):
             if len(tokens) == shape.vocab:
                 break
             tokens.append("".join(letters))
@@ -71,7 +79,7 @@ def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
 
 
 def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Sizes, and a byte-level tokenizer."""
+    """Sizes, and a tokenizer."""
     name = shape.architecture
     for key, value in (
         ("context_length", shape.positions),
@@ -86,7 +94,30 @@ def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
     ):
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32(f"{name}.rope.freq_base", 500000.0)
+    writer.add_float32(f"{name}.rope.freq_base", shape.theta)
+    if shape.window:
+        writer.add_uint32(f"{name}.attention.sliding_window", shape.window)
+    if shape.factor != 1.0:
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(shape.factor)
+    (write_byte_level if shape.pre else write_sentence_piece)(writer, shape)
+
+
+def write_sentence_piece(writer: GGUFWriter, shape: Shape) -> None:
+    """A tokenizer with scores: those that stand first are merged first."""
+    tokens, _ = vocabulary(shape)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
+    writer.add_token_types([3, 3, 3, 2] + [6] * 256 + [1] * (len(tokens) - 260))
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_space_prefix(False)
+
+
+def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
+    """A tokenizer with merges."""
     tokens, merges = vocabulary(shape)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(shape.pre)
@@ -129,7 +160,10 @@ def main() -> None:
 
     add("token_embd.weight", shape.vocab, shape.hidden)
     norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
-    norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim} if shape.architecture == "qwen3" else {}
+    if shape.architecture != "llama":
+        norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.architecture == "gemma3":
+        norms |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
     for layer in range(shape.layers):
         for name, size in matrices(shape).items():
             add(f"blk.{layer}.{name}.weight", *size)
