@@ -26,9 +26,10 @@ from outpace.distill.start import draft_config, new_student
 from outpace.distill.student import Student
 from outpace.distill.text import TextPlan, write_text
 from outpace.distill.train import CURVE, Trainer
-from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.packed import pack
+from outpace.models.files.source import open_folder
+from outpace.models.llama.config import from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -99,7 +100,8 @@ def _trained(options: DistillOptions, target: Path, progress: StageProgress) -> 
         draft=None if options.shape.draft is None else options.shape.draft.name,
     )
     ids = None if student.ids is None else student.ids.tolist()
-    config = draft_config(read_json(target / "config.json"), options.shape, ids)
+    with open_folder(target) as source:
+        config = draft_config(source.config, options.shape, ids)
     draft = options.out / DRAFT
     trainer.run(
         lambda figures: progress("training", figures),
@@ -173,5 +175,6 @@ def _student(options: DistillOptions, target: Path, folder: Path) -> Student:
 
 def _frequent(options: DistillOptions, target: Path) -> Tensor:
     samples, _ = read_samples(options.out / TEXT, options.train.length)
-    size = read_json(target / "config.json")["vocab_size"]
+    with open_folder(target) as source:
+        size = from_dict(source.config).vocab_size
     return frequent_tokens(samples, size, options.shape.vocab, sorted(Tokenizer.from_folder(target).stop_ids))

@@ -19,6 +19,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
 from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import check_file, is_there, read_json
+from outpace.models.files.text_part import has_text_part, text_config, text_names
 from outpace.models.llama.footprint import FLOATS, Held
 from outpace.models.llama.stored import Stored
 
@@ -37,6 +38,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     config: dict[str, Any]
     _files: dict[str, Any] = field(default_factory=dict, repr=False)  # tensor name -> open safetensors file
     _shards: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> file name
+    _stored: dict[str, str] = field(default_factory=dict, repr=False)  # tensor name -> name in the file
     _others: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)  # file name, way -> opened once more
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -47,10 +49,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
         config = read_json(path / "config.json")
+        has_more = has_text_part(config)
+        config = text_config(config, path / "config.json") if has_more else config
         cls._check_config(path, config)
         checkpoint = cls(path, config)
         try:
             checkpoint._open_files()
+            checkpoint._name_tensors(has_more)
             checkpoint._check_layers()
         except BaseException:
             checkpoint.close()
@@ -130,7 +135,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def _forget(self, *names: str) -> None:
         """Gives the memory of tensors that were read as arrays back."""
         for name in names:
-            _arrays_of(self, self._shards[name]).forget(name)
+            _arrays_of(self, self._shards[name]).forget(self._stored[name])
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """UserError unless every tensor of `shapes` is there with that shape and a floating point type."""
@@ -151,7 +156,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._others[shard, way]
 
     def _slice(self, name: str) -> Any:
-        return self._file(name).get_slice(name)
+        return self._file(name).get_slice(self._stored[name])
 
     def _file(self, name: str) -> Any:
         if name not in self._shards:
@@ -198,6 +203,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for name in names:
             self._files[name], self._shards[name] = opened, shard
 
+    def _name_tensors(self, has_more: bool) -> None:
+        """Names as of a language model alone; `has_more`: the files hold other models beside it."""
+        self._stored = text_names(self._shards) if has_more else {name: name for name in self._shards}
+        self._shards = {name: self._shards[stored] for name, stored in self._stored.items()}
+        self._files = {name: self._files[stored] for name, stored in self._stored.items()}
+
     def _check_layers(self) -> None:
         """Before anybody lists what a config.json announces: each layer has tensors of its own."""
         layers = self.config.get("num_hidden_layers")
@@ -213,12 +224,12 @@ def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
 
     file = str(checkpoint.path / shard)
     opened = checkpoint.once(shard, "tensors", lambda stack: stack.enter_context(safe_open(file, framework="pt")))
-    value: torch.Tensor = opened.get_tensor(name)
+    value: torch.Tensor = opened.get_tensor(checkpoint._stored[name])
     return value
 
 
 def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> mapped.Raw:
-    return _arrays_of(checkpoint, shard).raw(name)
+    return _arrays_of(checkpoint, shard).raw(checkpoint._stored[name])
 
 
 def _arrays_of(checkpoint: Checkpoint, shard: str) -> mapped.MappedFile:

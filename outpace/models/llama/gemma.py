@@ -18,6 +18,8 @@ THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none
 MLP_NORM = "pre_feedforward_layernorm"
 MIX_NORM, FEED_NORM = "post_attention_layernorm", "post_feedforward_layernorm"  # behind attention, behind the MLP
 DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131072,

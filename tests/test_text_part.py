@@ -1,0 +1,131 @@
+"""Checkpoints that hold a vision model too: the language model inside, as transformers computes it, and its drafts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from distill_files import settings, silent
+from files import TEMPLATE, folder_of, write_gguf
+from safetensors.torch import load_file, save_file
+
+import outpace
+from outpace.core.errors import UserError
+from outpace.distill.run import distill
+from outpace.models.base import chain
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.load import load_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+LOOK: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": 24, "query_pre_attn_scalar": 16},
+        {"image_size": 28, "patch_size": 14},
+        {"mm_tokens_per_image": 4},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+        {"tie_word_embeddings": False},
+    ),
+}
+WORDS = [5, 90, 17, 200, 33, 61, 120, 7, 44, 250, 19, 70, 3, 8, 155, 21] * 3
+
+
+def whole(folder: Path, name: str) -> Any:
+    """A random model of transformers with its eyes, saved with a tokenizer."""
+    family, text, look, more = KINDS[name]
+    torch.manual_seed(3)
+    config = getattr(transformers, family + "Config")(text_config=SIZES | text, vision_config=LOOK | look, **more)
+    model = getattr(transformers, family + "ForConditionalGeneration")._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    model.save_pretrained(folder / "model")
+    for file in folder_of(write_gguf(folder / "a.gguf"), folder / "tokenizer").iterdir():
+        file.replace(folder / "model" / file.name)
+    return model.eval()
+
+
+@pytest.mark.parametrize("runtime", ["llama", "native"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_language_model_scores_as_it_does_in_the_whole(name: str, runtime: str, tmp_path: Path) -> None:
+    if runtime == "native":
+        pytest.importorskip("outpace_kernels")
+    theirs = whole(tmp_path, name)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([WORDS]), use_cache=False).logits[0].float()
+    loaded = load_model(str(tmp_path / "model"), runtime=runtime, dtype="float32" if runtime == "llama" else "int8")
+    session = loaded.model.open(len(WORDS), 1)
+    got = torch.as_tensor(loaded.model.score([chain(session, WORDS, range(len(WORDS)))]))
+    assert expected.std() > 0.1
+    assert (got - expected).norm() < (0.2 if runtime == "native" else 1e-4) * expected.norm()
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert all(named.startswith(("model.", "lm_head.")) for named in checkpoint.names())
+        assert not any("vision" in named for named in checkpoint.names())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_as_the_hub_has_them(name: str, tmp_path: Path) -> None:
+    """Published before transformers named tensors anew."""
+    whole(tmp_path, name)
+    file = tmp_path / "model" / "model.safetensors"
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        expected = {named: checkpoint.tensor(named).clone() for named in checkpoint.names()}
+    old = {}
+    for named, value in load_file(file).items():
+        for prefix in ("model.language_model.", "language_model.model."):
+            if named.startswith(prefix):
+                old["language_model.model." + named.removeprefix(prefix)] = value
+        if "lm_head." in named:
+            old["language_model.lm_head.weight"] = value
+    save_file(old | {"vision_tower.a.weight": torch.ones(1)}, file, {"format": "pt"})
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert checkpoint.names() == sorted(expected)
+        assert all(torch.equal(checkpoint.tensor(named), value) for named, value in expected.items())
+
+
+def test_what_stands_outside_holds_within(tmp_path: Path) -> None:
+    """Ends of a text, which only the whole's config.json names."""
+    whole(tmp_path, "gemma3")
+    place = tmp_path / "model" / "config.json"
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps(config | {"eos_token_id": [1, 106]}))
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        assert checkpoint.config["eos_token_id"] == [1, 106] or "eos_token_id" in config["text_config"]
+        assert checkpoint.config["architectures"] == ["Gemma3ForCausalLM"]
+    place.write_text(json.dumps(config | {"text_config": 7}))
+    with pytest.raises(UserError, match=r"text_config is 7, it must be an object"):
+        Checkpoint.open(tmp_path / "model")
+
+
+def test_a_draft_is_trained_for_it(tmp_path: Path) -> None:
+    whole(tmp_path, "gemma3")
+    target = tmp_path / "model"
+    fields = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": TEMPLATE}))
+    asked = settings(target, tmp_path / "run", tokens=600)
+    for stage in ("text", "train"):
+        distill(replace(asked, stage=stage), silent)
+    with outpace.load(str(target), str(tmp_path / "run" / "draft"), method="speculative", drafter="model") as llm:
+        drafted = llm.generate("hello world", max_tokens=20, ignore_eos=True)[0]
+    with outpace.load(str(target), method="autoregressive") as llm:
+        assert llm.generate("hello world", max_tokens=20, ignore_eos=True)[0].tokens == drafted.tokens
+    assert drafted.figures.drafted > 0
