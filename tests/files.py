@@ -53,6 +53,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 10000.0,
     },
 }
+ARCHITECTURES["phi3"] = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 96,
+    "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.75], "long_factor": [4.0] * 4},
+    "tie_word_embeddings": False,
+}
+PHI_METADATA = {
+    "phi3.rope.dimension_count": 8,
+    "phi3.rope.scaling.original_context_length": 96,
+    "phi3.attention.sliding_window": 0,
+}
+PHI_PARTS = {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
 GEMMA_METADATA = {"gemma3.attention.sliding_window": 32, "gemma3.attention.key_length": 16}
 GEMMA_PARTS = {
     "pre_feedforward_layernorm": "ffn_norm",
@@ -187,7 +201,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _gguf_name(name: str, architecture: str) -> str:
-    names = PARTS | (GEMMA_PARTS if architecture == "gemma3" else {})
+    names = PARTS | {"gemma3": GEMMA_PARTS, "phi3": PHI_PARTS}.get(architecture, {})
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     stem, _, end = name.rpartition(".")
     if stem in outer:

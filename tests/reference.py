@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.families import GELU
+from outpace.models.llama.rope import LongScaling
 
 TINY = LlamaConfig(
     vocab_size=97,
@@ -39,6 +40,16 @@ GEMMA = replace(
     sandwich_norms=True,
     norm_offset=1.0,
     embedding_scale=7.0,
+)
+
+
+PHI = replace(
+    TINY,
+    head_dim=14,
+    windows=(11, 11, 11),
+    fused=True,
+    rotary_dim=6,
+    rope_scaling=LongScaling((1.0, 1.7, 2.5), 512, 1.2),
 )
 
 
@@ -73,7 +84,10 @@ def logits(config: LlamaConfig, tensor: Callable[[str], Tensor], tokens: Sequenc
         mixed = _attention(config, layer, get, _norm(config, x, get(prefix + "input_layernorm.weight")))
         x = x + added(prefix + "post_attention_layernorm", mixed)
         h = _norm(config, x, get(f"{prefix}{config.mlp_norm}.weight"))
-        gate, up = (_linear(config.mlp_bias, get, f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
+        if config.fused:
+            gate, up = _linear(False, get, prefix + "mlp.gate_up_proj", h).chunk(2, dim=-1)
+        else:
+            gate, up = (_linear(config.mlp_bias, get, f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
         fed = _linear(config.mlp_bias, get, prefix + "mlp.down_proj", gated(gate) * up)
         x = x + added(prefix + "post_feedforward_layernorm", fed)
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
@@ -98,6 +112,10 @@ def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x:
     count, width = len(x), config.head_dim
 
     def heads(name: str) -> Tensor:
+        if config.fused:
+            sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+            together = _linear(False, get, prefix + "qkv_proj", x).view(count, -1, width)
+            return together.split(list(sizes.values()), 1)["qkv".index(name)].transpose(0, 1)
         split = _linear(config.attention_bias, get, f"{prefix}{name}_proj", x).view(count, -1, width)
         if config.head_norm and name != "v":
             split = _norm(config, split, get(f"{prefix}{name}_norm.weight"))
@@ -107,8 +125,14 @@ def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x:
     places = torch.arange(count, dtype=torch.float64)
     rotation = config.rotation(layer)
     if rotation is not None:
-        frequencies = config.rotations[rotation].theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        query, key = (_turn(part, torch.outer(places, frequencies).repeat(1, 2)) for part in (query, key))
+        turning, scaling = config.rotary_dim or width, config.rotations[rotation].scaling
+        frequencies = config.rotations[rotation].theta ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
+        if isinstance(scaling, LongScaling):
+            frequencies = frequencies / torch.tensor(scaling.factors, dtype=torch.float64)
+        angles, gain = torch.outer(places, frequencies).repeat(1, 2), scaling.gain if scaling else 1.0
+        query, key = (
+            torch.cat([gain * _turn(part[..., :turning], angles), part[..., turning:]], -1) for part in (query, key)
+        )
     groups = config.num_heads // config.num_kv_heads
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     distance = places[:, None] - places

@@ -22,10 +22,11 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.attention import FastAttention
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.linear import can_pack
-from outpace.models.llama.rope import Rotary, YarnScaling
+from outpace.models.llama.rope import Rotary, Rotation, YarnScaling
 from outpace.models.llama.torch_runtime import Llama
 
 CPU = torch.device("cpu")
+YARNED = YarnScaling(4.0, 1.0, 32.0, 64, 1.1, True)
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -45,6 +46,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SHARPER = YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 11}
+FACTORS = [1.0 + 0.3 * pair for pair in range(12)]
+LONG = {
+    "rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS]},
+    "original_max_position_embeddings": 100,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
     "smollm2": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0}),
@@ -78,6 +84,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False},
     ),
     "gemma3_long_window": ("Gemma3Text", GEMMA | {"sliding_window": 500, "attention_bias": True}),
+    "phi3": ("Phi3", {}),
+    "phi3_window": ("Phi3", {"sliding_window": 13, "num_key_value_heads": 4}),
+    "phi3_part": ("Phi3", {"num_attention_heads": 2, "num_key_value_heads": 1, "partial_rotary_factor": 0.75, **LONG}),
     "smollm3": ("SmolLM3", {}),
     "smollm3_window": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 11}),
 }
@@ -234,7 +243,7 @@ def test_a_text_past_the_declared_length_where_yarn_scales_it(pairs: Callable[[s
 
 
 def test_a_position_turns_alike_however_far_the_table_reaches() -> None:
-    short, steps, long = (Rotary(16, 10000.0, YarnScaling(4.0, 1.0, 32.0, 64, 1.1, True), CPU) for _ in range(3))
+    short, steps, long = (Rotary(16, Rotation(10000.0, YARNED), CPU) for _ in range(3))
     short.reach(10)
     for positions in (5000, 20, 9000):
         steps.reach(positions)
@@ -313,7 +322,6 @@ def test_silent_configs_mean_what_transformers_takes() -> None:
         ("gpt2", "model_type", "gpt2"),
         ("llama", "architectures", ["MixtralForCausalLM"]),
         ("llama", "rope_scaling", {"type": "dynamic", "factor": 2.0}),
-        ("llama", "rope_scaling", {"rope_type": "longrope", "factor": 2.0}),
         ("llama", "rope_scaling", {"type": "default", "mrope_section": [16, 24, 24]}),
         ("llama", "rope_parameters", {"rope_type": ["llama3"]}),
         ("llama", "sliding_window", 64),

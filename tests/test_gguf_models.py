@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, interleaved, stored_as, weights, write_gguf
+from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, interleaved, stored_as, weights, write_gguf
 
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import weights as gguf_weights
@@ -95,7 +95,15 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
         metadata |= GEMMA_METADATA
         norms = (name for name in original if "norm" in name)
         original |= {name: np.round(original[name] * 64) / np.float32(64) for name in norms}
-    path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors=original, architecture=named)
+    more = {}
+    if architecture == "phi3":
+        metadata |= PHI_METADATA
+        factors = changes["rope_scaling"]
+        more = {
+            "rope_factors_short.weight": np.array(factors["short_factor"], np.float32),
+            "rope_factors_long.weight": np.array(factors["long_factor"], np.float32),
+        }
+    path = write_gguf(tmp_path / "tiny.gguf", metadata, tensors=original | more, architecture=named)
     with Checkpoint.open(convert(path, tmp_path)) as checkpoint:
         assert llama.from_dict(checkpoint.config) == llama.from_dict(config)
         assert checkpoint.config["architectures"] == config["architectures"]

@@ -24,7 +24,7 @@ from outpace.models.load import load_model
 TINY = reference.TINY
 UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXED = replace(TINY, head_norm=True, windows=(5, None, 19), rotary_layers=(True, False, True), attention_bias=True)
-TINIES = {"tiny": TINY, "untied": UNTIED, "mixed": MIXED, "gemma": reference.GEMMA}
+TINIES = {"tiny": TINY, "untied": UNTIED, "mixed": MIXED, "gemma": reference.GEMMA, "phi": reference.PHI}
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ TINIES = {
     "odd": replace(TINY, vocab_size=130, hidden_size=100, intermediate_size=70, head_dim=22, attention_bias=True),
     "normed": replace(TINY, head_dim=80, num_kv_heads=6, head_norm=True, rotary_layers=(True, False, True)),
     "windows": replace(TINY, head_dim=22, windows=(5, None, 33), rotary_layers=(True, True, False)),
+    "phi": reference.PHI,
     "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
 }
 SETS = kernels.instruction_sets()

@@ -210,7 +210,7 @@ SCALINGS: list[Scaling | None] = [
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_kernels_turn_as_torch_does(scaling: Scaling | None) -> None:
     """To one unit in the last place of each part, where torch rounds twice."""
-    turns, rotary = Turns(64, [Rotation(1e5, scaling)]), Rotary(64, 1e5, scaling, torch.device("cpu"))
+    turns, rotary = Turns(64, [Rotation(1e5, scaling)]), Rotary(64, Rotation(1e5, scaling), torch.device("cpu"))
     turns.reach(5000)
     rotary.reach(5000)
     expected = torch.view_as_real(rotary(torch.arange(5000))).numpy()

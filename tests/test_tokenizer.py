@@ -168,6 +168,7 @@ def test_pieces_without_a_first_space(tmp_path: Path) -> None:
         *(("smollm", "1|2|3|4|5"), ("gpt-2", "12|3|4|5"), ("tekken", "1|2|3|4|5")),
         *(("llama-bpe", "12|3|4|5"), ("llama3", "12|3|4|5"), ("smaug-bpe", "12|3|4|5")),
         *(("qwen2", "1|2|3|4|5"), ("deepseek-r1-qwen", "1|2|3|4|5")),
+        *(("dbrx", "12|3|4|5"), ("gpt-4o", "12|3|4|5"), ("llama4", "12|3|4|5")),
     ],
 )
 def test_pre_tokenizers(tmp_path: Path, pre: str, digits: str) -> None:
@@ -176,6 +177,30 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, digits: str) -> None:
     assert [tokenizer.decode([index]) for index in tokenizer.encode("12345")] == digits.split("|")
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [("gpt-4o", "Hello|WORLDfoo| it's| x|/\n"), ("dbrx", "HelloWORLDfoo| it|'s| x|/\n"), ("tekken", None)],
+)
+def test_words_of_pre_tokenizers(tmp_path: Path, pre: str, words: str | None) -> None:
+    with open_gguf(write_gguf(tmp_path / "tiny.gguf", {"tokenizer.ggml.pre": pre})) as header:
+        splits = gguf_tokenizer.build(header.path, header.metadata).tokenizer.pre_tokenizer
+    found = [word for word, _ in splits.pre_tokenize_str("HelloWORLDfoo it's x/\n")]
+    plain = "|".join(found).replace("Ġ", " ").replace("Ċ", "\n")
+    assert plain == (words or "Hello|WORLDfoo| it|'s| x|/\n")
+
+
+@pytest.mark.parametrize(("architecture", "eats"), [("phi3", True), ("llama", False)])
+def test_white_space_behind_special_tokens(tmp_path: Path, architecture: str, eats: bool) -> None:
+    """As Phi-3's own tokenizer has it; not behind <s>, which begins a text."""
+    with open_gguf(sentence_piece(tmp_path / "sp.gguf", add_bos_token=False)) as header:
+        metadata = header.metadata | {"general.architecture": architecture}
+    built = gguf_tokenizer.build(Path("sp.gguf"), metadata).tokenizer
+    abc = 259 + WORDS.index("▁abc")
+    assert (built.encode("</s>\nabc").ids == [2, abc]) == eats
+    assert built.encode("</s>abc").ids == [2, abc]
+    assert built.encode("<s>\nabc").ids != [1, abc]
 
 
 def test_default_pre_tokenizer_splits_digits_by_three(tmp_path: Path) -> None:

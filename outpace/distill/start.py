@@ -215,7 +215,8 @@ def _fresh(config: LlamaConfig, tensors: dict[str, Tensor], seed: int) -> dict[s
             )
             made[name] = torch.randn(value.shape, generator=generator) * spread
         else:
-            made[name] = torch.zeros_like(value) if name.endswith("bias") else torch.ones_like(value)
+            whole = 0.0 if name.endswith("bias") else 1.0 - config.norm_offset
+            made[name] = torch.full_like(value, whole)
     if NORM in tensors:
         made[NORM] = tensors[NORM]
     return made

@@ -13,6 +13,7 @@ from torch import Tensor
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.families import GELU
 from outpace.models.llama.gemma import FEED_NORM, MIX_NORM
+from outpace.models.llama.phi import GATE_UP, QKV
 from outpace.models.llama.rope import Rotation, frequencies_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -83,15 +84,12 @@ class Student:
         """One layer: [rows, length, hidden] to the same. `turn` None: its queries and keys know no positions."""
         config = self.config
         h = self._normed(x, prefix + "input_layernorm.weight")
-        parts = (
-            self._linear(f"{prefix}self_attn.{name}_proj", h).unflatten(2, (-1, config.head_dim)) for name in "qkv"
-        )
-        query, key, value = parts  # [rows, length, heads, d]
+        query, key, value = self._query_key_value(prefix, h)
         if config.head_norm:
             query = self._normed(query.float(), prefix + "self_attn.q_norm.weight")
             key = self._normed(key.float(), prefix + "self_attn.k_norm.weight")
         if turn is not None:
-            query, key = (rotated(part.float(), *turn) for part in (query, key))
+            query, key = (_rotated(part.float(), *turn) for part in (query, key))
         query, key = (part.to(value.dtype).transpose(1, 2) for part in (query, key))
         groups = config.num_heads // config.num_kv_heads
         key, value = (part.repeat_interleave(groups, 1) for part in (key, value.transpose(1, 2)))
@@ -99,9 +97,21 @@ class Student:
         mixed = self._linear(prefix + "self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
         x = self._added(x, mixed, prefix + MIX_NORM)
         h = self._normed(x, f"{prefix}{config.mlp_norm}.weight")
-        gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
+        if config.fused:
+            gate, up = self._linear(prefix + GATE_UP, h).chunk(2, dim=-1)
+        else:
+            gate, up = (self._linear(f"{prefix}mlp.{name}_proj", h) for name in ("gate", "up"))
         gate = F.gelu(gate, approximate="tanh") if config.activation == GELU else F.silu(gate)
         return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + FEED_NORM)
+
+    def _query_key_value(self, prefix: str, h: Tensor) -> tuple[Tensor, ...]:
+        """[rows, length, heads, d] each."""
+        config = self.config
+        if config.fused:
+            counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            return self._linear(prefix + QKV, h).unflatten(2, (-1, config.head_dim)).split(counts, 2)
+        parts = (self._linear(f"{prefix}self_attn.{name}_proj", h) for name in "qkv")
+        return tuple(part.unflatten(2, (-1, config.head_dim)) for part in parts)
 
     def _added(self, x: Tensor, branch: Tensor, norm: str) -> Tensor:
         """The residual and a sublayer's output, which is normed before where the model has norms there."""
@@ -137,12 +147,15 @@ def _mask(batch: Packed, window: int | None) -> Tensor:
 
 
 def turns(head_dim: int, rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a rotary embedding, times its scaling's gain: [rows] to [rows, 1, d / 2] each."""
-    angles = positions[:, None, None] * frequencies_of(head_dim, *rotation).to(positions.device)
-    return angles.cos() * rotation.gain, angles.sin() * rotation.gain
+    """Cosines and sines of a rotary embedding, times its scaling's gain, for the entries of a head that turn: [rows] to
+    [rows, 1, d / 2] each."""
+    alone = rotation._replace(dim=0)
+    angles = positions[:, None, None] * frequencies_of(rotation.dim or head_dim, alone).to(positions.device)
+    return angles.cos() * alone.gain, angles.sin() * alone.gain
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the halves of every head against each other: [..., d], with cos and sin [..., d / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the halves of what turns of every head against each other, the first entries; cos and sin [..., pairs]."""
+    turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import gemma
+from outpace.models.llama import gemma, phi
 from outpace.models.llama.families import ACTIVATIONS, FAMILIES, SILU, Family, model_type_of
 from outpace.models.llama.fields import flag, number, size, unsupported
 from outpace.models.llama.layer_kinds import read_local_layers, read_rotary_layers, read_windows
-from outpace.models.llama.rope import Rotation, Scaling, YarnScaling, read_rope
+from outpace.models.llama.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
 # Fields that change the arithmetic, with the values under which they change nothing.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
@@ -69,6 +69,8 @@ class LlamaConfig:
     sandwich_norms: bool = False  # what attention and the MLP give is normed before it is added
     norm_offset: float = 0.0  # what is added to the stored weights of all norms
     embedding_scale: float = 1.0  # by which embeddings are multiplied where they go in
+    rotary_dim: int = 0  # so many entries of a head turn, the first ones; 0: all
+    fused: bool = False  # a checkpoint holds queries, keys and values in one matrix, and gates and ups
 
     @property
     def attention_scale(self) -> float:
@@ -78,8 +80,8 @@ class LlamaConfig:
     @property
     def rotations(self) -> tuple[Rotation, ...]:
         """The ways in which layers' queries and keys turn: a rotary base, and its scaling."""
-        main = Rotation(self.rope_theta, self.rope_scaling)
-        return (main, Rotation(self.local_theta, None)) if any(self.local_layers) else (main,)
+        main = Rotation(self.rope_theta, self.rope_scaling, self.rotary_dim)
+        return (main, Rotation(self.local_theta)) if any(self.local_layers) else (main,)
 
     @property
     def mlp_norm(self) -> str:
@@ -126,16 +128,18 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
     model_type = model_type_of(config)
     family = FAMILIES[model_type]
     fields: Mapping[str, Any] = {**family.defaults, **config}
+    fields, part = phi.read_part(fields) if family.is_phi else (fields, 1.0)
     _refuse_unsupported(fields, family)
     fields = gemma.with_flat_rope(fields) if family.is_gemma else fields
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
+    heads = _heads(fields)
     return LlamaConfig(
         vocab_size=size(fields, "vocab_size"),
         intermediate_size=size(fields, "intermediate_size"),
         num_layers=num_layers,
-        **_heads(fields),
+        **heads,
         rms_norm_eps=number(fields, "rms_norm_eps", 1e-6, 1.0),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -149,6 +153,8 @@ def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
         rotary_layers=rotary_layers,
         draft_window=_draft_window(fields),
         activation=family.activation,
+        rotary_dim=_rotary_dim(part, heads["head_dim"], scaling),
+        fused=family.is_phi,
         local_layers=read_local_layers(model_type, fields, num_layers),
         **(gemma.read_constants(fields) if family.is_gemma else {}),
     )
@@ -171,6 +177,9 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
     mlp = {"gate_proj": (middle, hidden), "up_proj": (middle, hidden), "down_proj": (hidden, middle)}
+    if config.fused:
+        qkv = {"qkv_proj": (queries + 2 * keys, hidden)}
+        mlp = {"gate_up_proj": (2 * middle, hidden), "down_proj": (hidden, middle)}
     norms = ["input_layernorm", config.mlp_norm, *((gemma.MIX_NORM, gemma.FEED_NORM) if config.sandwich_norms else ())]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     parts = (
@@ -213,9 +222,21 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _max_positions(fields: Mapping[str, Any], scaling: Scaling | None) -> int:
-    """How long a text may be; YaRN is often written beside the unscaled length, which it is there to exceed."""
+    """How long a text may be. YaRN is often written beside the unscaled length, which it is there to exceed; beyond it
+    LongRoPE turns otherwise, which keys that are stored already would have to follow."""
     declared = size(fields, "max_position_embeddings", 2048)
+    if isinstance(scaling, LongScaling):
+        return min(declared, scaling.original)
     return max(declared, int(scaling.original * scaling.factor)) if isinstance(scaling, YarnScaling) else declared
+
+
+def _rotary_dim(part: float, head_dim: int, scaling: Scaling | None) -> int:
+    """How many entries of a head turn, 0: all; UserError where a scaling has not a factor for each pair of them."""
+    count = phi.rotary_dim(part, head_dim)
+    pairs = (count or head_dim) // 2
+    if isinstance(scaling, LongScaling) and len(scaling.factors) != pairs:
+        raise UserError(f"short_factor has {len(scaling.factors)} entries, it must have one for each of {pairs} pairs")
+    return count
 
 
 def _draft_window(fields: Mapping[str, Any]) -> int:

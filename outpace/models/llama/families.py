@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import gemma
+from outpace.models.llama import gemma, phi
 from outpace.models.llama.fields import unsupported
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through
@@ -30,6 +30,7 @@ class Family:
     theta: float = 10000.0
     activation: str = SILU
     is_gemma: bool = False
+    is_phi: bool = False
 
 
 FAMILIES = {
@@ -67,6 +68,9 @@ FAMILIES = {
         theta=gemma.THETA,
         activation=GELU,
         is_gemma=True,
+    ),
+    phi.MODEL_TYPE: Family(
+        phi.ARCHITECTURE, phi.DEFAULTS, qkv_bias=False, output_bias=False, mlp_bias=False, is_phi=True
     ),
 }
 

@@ -18,7 +18,7 @@ class HeadTurns:
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
-        self._rotaries = [Rotary(config.head_dim, *rotation, device) for rotation in config.rotations]
+        self._rotaries = [Rotary(config.head_dim, rotation, device) for rotation in config.rotations]
 
     def reach(self, positions: int) -> None:
         """Makes all tables hold at least so many positions; one thread at a time."""

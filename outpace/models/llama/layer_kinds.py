@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import gemma
+from outpace.models.llama import gemma, phi
 from outpace.models.llama.fields import FULL, SLIDING, flag, size, unsupported
 
 BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types
-ALWAYS = ("mistral", gemma.MODEL_TYPE)  # those whose window is in use, whatever use_sliding_window says
+ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # those whose layers all see a window where there is one
+ALWAYS = (*ALL_LAYERS, gemma.MODEL_TYPE)  # those whose window is in use, whatever use_sliding_window says
 
 
 def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
@@ -77,7 +78,7 @@ def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary
         return [bool(rotary_layers) and not rotary_layers[layer] for layer in range(num_layers)]
     if model_type == gemma.MODEL_TYPE:
         return gemma.sliding_layers(fields, num_layers)
-    return [model_type == "mistral"] * num_layers
+    return [model_type in ALL_LAYERS] * num_layers
 
 
 def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str] | None:

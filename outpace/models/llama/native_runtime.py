@@ -36,6 +36,7 @@ from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.packing import Packing
 from outpace.models.llama.rows import shown_numbers
+from outpace.models.llama.split_weights import split
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns
 from outpace.models.options import INT8, NATIVE_KV
@@ -181,7 +182,7 @@ class NativeLlama(Model):
         check_supported(kernels, config)
         threads = options.threads or usable_cores()
         packing = Packing(kernels, threads)
-        fetch = Fetch(tensor, read_formats(kernels), options.weights)
+        fetch = Fetch(split(config, tensor), read_formats(kernels), options.weights)
         with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(Ends.load, packing, config, fetch, head_ids)

@@ -1,8 +1,8 @@
 """Rotary embeddings: the base and its scaling from a config.json, and the numbers by which pairs turn.
 
-Scalings: linear (Chen et al., arXiv:2306.15595), YaRN (Peng et al., arXiv:2309.00071) and Llama 3.1's ("llama3").
-Those whose frequencies follow the length of the text (dynamic, longrope) are refused: keys that are stored already
-would have to turn again.
+Scalings: linear (Chen et al., arXiv:2306.15595), YaRN (Peng et al., arXiv:2309.00071), Llama 3.1's ("llama3") and
+LongRoPE (Ding et al., arXiv:2402.13753), up to the length of text that it was first trained on. What follows the length
+of the text (LongRoPE beyond it, dynamic) is not to be had: keys that are stored already would have to turn again.
 """
 
 from __future__ import annotations
@@ -83,19 +83,41 @@ class YarnScaling:
         return frequencies / self.factor * slow + frequencies * (1 - slow)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongScaling:
+    """Each pair is squeezed by a factor of its own, in texts of up to `original` tokens; queries and keys grow by
+    `gain`."""
+
+    factors: tuple[float, ...]  # [pairs that turn]
+    original: int
+    gain: float
+
+    def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """The scaled frequencies, float32. [head_dim / 2]"""
+        return frequencies / np.array(self.factors, np.float32)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 class Rotation(NamedTuple):
-    """How queries and keys turn: the rotary base, and its scaling."""
+    """How queries and keys turn: the rotary base, its scaling, and how many entries of a head turn, 0: all."""
 
     theta: float
-    scaling: Scaling | None
+    scaling: Scaling | None = None
+    dim: int = 0
 
     @property
     def gain(self) -> float:
-        """By how much turning lengthens them."""
-        return self.scaling.gain if self.scaling else 1.0
+        """By how much turning lengthens queries and keys at most."""
+        gain = self.scaling.gain if self.scaling else 1.0
+        return max(gain, 1.0) if self.dim else gain
+
+    def gains(self, head_dim: int) -> np.ndarray:
+        """By how much each pair grows; those that do not turn stay. float32 [head_dim / 2]"""
+        gains = np.ones(head_dim // 2, np.float32)
+        gains[: (self.dim or head_dim) // 2] = self.scaling.gain if self.scaling else 1.0
+        return gains
 
 
 COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned"}
@@ -104,7 +126,9 @@ OWN = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+OLDER = {"su": "longrope"}  # names that config.json files of before have
 
 
 def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, Scaling | None]:
@@ -115,6 +139,7 @@ def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, S
             raise UserError(f"{given} is {fields[given]!r:.200}, it must be an object or null")
     rope: Mapping[str, Any] = fields.get(name) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = OLDER.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in OWN:
         raise unsupported(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
     strange = sorted(str(key) for key in set(rope) - COMMON - OWN[kind])
@@ -130,6 +155,8 @@ def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, S
 def _scaling(kind: str, at: str, inner: Mapping[str, Any], fields: Mapping[str, Any], theta: float) -> Scaling | None:
     if kind == "default":
         return None
+    if kind == "longrope":
+        return _long(at, inner, fields)
     factor = number(inner, at + "factor", None, LARGEST_FACTOR)
     if kind == "linear":
         return LinearScaling(factor)
@@ -155,23 +182,42 @@ def _yarn(at: str, inner: Mapping[str, Any], factor: float, original: int, theta
     return YarnScaling(factor, slow, fast, original, gain, flag(inner, at + "truncate", True))
 
 
+def _long(at: str, inner: Mapping[str, Any], fields: Mapping[str, Any]) -> LongScaling:
+    declared, length = size(fields, "max_position_embeddings", 2048), "original_max_position_embeddings"
+    original = size(fields, length, size(inner, at + length, declared))
+    factors = inner.get(at + "short_factor")
+    is_sound = isinstance(factors, list) and all(
+        isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 < factor <= LARGEST_FACTOR
+        for factor in factors
+    )
+    if not is_sound:
+        raise UserError(f"{at}short_factor is {factors!r:.80}, it must be a list of numbers above 0")
+    factor = number(inner, at + "factor", declared / original, LARGEST_FACTOR)
+    gain = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return LongScaling(
+        tuple(map(float, factors or ())), original, number(inner, at + "attention_factor", gain, LARGEST_FACTOR)
+    )
+
+
 def _gain(factor: float, scale: float) -> float:
     """How much YaRN sharpens attention over a text that is `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def frequencies_of(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
+def frequencies_of(head_dim: int, rotation: Rotation) -> Tensor:
     """By how much each pair turns from one position to the next, float32 [head_dim / 2]."""
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    return torch.from_numpy(scaling.stretched(frequencies.numpy(), theta)) if scaling else frequencies
+    theta, scaling, turning = rotation.theta, rotation.scaling, rotation.dim or head_dim
+    frequencies = 1.0 / (theta ** (torch.arange(0, turning, 2, dtype=torch.float32) / turning))
+    frequencies = torch.from_numpy(scaling.stretched(frequencies.numpy(), theta)) if scaling else frequencies
+    return torch.cat([frequencies, frequencies.new_zeros((head_dim - turning) // 2)])
 
 
 class Rotary:
     """e^(i position frequency), times the scaling's gain, for as many positions as were asked for."""
 
-    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None, device: torch.device) -> None:
-        self._frequencies = frequencies_of(head_dim, theta, scaling)
-        self._gain = scaling.gain if scaling else 1.0
+    def __init__(self, head_dim: int, rotation: Rotation, device: torch.device) -> None:
+        self._frequencies = frequencies_of(head_dim, rotation)
+        self._gains = torch.from_numpy(rotation.gains(head_dim))
         self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
 
     def reach(self, positions: int) -> None:
@@ -182,7 +228,7 @@ class Rotary:
         for start in range(len(self._table), positions, BLOCK):
             places = torch.arange(start, start + BLOCK, dtype=torch.float32)
             angles = torch.outer(places, self._frequencies)
-            blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gain).to(self._table.device))
+            blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gains).to(self._table.device))
         self._table = torch.cat(blocks)
 
     @property

@@ -32,6 +32,7 @@ from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, f
 from outpace.models.llama.quantized import packer
 from outpace.models.llama.rows import row_numbers, shown_numbers
 from outpace.models.llama.span import Span
+from outpace.models.llama.split_weights import split
 from outpace.models.llama.torch_session import Holding, LlamaSession
 from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, load_layer
 from outpace.models.options import AUTO
@@ -59,8 +60,7 @@ class Llama(Model):
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
-        self.device, self.dtype = embedding.device, embedding.dtype
-        self.score_dtype = self.dtype
+        self.device, self.dtype, self.score_dtype = embedding.device, embedding.dtype, embedding.dtype
         self._layers, self._embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
@@ -77,8 +77,7 @@ class Llama(Model):
             ExactAttention(layer.bounds, self.device) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
         self._turns = HeadTurns(config, self._attention[0].turn_dtype, self.device)
-        self.kv_dtype = kv_dtype
-        self._holding = Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
+        self.kv_dtype, self._holding = kv_dtype, Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
 
     @property
@@ -119,6 +118,8 @@ class Llama(Model):
         """
         lay = packer(quantized) if quantized else pack
         held = None if head_ids is None else torch.from_numpy(checked_ids(head_ids, config.vocab_size)).to(device)
+
+        tensor = split(config, tensor)
 
         def fetch(name: str) -> Tensor:
             return tensor(name).to(device=device, dtype=dtype)
@@ -168,8 +169,8 @@ class Llama(Model):
                 part.session.keep(part.keep)
         spans: list[Span] = []
         for part in forest:
-            first_row = spans[-1].rows.stop if spans else 0
-            spans.append(Span(part, first_row, self.max_positions - 1, self._windows, self.device))
+            first, last = spans[-1].rows.stop if spans else 0, self.max_positions - 1
+            spans.append(Span(part, first, last, self._windows, self.device))
         tokens = uploaded([token for part in forest for token in part.tokens], np.int64, self.device)
         positions = uploaded([place for span in spans for place in span.positions], np.int64, self.device)
         x = self._embedded(padded(tokens, self.row_counts))
@@ -244,8 +245,7 @@ class Llama(Model):
         """The last layer's rows to scores: [rows, vocab]"""
         if not len(x):
             return self._no_scores()
-        normed = self._norm(padded(x, self._head_counts), self._head.norm)
-        logits = self._scored(normed)[: len(x)]
+        logits = self._scored(self._norm(padded(x, self._head_counts), self._head.norm))[: len(x)]
         if self._head_ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
             logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.models.llama.rope import BLOCK, Rotation, Scaling
+from outpace.models.llama.rope import BLOCK, Rotation
 
 
 class Turns:
@@ -21,10 +21,8 @@ class Turns:
     """
 
     def __init__(self, head_dim: int, rotations: Sequence[Rotation]) -> None:
-        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        self._frequencies = np.concatenate([_frequencies(exponents, *rotation) for rotation in rotations])
-        gains = np.array([rotation.gain for rotation in rotations], np.float32)
-        self._gains = np.repeat(gains, len(exponents))[:, None]  # [rotations * head_dim / 2, 1]
+        self._frequencies = np.concatenate([_frequencies(head_dim, rotation) for rotation in rotations])
+        self._gains = np.concatenate([rotation.gains(head_dim) for rotation in rotations])[:, None]
         self.table = np.empty((0, len(self._frequencies), 2), np.float32)
 
     def reach(self, positions: int) -> None:
@@ -36,6 +34,10 @@ class Turns:
             self.table = np.concatenate([self.table, pairs * self._gains])
 
 
-def _frequencies(exponents: np.ndarray, theta: float, scaling: Scaling | None) -> np.ndarray:
+def _frequencies(head_dim: int, rotation: Rotation) -> np.ndarray:
+    """By how much each pair turns from one position to the next, float32 [head_dim / 2]."""
+    theta, scaling, turning = rotation.theta, rotation.scaling, rotation.dim or head_dim
+    exponents = np.arange(0, turning, 2, dtype=np.float32) / np.float32(turning)
     frequencies = np.float32(1) / np.power(theta, exponents, dtype=np.float64).astype(np.float32)
-    return scaling.stretched(frequencies, theta) if scaling else frequencies
+    frequencies = scaling.stretched(frequencies, theta) if scaling else frequencies
+    return np.concatenate([frequencies, np.zeros((head_dim - turning) // 2, np.float32)])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 # Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
 # too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")

@@ -13,10 +13,10 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
-from outpace.models.files.gguf.rope import ROPE_FACTORS, read_scaling, shortest
+from outpace.models.files.gguf.rope import ROPE_TENSORS, read_scaling, shortest
 from outpace.models.files.kind import check_kind
 from outpace.models.llama import config as sizes
-from outpace.models.llama import gemma
+from outpace.models.llama import gemma, phi
 from outpace.models.llama.families import GELU
 from outpace.models.llama.fields import FULL
 
@@ -41,6 +41,7 @@ GEMMA_PARTS = LAYER_PARTS | {
     "post_attention_norm": gemma.MIX_NORM,
     "post_ffw_norm": gemma.FEED_NORM,
 }
+PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 # Metadata that changes the arithmetic, with the values under which it changes nothing.
@@ -124,12 +125,25 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Phi-3 and Phi-4. A window of 0 tokens is none."""
+    turning, head_dim = own.get("rope.dimension_count"), own.get("attention.key_length", _even_share(own))
+    is_part = isinstance(turning, int) and isinstance(head_dim, int) and 0 < turning < head_dim
+    return {
+        "architectures": [phi.ARCHITECTURE],
+        "model_type": phi.MODEL_TYPE,
+        "sliding_window": own.get("attention.sliding_window") or None,
+        "partial_rotary_factor": turning / head_dim if is_part else None,
+    }
+
+
 ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,
     "gemma3": _gemma3,
+    "phi3": _phi3,
 }
 PAIRED = ("llama", "smollm3")
 
@@ -214,9 +228,11 @@ def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> si
         config = sizes.from_dict(settings)
     except UserError as error:
         raise UserError(f"{header.path}: {error!s:.300}") from error
+    turning = config.rotary_dim or config.head_dim
     for name in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
-        value = header.metadata.get(prefix + name, config.head_dim)
-        if value != config.head_dim:
+        expected = turning if name == "rope.dimension_count" else config.head_dim
+        value = header.metadata.get(prefix + name, expected)
+        if value != expected:
             raise UserError(
                 f"{header.path}: {prefix}{name} {value!r:.50} is not supported, heads have {config.head_dim}"
             )
@@ -226,9 +242,9 @@ def _checked(header: GgufHeader, prefix: str, settings: Mapping[str, Any]) -> si
 def _sources(header: GgufHeader, config: sizes.LlamaConfig) -> dict[str, str]:
     """Hugging Face name -> GGUF name; UserError if a tensor is missing, unknown or of another shape."""
     expected, sources = sizes.tensor_shapes(config), dict[str, str]()
-    parts = GEMMA_PARTS if config.sandwich_norms else LAYER_PARTS
+    parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
     for name, entry in header.tensors.items():
-        if name == ROPE_FACTORS:
+        if name in ROPE_TENSORS:
             continue
         target = _target_name(name, parts)
         if target not in expected:

@@ -12,6 +12,9 @@ from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
 
 ROPE_FACTORS = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"  # of LongRoPE
+ROPE_TENSORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
+LONG = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
 LLAMA3_CONTEXT = 8192  # tokens that every Llama 3 was first trained on
 
 
@@ -24,6 +27,8 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[s
     """The rotary embedding's scaling as config.json writes it; None where there is none."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
     trained = own.get("rope.scaling.original_context_length")
+    if SHORT_FACTORS in header.tensors:
+        return _long_scaling(header, own, trained)
     if ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header, settings, trained)
     if kind == "none" and factor in (0.0, 1.0):
@@ -33,6 +38,22 @@ def read_scaling(header: GgufHeader, own: Mapping[str, Any], settings: Mapping[s
         raise UserError(f"{header.path}: {shown} is not supported, allowed are linear, yarn and none")
     scaling = {"rope_type": kind, "factor": shortest(factor)}
     return scaling | ({"original_max_position_embeddings": trained} if trained and kind == "yarn" else {})
+
+
+def _long_scaling(header: GgufHeader, own: Mapping[str, Any], trained: Any) -> dict[str, Any]:
+    """LongRoPE's: a factor for each pair that turns, for texts as long as those that it was first trained on."""
+    factors = {name: _divisors(header, tensor) for name, tensor in LONG.items() if tensor in header.tensors}
+    gain = shortest(own.get("rope.scaling.attn_factor"))
+    said = {"original_max_position_embeddings": trained, "attention_factor": gain}
+    return {"rope_type": "longrope", **factors, **{name: value for name, value in said.items() if value is not None}}
+
+
+def _divisors(header: GgufHeader, name: str) -> list[float]:
+    """Numbers by which frequencies are divided, float32 in the file."""
+    entry = header.tensors[name]
+    if entry.kind != 0 or len(entry.shape) != 1:
+        raise UserError(f"{header.path}: tensor {name!r} is not a list of float32 divisors")
+    return [shortest(value) for value in np.frombuffer(header.raw(name), np.float32).tolist()]
 
 
 def _llama3_scaling(header: GgufHeader, settings: Mapping[str, Any], trained: Any) -> dict[str, Any] | None:

@@ -33,6 +33,11 @@ TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+ENDING = rf"(?i:{CONTRACTIONS})?"
+O200K_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*{ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # A file without a pre-tokenizer's name is read as llama.cpp reads it.
 DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -44,11 +49,14 @@ DEFAULT_SPLITS = (
 SAME_PRE = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2"),
+    "dbrx": "smaug-bpe",
+    "llama4": "gpt-4o",
 }
 WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is taken as it is, whatever the merges say
+EATING = ("phi3",)  # architectures whose special tokens take the white space behind them, but for those that are plain
+PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 END_OF_TURN_IDS = ("eot_token_id", "eom_token_id")
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")  # control tokens that end a turn, named or not
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,13 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
     typed = vocabulary.typed((UNKNOWN, CONTROL, USER_DEFINED))
     special = {token for token, is_a in typed if is_a != USER_DEFINED}
     added = [token for token, _ in typed if token]
-    tokenizer.add_tokens([AddedToken(token, special=token in special, normalized=False) for token in added])
+    eats = kind == "llama" and metadata.get("general.architecture") in EATING
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=token in special, normalized=False, rstrip=eats and token not in PLAIN)
+            for token in added
+        ]
+    )
     bos = vocabulary.special("bos")
     add_bos = vocabulary.flag("add_bos_token", kind == "llama" or vocabulary.pre in WHOLE_WORDS) and bos is not None
     if add_bos and bos is not None:
@@ -174,6 +188,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         "smaug-bpe": lambda space: _split((LLAMA3_SPLIT,), False, space),
         "qwen2": lambda space: _split((QWEN2_SPLIT,), False, space),
         "tekken": lambda space: _split((TEKKEN_SPLIT,), False, space),
+        "gpt-4o": lambda space: _split((O200K_SPLIT,), False, space),
         "default": lambda space: _split(DEFAULT_SPLITS, False, space),
     }
     if vocabulary.pre not in splits:
@@ -277,8 +292,6 @@ def _special_ids(vocabulary: _Vocabulary) -> dict[str, Any]:
         found = vocabulary.token_at(name)
         if found is not None and found[1] not in ends:
             ends.append(found[1])
-    control = dict(vocabulary.typed((CONTROL,)))
-    ends += [vocabulary.ids[token] for token in END_OF_TURN if token in control and vocabulary.ids[token] not in ends]
     if ends:
         ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return ids

@@ -1,0 +1,101 @@
+"""Gemma 3 and Phi-3 as users meet them: a file that scores as transformers does, and the texts of every method."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, weights, write_gguf
+
+import outpace
+from outpace.models.base import chain
+from outpace.models.load import load_model
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3TextConfig", GEMMA_METADATA | {"gemma3.block_count": 7}),
+    "phi3": ("Phi3Config", PHI_METADATA),
+}
+WORDS = [5, 90, 17, 200, 33, 61, 120, 7, 44, 250, 19, 70, 3, 8, 155, 21] * 3  # beyond Gemma's window
+
+
+def gentle(family: str) -> dict[str, np.ndarray]:
+    """Weights of a model whose texts are not one token for ever."""
+    drawn = weights(**ARCHITECTURES[family])
+    return {name: values * (0.15 if values.ndim > 1 else 0.3) for name, values in drawn.items()}
+
+
+def factors(family: str) -> dict[str, np.ndarray]:
+    """What a file has beside the weights."""
+    scaling = ARCHITECTURES[family].get("rope_scaling", {})
+    return {
+        f"rope_factors_{name}.weight": np.array(scaling[f"{name}_factor"], np.float32)
+        for name in ("short", "long")
+        if f"{name}_factor" in scaling
+    }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family = request.param
+    path = tmp_path_factory.mktemp(family) / f"{family}.gguf"
+    return write_gguf(path, FAMILIES[family][1], tensors=gentle(family) | factors(family), architecture=family)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+
+
+def theirs(family: str) -> Any:
+    """The same model of transformers."""
+    fields = CONFIG | ARCHITECTURES[family]
+    config = getattr(transformers, FAMILIES[family][0])(
+        **{name: value for name, value in fields.items() if name not in ("architectures", "model_type")},
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    state = {name: torch.from_numpy(value) for name, value in gentle(family).items()}
+    model.load_state_dict({"lm_head.weight": state["model.embed_tokens.weight"]} | state)
+    return model.eval()
+
+
+@pytest.fixture(params=["native", "llama"])
+def runtime(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "native":
+        pytest.importorskip("outpace_kernels")
+    return {"runtime": request.param, "dtype": "float32" if request.param == "llama" else "auto"}
+
+
+def test_a_file_scores_as_its_folder_does_in_transformers(file: Path, runtime: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        expected = theirs(file.stem)(torch.tensor([WORDS]), use_cache=False).logits[0]
+    model = load_model(str(file), **runtime).model
+    got = torch.as_tensor(model.score([chain(model.open(len(WORDS), 1), WORDS, range(len(WORDS)))]))
+    assert expected.std() > 0.05
+    assert (got - expected).norm() < (0.1 if runtime["runtime"] == "native" else 1e-4) * expected.norm()
+
+
+def test_every_method_writes_plain_texts(file: Path, runtime: dict[str, Any]) -> None:
+    texts, drafted = {}, 0
+    layers = "layers:0,1,2,3,4,5" if file.stem == "gemma3" else "layers:0"
+    for method in ("autoregressive", "auto", "speculative", "card"):
+        draft = None if method == "autoregressive" else layers
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with outpace.load(str(file), draft, method=method, **runtime) as llm:
+                params = [
+                    outpace.SamplingParams(max_tokens=60, temperature=heat, seed=3, ignore_eos=True) for heat in (0, 1)
+                ]
+                found = llm.generate(["hello world", "hello world"], params)
+        texts[method] = [result.tokens for result in found]
+        drafted += sum(result.figures.drafted for result in found)
+        assert [len(tokens) for tokens in texts[method]] == [60, 60]
+    assert len({token for text in texts["autoregressive"] for token in text}) > 20, "texts of one token prove little"
+    assert all(tokens == texts["autoregressive"] for tokens in texts.values())
+    assert drafted > 20
