@@ -39,6 +39,7 @@ class Shape:
     theta: float = 500000.0
     window: int = 0
     factor: float = 1.0  # by which positions are squeezed
+    turning: int = 0  # entries of a head that turn, 0: all; by LongRoPE where they are named
 
 
 SHAPES = {
@@ -49,7 +50,9 @@ SHAPES = {
     "qwen3-4b": Shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 151387, 40960, "qwen2"),
     "gemma-3-1b": Shape("gemma3", 262144, 1152, 6912, 26, 4, 1, 256, 0, 32768, theta=1e6, window=512),
     "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
+    "phi-4-mini": Shape("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 199742, 131072, "gpt-4o", theta=1e4, turning=96),
 }
+TRAINED = 4096  # tokens of a text, before LongRoPE
 
 
 def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> np.ndarray:
@@ -90,13 +93,16 @@ def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
         ("attention.head_count_kv", shape.kv_heads),
         ("attention.key_length", shape.head_dim),
         ("attention.value_length", shape.head_dim),
-        ("rope.dimension_count", shape.head_dim),
+        ("rope.dimension_count", shape.turning or shape.head_dim),
     ):
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", shape.theta)
     if shape.window:
         writer.add_uint32(f"{name}.attention.sliding_window", shape.window)
+    if shape.turning:
+        writer.add_uint32(f"{name}.rope.scaling.original_context_length", TRAINED)
+        writer.add_float32(f"{name}.rope.scaling.attn_factor", 1.19)
     if shape.factor != 1.0:
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.factor)
@@ -130,6 +136,13 @@ def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of a layer's matrices."""
     width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.architecture == "phi3":
+        return {
+            "attn_qkv": (width + 2 * narrow, shape.hidden),
+            "attn_output": (shape.hidden, width),
+            "ffn_up": (2 * shape.middle, shape.hidden),
+            "ffn_down": (shape.hidden, shape.middle),
+        }
     return {
         "attn_q": (width, shape.hidden),
         "attn_k": (narrow, shape.hidden),
@@ -160,7 +173,11 @@ def main() -> None:
 
     add("token_embd.weight", shape.vocab, shape.hidden)
     norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
-    if shape.architecture != "llama":
+    if shape.turning:
+        for name, most in (("short", 1.2), ("long", 50.0)):
+            factors = np.linspace(1.0, most, shape.turning // 2, dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if shape.architecture in ("qwen3", "gemma3"):
         norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
     if shape.architecture == "gemma3":
         norms |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
