@@ -17,10 +17,11 @@ from test_four_bits import folders
 from torch import Tensor
 
 import outpace
+from outpace.core.errors import UserError
 from outpace.distill.export import write_draft
 from outpace.distill.run import distill
 from outpace.distill.start import Shape, draft_config, new_student
-from outpace.distill.student import Packed, Student
+from outpace.distill.student import EMBEDDING, NORM, Packed, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config import from_dict
@@ -109,6 +110,30 @@ def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str]
         if "q_norm" in weight or "k_norm" in weight:
             assert torch.equal(value, target.tensors[weight])
     assert all(bool(part.isfinite().all()) for part in logits_of(narrow, TEXTS))
+
+
+def test_what_goes_into_a_narrow_gemma_is_as_large_as_it_was(pairs: Callable[[str], Pair]) -> None:
+    folder = pairs("gemma3").folder
+    target = new_student(folder, Shape("2"), None, 0)
+    narrow = new_student(folder, Shape("2", hidden=48), None, 0)
+    sizes = [
+        float((student.tensors[EMBEDDING].detach() * student.config.embedding_scale).norm())
+        for student in (target, narrow)
+    ]
+    assert 0.8 * sizes[0] < sizes[1] < sizes[0]
+
+
+def test_fresh_norms_of_gemma_are_one(pairs: Callable[[str], Pair]) -> None:
+    student = new_student(pairs("gemma3").folder, Shape("2", init="fresh"), None, 0)
+    norms = {name: value for name, value in student.tensors.items() if "norm" in name and name != NORM}
+    assert len(norms) == 12
+    assert all(bool((value == 0).all()) for value in norms.values()), "they hold their weights less one"
+
+
+def test_a_narrow_draft_for_longrope_is_refused(pairs: Callable[[str], Pair]) -> None:
+    """transformers would not load it: it counts pairs by the hidden size."""
+    with Checkpoint.open(pairs("phi3_part").folder) as checkpoint, pytest.raises(UserError, match="leave it out"):
+        draft_config(checkpoint.config, Shape("1", hidden=32), None)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gemma3", "gptq", "awq"])

@@ -14,6 +14,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config import from_dict
+from outpace.models.llama.rope import LinearScaling
 
 GEMMA = ARCHITECTURES["gemma3"]
 FIELDS = CONFIG | GEMMA
@@ -29,6 +30,12 @@ def test_a_folder_is_read_as_transformers_writes_it(tmp_path: Path, monkeypatch:
     written = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert set(written["rope_parameters"]) == {"full_attention", "sliding_attention"}
     assert from_dict(written) == from_dict(FIELDS)
+
+
+def test_names_of_kinds_of_rotation_as_before_transformers_5() -> None:
+    scaled = {"full_attention": {"type": "linear", "factor": 8.0, "rope_theta": 500.0}}
+    found = from_dict(FIELDS | {"rope_parameters": scaled | {"sliding_attention": {"type": "default"}}})
+    assert (found.rope_theta, found.rope_scaling, found.local_theta) == (500.0, LinearScaling(8.0), 10000.0)
 
 
 def test_which_layers_see_what() -> None:
@@ -88,6 +95,8 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
     said = {"rope.freq_base_swa": 500.0, "attention.sliding_window_pattern": 2}
     other = config_of(tmp_path / "b.gguf", **said)
     assert (other.local_theta, other.local_layers) == (500.0, (True, False, True, False, True, False, True))
+    listed = [layer == 3 for layer in range(7)]
+    assert config_of(tmp_path / "e.gguf", **{"attention.sliding_window_pattern": listed}).local_layers == tuple(listed)
     none = config_of(tmp_path / "c.gguf", **{"attention.sliding_window": 0})
     assert (none.windows, none.local_layers) == ((), ())
     scaled = config_of(tmp_path / "d.gguf", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})

@@ -230,7 +230,7 @@ def test_a_shallow_model_shares_the_layers() -> None:
 def test_kernels_that_were_built_before_refuse_what_they_would_get_wrong(config: LlamaConfig) -> None:
     older = SimpleNamespace(MAX_DEPTH=kernels.MAX_DEPTH, Layer=object)
     check_supported(older, TINY)
-    with pytest.raises(UnsupportedShape, match=r"built before they took windows and Gemma 3: run `pip install"):
+    with pytest.raises(UnsupportedShape, match=r"built before they took sliding windows or Gemma 3: run `pip install"):
         check_supported(older, config)
 
 

@@ -45,6 +45,16 @@ def test_a_text_is_as_long_as_those_that_longrope_was_trained_on() -> None:
     assert older.rope_scaling == config.rope_scaling
 
 
+def test_a_file_that_does_not_say_how_long_texts_were() -> None:
+    """Then they had 4,096 tokens, as transformers has it."""
+    silent = {name: value for name, value in FIELDS.items() if name != "original_max_position_embeddings"}
+    found = from_dict(silent | {"max_position_embeddings": 131072})
+    assert found.max_positions == 4096
+    assert found.rope_scaling.gain == pytest.approx((1 + np.log(32) / np.log(4096)) ** 0.5)
+    inside = {"rope_scaling": ROPE | {"original_max_position_embeddings": 50}}
+    assert from_dict(silent | inside).max_positions == 50
+
+
 def test_where_the_part_may_stand() -> None:
     """transformers 5 writes it beside the rotary base."""
     inside = {name: value for name, value in FIELDS.items() if name not in ("partial_rotary_factor", "rope_scaling")}

@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import outpace
 from outpace.core.errors import UserError
+from outpace.distill.facts import facts
 from outpace.distill.run import distill
+from outpace.distill.start import Shape, draft_config
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config import from_dict
 from outpace.models.load import load_model
 
 SIZES: dict[str, Any] = {
@@ -109,11 +112,38 @@ def test_what_stands_outside_holds_within(tmp_path: Path) -> None:
     config = json.loads(place.read_text())
     place.write_text(json.dumps(config | {"eos_token_id": [1, 106]}))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        assert checkpoint.config["eos_token_id"] == [1, 106] or "eos_token_id" in config["text_config"]
+        assert checkpoint.config["eos_token_id"] == [1, 106]
         assert checkpoint.config["architectures"] == ["Gemma3ForCausalLM"]
     place.write_text(json.dumps(config | {"text_config": 7}))
     with pytest.raises(UserError, match=r"text_config is 7, it must be an object"):
         Checkpoint.open(tmp_path / "model")
+
+
+def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
+    """As that of Gemma 3 4B does, for they are transformers' own."""
+    whole(tmp_path, "gemma3")
+    place = tmp_path / "model" / "config.json"
+    config = json.loads(place.read_text())
+    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar"):
+        del config["text_config"][name]
+    place.write_text(json.dumps(config))
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        sizes = from_dict(checkpoint.config)
+        (tmp_path / "draft").mkdir()
+        (tmp_path / "draft" / "config.json").write_text(json.dumps(draft_config(checkpoint.config, Shape("1"), [1, 2])))
+    assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (262208, 8, 4, 256)
+    assert facts(tmp_path, tmp_path / "draft", tmp_path / "none")["tokens that it writes"] == "2 of 262,208"
+
+
+@pytest.mark.parametrize("runtime", ["auto", "transformers"])
+def test_what_no_own_runtime_reads_is_refused_by_its_kind(runtime: str, tmp_path: Path) -> None:
+    whole(tmp_path, "mistral3")
+    place = tmp_path / "model" / "config.json"
+    config = json.loads(place.read_text())
+    config["text_config"]["model_type"] = "ministral3"
+    place.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"model is a vision-language model \(Mistral3ForConditionalGeneration\)"):
+        load_model(tmp_path / "model", runtime=runtime)
 
 
 def test_a_draft_is_trained_for_it(tmp_path: Path) -> None:

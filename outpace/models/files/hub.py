@@ -18,8 +18,8 @@ from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
 from outpace.models.files.gguf.parts import part_files
-from outpace.models.files.kind import check_kind
 from outpace.models.files.reading import read_json
+from outpace.models.files.text_part import check_kind_of_text
 
 Progress = Callable[[str, float], None]
 NAME = re.compile(
@@ -92,7 +92,7 @@ def _ask(name: HubName) -> list[str] | Exception:
         info = HfApi().model_info(name.repository, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # connection, proxy, and HTTP errors share no base class
         return error
-    check_kind(info.config or {}, name)
+    check_kind_of_text(info.config or {}, name)
     return [file.rfilename for file in info.siblings or ()]
 
 

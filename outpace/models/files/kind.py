@@ -25,7 +25,7 @@ MODEL_TYPES = {
     " dinov2 dinov3_vit dpt efficientnet levit mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 regnet resnet segformer"
     " siglip siglip2 swin swinv2 timm_wrapper videomae vit vit_mae vit_msn yolos",
     VISION_LANGUAGE: "aya_vision blip blip-2 florence2 idefics idefics2 idefics3 instructblip internvl kosmos-2 llava"
-    " llava_next llava_onevision paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm",
+    " llava_next llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm",
 }
 KINDS = {model_type: kind for kind, listed in MODEL_TYPES.items() for model_type in listed.split()}
 HEADS = {  # how other architectures' names end

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.files.kind import check_kind
 
 ARCHITECTURES = {  # of the whole by its model_type, and of the language model alone
     "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "gemma3_text"),
@@ -30,13 +31,18 @@ def has_text_part(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """The config.json of the language model alone; UserError where it is none, UnsupportedModel is left to others."""
+    """The config.json of the language model alone; what the whole says holds for it. UserError where it is none."""
     inner = config["text_config"]
     if not isinstance(inner, Mapping):
         raise UserError(f"{where}: text_config is {inner!r:.80}, it must be an object")
     _, architecture, model_type = ARCHITECTURES[config["model_type"]]
     outer = {name: config[name] for name in OUTER if config.get(name) is not None}
-    return outer | {"model_type": model_type, **inner, "architectures": [architecture]}
+    return {"model_type": model_type, **inner, **outer, "architectures": [architecture]}
+
+
+def check_kind_of_text(config: Mapping[str, Any], where: object) -> None:
+    """As `check_kind`, of the language model alone where there is more."""
+    check_kind(text_config(config, where) if has_text_part(config) else config, where)
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:

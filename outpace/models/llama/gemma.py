@@ -41,13 +41,14 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not kinds or not kinds <= {FULL, SLIDING} or not all(isinstance(by_kind[kind], Mapping) for kind in kinds):
         raise UserError(f"rope_parameters is {by_kind!r:.200}, it must have an object for {FULL} and one for {SLIDING}")
     full, local = (dict(by_kind.get(kind, {})) for kind in (FULL, SLIDING))
-    if local.pop("rope_type", "default") != "default" or set(local) - {"rope_theta"}:
+    kinds_of_rope = [rope.pop("rope_type", rope.pop("type", "default")) for rope in (full, local)]
+    if kinds_of_rope[1] != "default" or set(local) - {"rope_theta"}:
         raise unsupported(f"rope_parameters.{SLIDING} {by_kind[SLIDING]!r:.200}")
     flat = {name: value for name, value in fields.items() if name != "rope_parameters"}
     theta = full.pop("rope_theta", None)
     named = {"rope_theta": theta, "rope_local_base_freq": local.get("rope_theta")}
-    if full.get("rope_type", "default") != "default":
-        flat["rope_scaling"] = full
+    if kinds_of_rope[0] != "default":
+        flat["rope_scaling"] = full | {"rope_type": kinds_of_rope[0]}
     return flat | {name: value for name, value in named.items() if value is not None}
 
 

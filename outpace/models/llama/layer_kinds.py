@@ -1,4 +1,4 @@
-"""What sets single layers of a model apart: a sliding window, and whether queries and keys turn."""
+"""What sets single layers of a model apart: a sliding window, and whether and how queries and keys turn."""
 
 from __future__ import annotations
 

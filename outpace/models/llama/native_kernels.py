@@ -70,7 +70,7 @@ def check_supported(kernels: Any, config: LlamaConfig) -> None:
     if config.head_dim > largest or config.head_dim % 2:
         raise UnsupportedShape(f"head_dim is {config.head_dim}, native kernels take even ones up to {largest}")
     if not hasattr(kernels.Layer, "window") and (any(config.windows) or config.query_scale or constants_of(config)):
-        raise UnsupportedShape(f"these kernels were built before they took windows and Gemma 3: {INSTALL}")
+        raise UnsupportedShape(f"these kernels were built before they took sliding windows or Gemma 3: {INSTALL}")
 
 
 def constants_of(config: LlamaConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""What sets Phi-3 and Phi-4 apart from Llama (arXiv:2404.14219): a checkpoint holds queries, keys and values, and gates
-and ups, in one matrix each, and of a head the first entries alone may turn.
+"""What sets Phi-3 and Phi-4 apart from Llama: matrices that stand together, and heads that turn in part (2404.14219).
+
+A checkpoint holds queries, keys and values in one matrix, and gates and ups in another (arXiv:2404.14219).
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 PART = "partial_rotary_factor"
+TRAINED, LENGTH = 4096, "original_max_position_embeddings"  # tokens of a text in the first training, and who says it
 
 
 def read_part(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """The fields without what they say of the part of a head that turns, and that part, between 0 and 1. transformers 5
-    writes it beside the rotary base."""
+    """The fields without what they say of the part of a head that turns, and with the length of texts in the first
+    training, where they are silent; and that part, between 0 and 1. Both may stand beside the rotary base."""
     found, left = fields.get(PART), {name: value for name, value in fields.items() if name != PART}
+    says = fields.get(LENGTH) is not None
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
-        if isinstance(rope, Mapping) and PART in rope:
-            found = rope[PART] if found is None else found
+        if isinstance(rope, Mapping):
+            found, says = rope.get(PART) if found is None else found, says or rope.get(LENGTH) is not None
             left[name] = {key: value for key, value in rope.items() if key != PART}
-    return left, number({PART: found}, PART, 1.0, 1.0)
+    return left if says else left | {LENGTH: TRAINED}, number({PART: found}, PART, 1.0, 1.0)
 
 
 def rotary_dim(part: float, head_dim: int) -> int:

@@ -1,10 +1,13 @@
-"""The matrices that a runtime is handed where a checkpoint holds several together, as those of Phi-3 do: their rows,
-those of queries and keys in the order in which heads turn."""
+"""The matrices that a runtime is handed where a checkpoint holds several together, as Phi-3's do.
+
+They are rows of the whole, those of queries and keys in the order in which heads turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -35,12 +38,18 @@ def split(config: LlamaConfig, fetch: Fetch) -> Fetch:
         "mlp.up_proj": (phi.GATE_UP, np.arange(middle) + middle),
     }
 
+    last = local()  # .held: the whole that a thread read last, by its name, for its other parts
+
     def part_of(name: str) -> Any:
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         whole, rows = parts.get(rest.removesuffix(".weight"), ("", None))
         if rows is None:
+            last.held = {}
             return fetch(name)
-        held = fetch(f"model.layers.{layer}.{whole}.weight")
+        known = f"model.layers.{layer}.{whole}.weight"
+        if known not in getattr(last, "held", {}):
+            last.held = {known: fetch(known)}
+        held = last.held[known]
         if isinstance(held, Stored):
             return replace(held, order=held.order[rows], values=lambda: held.values()[rows])
         return held[rows]

@@ -14,17 +14,13 @@ from outpace.core.errors import UserError
 from outpace.core.hashed import sha256
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.special import check_rows, text_ends, turn_ends, without_rows
 from outpace.models.text.text_stream import DAMAGED, TextStream, TokenText, stream_maker
 
 if TYPE_CHECKING:
     import tokenizers
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-# Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
-# too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
-TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 _READING, _LAST = Lock(), list[Any]()  # the hash of the file that was read last, and what that holds
 
 
@@ -49,6 +45,7 @@ class Tokenizer:
         streams = stream_maker(tokenizer)
         self._stream: Callable[[bool], TextStream] = streams
         self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
+        self._beyond: dict[int, str] = {}  # tokens without a row in the embedding
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
@@ -68,13 +65,13 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             stops = stops or _ids(path / name, read_json_if_there(path / name).get("eos_token_id"))
         raw, file = _raw(path, settings)
+        rows = config.get("vocab_size")
         try:
             tokenizer = cls(raw, settings, stops, _templates(path, settings))
+            if isinstance(rows, int) and tokenizer.size > rows:
+                tokenizer._beyond, tokenizer.size = without_rows(raw, tokenizer.size, rows), rows
         except UserError as error:
             raise UserError(f"{file}: {error}") from error
-        rows = config.get("vocab_size")
-        if isinstance(rows, int) and tokenizer.size > rows:
-            raise UserError(f"{file} names ids up to {tokenizer.size - 1}, the model's embedding has {rows} rows")
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -211,15 +208,18 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UserError(f"the text holds half a character (a lone surrogate) at {error.start}") from error
         with _panics_told("cannot cut this text"):
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+            ids = list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
+        check_rows(ids, self._beyond)
+        return ids
 
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """The ids that end an answer. Ids that the vocabulary does not have are never written."""
-        special = set(self.special_ids)
-        ends = {self._id(self._special.get("eos_token")), *named, *(special & {self._id(end) for end in TURN_ENDS})}
+        texts = ((index, self._tokenizer.id_to_token(index)) for index in self.special_ids)
+        special = {text: index for index, text in texts if text is not None}
+        ends = {self._id(self._special.get("eos_token")), *named, *turn_ends(special)}
         there = [index for index in ends if index is not None and 0 <= index < self.size]
         found = {index for index in there if self._tokenizer.id_to_token(index) is not None}
-        return frozenset(found or special & {index for end in TEXT_ENDS if (index := self._id(end)) is not None})
+        return frozenset(found or text_ends(special))
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)

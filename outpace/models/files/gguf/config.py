@@ -1,8 +1,8 @@
 """What a GGUF file says of its model, in Hugging Face terms: config.json's fields, and which tensor is which.
 
 Names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and gguf-py's constants. llama.cpp stores the query
-and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of Qwen and Gemma as they
-are, and the weights of Gemma's norms whole, which checkpoints hold less one.
+and key rows of the `llama` and `smollm3` architectures with rotary pairs side by side, those of all others as they are,
+and the weights of Gemma's norms whole, which checkpoints hold less one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outpace.models.files.kind import check_kind
 from outpace.models.llama import config as sizes
 from outpace.models.llama import gemma, phi
 from outpace.models.llama.families import GELU
-from outpace.models.llama.fields import FULL
+from outpace.models.llama.fields import FULL, SLIDING
 
 GEMMA_LARGEST = 62  # layers of Gemma 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding; the file does not say so, llama.cpp knows it
@@ -110,6 +110,7 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     rotary base, and that the largest model scales scores by the width of an even share of the hidden state."""
     window, layers = own.get("attention.sliding_window"), own["block_count"]
     pattern, local = own.get("attention.sliding_window_pattern", gemma.PATTERN), own.get("rope.freq_base_swa")
+    types = [SLIDING if slides else FULL for slides in pattern] if isinstance(pattern, list) else None
     is_largest = layers == GEMMA_LARGEST
     return {
         "architectures": [gemma.ARCHITECTURE],
@@ -117,8 +118,8 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": None,
         "hidden_activation": GELU,
         "sliding_window": window or None,
-        "sliding_window_pattern": pattern if window else None,
-        "layer_types": None if window else [FULL] * layers,
+        "sliding_window_pattern": pattern if window and types is None else None,
+        "layer_types": types if window else [FULL] * layers,
         "rope_local_base_freq": gemma.LOCAL_THETA if local is None else shortest(local),
         "query_pre_attn_scalar": _even_share(own) if is_largest else own.get("attention.key_length", _even_share(own)),
         "attention_bias": has_bias(header, "attn_q"),
