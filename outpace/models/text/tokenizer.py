@@ -27,6 +27,8 @@ _READING, _LAST = Lock(), list[Any]()  # the hash of the file that was read last
 class Tokenizer:
     """A model's vocabulary. `size` counts ids; `stop_ids` end an answer; `bos_id` is None where the model has none."""
 
+    _beyond: Mapping[int, str] = {}  # tokens without a row in the embedding; never changed in place
+
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
@@ -45,7 +47,6 @@ class Tokenizer:
         streams = stream_maker(tokenizer)
         self._stream: Callable[[bool], TextStream] = streams
         self._bytes_of: Callable[[int], bytes] = streams(True).bytes_of
-        self._beyond: dict[int, str] = {}  # tokens without a row in the embedding
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self._id(self._special.get("bos_token"))
         self.stop_ids = self._ends(stop_ids)
