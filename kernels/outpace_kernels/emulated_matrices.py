@@ -9,6 +9,8 @@ import numpy as np
 from outpace_kernels.emulated_formats import FLOATS, Parts, floats_of, parts_of
 from outpace_kernels.emulated_numbers import GROUP, TINY, F, bfloat16_up, fma, groups_of, quantize
 
+HALF = GROUP // 2  # inputs whose activations share a scale beside a file's weights
+
 
 class Room:
     """Memory that matrices share in the kernels; here each has its own."""
@@ -97,7 +99,7 @@ class StoredMatrix:
         """x [rows, inputs] float32, rounded to int8, to W x + bias [rows, outputs]: part after part."""
         total = np.zeros((len(x), self.outputs), F)
         for chosen, parts in self.sections:
-            total[:, chosen] = _times(parts, *quantize(x))
+            total[:, chosen] = _times(parts, *quantize(x, HALF))
         return total if self.bias is None else total + self.bias
 
 
@@ -117,15 +119,15 @@ def _padded(parts: Parts, chunk: int) -> Parts:
 
 
 def _times(parts: Parts, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Activations int8 [rows, groups, GROUP] with their scales times weights: [rows, outputs]."""
-    count = GROUP // parts.q.shape[2]  # parts of a group
+    """Activations int8 [rows, halves of groups, HALF] with their scales times weights: [rows, outputs]."""
+    count = HALF // parts.q.shape[2]  # parts of a half
     total = np.zeros((len(values), len(parts.q)), F)
     for part in range(parts.q.shape[1]):
-        group, at = divmod(part, count)
-        a = values[:, group].reshape(len(values), count, -1)[:, at].astype(np.int32)
+        half, at = divmod(part, count)
+        a = values[:, half].reshape(len(values), count, -1)[:, at].astype(np.int32)
         sums = a @ parts.q[:, part].astype(np.int32).T
-        total = fma(sums.astype(F), parts.c[None, :, part] * scales[:, group, None], total)
+        total = fma(sums.astype(F), parts.c[None, :, part] * scales[:, half, None], total)
         if parts.m is not None:
-            mins = scales[:, group] * a.sum(-1).astype(F)
+            mins = scales[:, half] * a.sum(-1).astype(F)
             total = fma(parts.m[None, :, part], mins[:, None], total)
     return total

@@ -29,9 +29,11 @@ def groups_of(x: np.ndarray, size: int = GROUP) -> np.ndarray:
     return np.pad(x, padding).reshape(*x.shape[:-1], -1, size)
 
 
-def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Activations [..., n] to int8 groups and their scales: largest / 127, q = round(x * (127 / largest))."""
-    grouped = groups_of(x)
+def quantize(x: np.ndarray, size: int = GROUP) -> tuple[np.ndarray, np.ndarray]:
+    """Activations [..., n] to int8 and their scales: largest / 127, q = round(x * (127 / largest)). `size` of them
+    share a scale, and there are whole groups: [..., groups * GROUP / size, size], [..., groups * GROUP / size]."""
+    whole = groups_of(x)
+    grouped = whole.reshape(*whole.shape[:-2], -1, size)
     top = np.abs(grouped).max(axis=-1)
     is_zero = top <= TINY
     safe = np.where(is_zero, F(1), top)

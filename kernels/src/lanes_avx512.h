@@ -56,13 +56,25 @@ struct Ints {
 
     static Ints all(int32_t x) { return {_mm512_set1_epi32(x)}; }
     Floats to_floats() const { return {_mm512_cvtepi32_ps(v)}; }
-    void store_bytes(int8_t* p) const {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
-    }
 };
 
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+
+/// 16 numbers of each as int8, and their four sums.
+inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
+    __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a[0].v));
+    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(a[1].v), 1);
+    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(a[2].v), 2);
+    all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(a[3].v), 3);
+    _mm512_storeu_si512(p, all);
+    __m512i part = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), all);  // of four numbers each
+    part = _mm512_add_epi32(part, _mm512_shuffle_epi32(part, _MM_PERM_BADC));
+    part = _mm512_add_epi32(part, _mm512_shuffle_epi32(part, _MM_PERM_CDAB));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    const __m128i four = _mm512_castsi512_si128(_mm512_permutexvar_epi32(firsts, part));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), four);
+}
+
 inline Ints round(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Floats times_power(Floats a, Ints n) {
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_slli_epi32(n.v, 23)))};

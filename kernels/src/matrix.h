@@ -29,6 +29,8 @@ class Matrix {
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
     int groups() const { return groups_; }
+    /// Whether it is multiplied by activations that are rounded by halves of groups.
+    bool takes_halves() const { return sections_[0].format != Format::int8; }
     std::size_t bytes() const { return panel_bytes() + bias_.size() * sizeof(float); }
     std::size_t panel_bytes() const;
     Panels panels() const {

@@ -12,6 +12,12 @@ int most_queries(int each, int whole) {
     return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
 }
 
+/// Where activations are to be rounded as the product with `weights` takes them.
+Activations rounded_for(const Matrix& weights, Activations place) {
+    place.by_halves = weights.takes_halves();
+    return place;
+}
+
 }  // namespace
 
 Activations ActivationBuffer::view(int rows, int groups) {
@@ -160,7 +166,7 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 /// Scores of these rows of x; null: of the first ones in order.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
-    normalize(model_.norm_.data(), rows, count, member);
+    normalize(model_.norm_.data(), *model_.head_, rows, count, member);
     multiply(model_.num_layers(), *model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
 }
 
@@ -201,7 +207,7 @@ void Model::Pass::show(int number, Team::Member& member) {
 void Model::Pass::mix(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
-    normalize(layer.attention_norm.data(), nullptr, forest_.rows, member);
+    normalize(layer.attention_norm.data(), *layer.qkv, nullptr, forest_.rows, member);
     multiply(number, *layer.qkv, *layer.output, normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
              false, member);
     rotate(layer, spans, member);
@@ -214,10 +220,10 @@ void Model::Pass::mix(int number, Team::Member& member) {
 void Model::Pass::feed(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const int middle = model_.shape_.middle, rows = rows_behind(number);
-    normalize(layer.mlp_norm.data(), nullptr, rows, member);
+    normalize(layer.mlp_norm.data(), *layer.gate_up, nullptr, rows, member);
     const int groups = middle / kGroup;
     const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_,
-                             rows, gated_,
+                             rows, rounded_for(*layer.down, gated_),
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle, model_.shape_.is_gelu};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
@@ -254,15 +260,17 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
 void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
                          Team::Member& member) {
     const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans,
-                      tiles.data(),        attended_,             layer.window};
+                      tiles.data(),        rounded_for(*layer.output, attended_), layer.window};
     const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
     float* scores = scratch_.scores.data() + member.number * room;
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
-void Model::Pass::normalize(const float* norm, const int* rows, int count, Team::Member& member) {
+/// For the product with `weights`.
+void Model::Pass::normalize(const float* norm, const Matrix& weights, const int* rows, int count, Team::Member& member) {
     const Shape& shape = model_.shape_;
-    const Normalize task{scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, rows, normed_};
+    const Activations out = rounded_for(weights, normed_);
+    const Normalize task{scratch_.x.data(), norm, shape.hidden, stride_, shape.epsilon, rows, out};
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 

@@ -55,7 +55,7 @@ class Model::Pass {
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
-    void normalize(const float* norm, const int* rows, int count, Team::Member& member);
+    void normalize(const float* norm, const Matrix& weights, const int* rows, int count, Team::Member& member);
     Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
     void add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
              const std::vector<float>& norm, Team::Member& member);

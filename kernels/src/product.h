@@ -2,7 +2,7 @@
 //
 // out[r][o] = sum over groups g of  float(sum over i in g of w[o][i] a[r][i]) * (scale_w[o][g] * scale_a[r][g])
 //
-// The inner sum is exact in int32. The outer one is a chain of fused multiply-adds in the order of g, one for each
+// with scale_a the group's: activations are not rounded by halves. The inner sum is exact in int32. The outer one is a chain of fused multiply-adds in the order of g, one for each
 // (r, o): which rows travel together, and how they are cut into tiles, changes nothing.
 #pragma once
 
@@ -29,7 +29,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
         Ints sums[kChains][R][V];
         for (int r = 0; r < R; ++r) {
             for (int chain = 0; chain < kChains; ++chain) {
-                const Ints start = chain ? Ints::all(0) : begin(at.facts[r].offset);
+                const Ints start = chain ? Ints::all(0) : begin(at.facts[r].offset());
                 for (int v = 0; v < V; ++v) sums[chain][r][v] = start;
             }
         }
@@ -47,7 +47,7 @@ inline void multiply_vectors(const uint8_t* block, int first, const Activations&
         Floats scales[V];
         for (int v = 0; v < V; ++v) scales[v] = load_bfloat16(block + (first + v) * 2 * kLanes);
         for (int r = 0; r < R; ++r) {
-            const Floats scale = Floats::all(at.facts[r].scale);
+            const Floats scale = Floats::all(at.facts[r].scales[0]);
             for (int v = 0; v < V; ++v) {
                 const Ints sum = kChains == 1 ? sums[0][r][v] : sums[0][r][v] + sums[kChains - 1][r][v];
                 total[r][v] = fma(sum.to_floats(), scales[v] * scale, total[r][v]);

@@ -7,25 +7,27 @@
 namespace outpace {
 namespace {
 
-/// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)).
+/// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)), where the
+/// largest is that of the group, or of its half.
 inline void quantize_group(const float* x, const Activations& out, int row, int group) {
     const Activations place = out.from(row, group);
     GroupFacts& facts = *place.facts;
-    Floats most = abs(Floats::load(x));
-    for (int i = kLanes; i < kGroup; i += kLanes) most = max(most, abs(Floats::load(x + i)));
-    const float top = largest(most);
-    const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
-    const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
-    for (int i = 0; i < kSums; ++i) {
-        const Ints q = round(Floats::load(x + i * kLanes) * factor);
-        q.store_bytes(place.values + i * kLanes);
-        facts.sums[i] = sum(q);
+    static_assert(kHalves == 2 && kSums == 4 && kGroup == kSums * kLanes);
+    Ints q[kSums];
+    Floats most[kHalves];
+    for (int half = 0; half < kHalves; ++half)
+        most[half] = max(abs(Floats::load(x + 2 * half * kLanes)), abs(Floats::load(x + (2 * half + 1) * kLanes)));
+    if (!out.by_halves) most[0] = most[1] = max(most[0], most[1]);
+    for (int half = 0; half < kHalves; ++half) {
+        const float top = largest(most[half]);
+        const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
+        const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
+        for (int i = 2 * half; i < 2 * half + 2; ++i) q[i] = round(Floats::load(x + i * kLanes) * factor);
+        facts.scales[half] = is_zero ? 0.0f : top / 127.0f;
     }
-    const float scale = is_zero ? 0.0f : top / 127.0f;
-    const int32_t halves[kHalves] = {facts.sums[0] + facts.sums[1], facts.sums[2] + facts.sums[3]};
-    facts.scale = scale;
-    facts.offset = -128 * (halves[0] + halves[1]);
-    for (int i = 0; i < kHalves; ++i) facts.mins[i] = scale * static_cast<float>(halves[i]);
+    store_bytes(q, place.values, facts.sums);
+    for (int half = 0; half < kHalves; ++half)
+        facts.mins[half] = facts.scales[half] * static_cast<float>(facts.sums[2 * half] + facts.sums[2 * half + 1]);
 }
 
 /// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.

@@ -3,7 +3,7 @@
 // out[r][o] = sum over the parts p of a row, in order:  + float(sum over i in p of (q[o][i] - bias) a[r][i])
 //                                                        * (c[o][p] * scale_a[r]), then + m[o][p] * mins[r]
 //
-// with scale_a and mins those of the activations' group and half. The inner sum is exact in int32, and each "+" is one
+// with scale_a and mins those of the activations' half of a group. The inner sum is exact in int32, and each "+" is one
 // fused multiply-add: which rows travel together, and how they are cut into tiles, changes nothing.
 #pragma once
 
@@ -136,7 +136,7 @@ OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activat
             const Floats c = numbers<F, Part, 0>(group, first + v);
             for (int r = 0; r < R; ++r)
                 total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
-                                  c * Floats::all(in.facts[r].scale), total[r][v]);
+                                  c * Floats::all(in.facts[r].scales[Part * kHalves / F::kParts]), total[r][v]);
             if constexpr (F::kHasMin) {
                 Floats m = numbers<F, Part, 1>(group, first + v);
                 if constexpr (F::kMinInSteps) m = m * c;

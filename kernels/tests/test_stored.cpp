@@ -64,8 +64,9 @@ struct Inputs {
     ActivationBuffer buffer;
     Activations view;
 
-    Inputs(const Kernels& kernels, const std::vector<float>& x, int rows, int inputs)
+    Inputs(const Kernels& kernels, const Matrix& matrix, const std::vector<float>& x, int rows, int inputs)
         : view(buffer.view(rows, round_up(inputs, kGroup) / kGroup)) {
+        view.by_halves = matrix.takes_halves();
         const int stride = view.groups * kGroup;
         std::vector<float> padded(static_cast<std::size_t>(rows) * stride), ones(stride, 1.0f);
         for (int row = 0; row < rows; ++row)
@@ -93,7 +94,7 @@ void check_values(const Matrix& matrix, const Inputs& in, const std::vector<floa
             double total = bias[output], size = 0;
             for (int i = 0; i < matrix.groups() * kGroup; ++i) {
                 const Activations at = in.view.from(row, i / kGroup);
-                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * at.facts->scale;
+                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * at.facts->scales[i % kGroup / (kGroup / kHalves)];
                 total += term;
                 size += std::fabs(term);
             }
@@ -106,7 +107,7 @@ void check_values(const Matrix& matrix, const Inputs& in, const std::vector<floa
 uint64_t test_products(const Matrix& matrix, const std::vector<float>& bias, const std::vector<float>& x, int inputs) {
     std::vector<float> expected;
     for (const Kernels* kernels : available_kernels()) {
-        const Inputs in(*kernels, x, kRows, inputs);
+        const Inputs in(*kernels, matrix, x, kRows, inputs);
         const std::vector<float> all = multiply(*kernels, matrix, in, kRows);
         if (expected.empty()) check_values(matrix, in, bias, expected = all);
         check(same(all.data(), expected.data(), all.size()), (std::string(kernels->name) + " and a file's weights").c_str());
