@@ -77,14 +77,6 @@ inline int32_t sum(Ints a) {
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
-
-/// 16 numbers of each as int8, and their four sums.
-inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
-    for (int i = 0; i < 4; ++i) {
-        a[i].store_bytes(p + i * kLanes);
-        sums[i] = sum(a[i]);
-    }
-}
 inline Ints round(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 inline __m256 times_power(__m256 a, __m256i n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(n, 23)));

@@ -60,7 +60,7 @@ struct Ints {
 
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 
-/// 16 numbers of each as int8, and their four sums.
+/// As that of rowwise.h.
 inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
     __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a[0].v));
     all = _mm512_inserti32x4(all, _mm512_cvtepi32_epi8(a[1].v), 1);

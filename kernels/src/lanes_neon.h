@@ -79,14 +79,6 @@ inline Ints operator+(Ints a, Ints b) {
 inline int32_t sum(Ints a) {
     return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
 }
-
-/// 16 numbers of each as int8, and their four sums.
-inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
-    for (int i = 0; i < 4; ++i) {
-        a[i].store_bytes(p + i * kLanes);
-        sums[i] = sum(a[i]);
-    }
-}
 inline Ints round(Floats a) {
     return {{vcvtnq_s32_f32(a.v[0]), vcvtnq_s32_f32(a.v[1]), vcvtnq_s32_f32(a.v[2]), vcvtnq_s32_f32(a.v[3])}};
 }

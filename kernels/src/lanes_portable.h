@@ -88,14 +88,6 @@ inline int32_t sum(Ints a) {
     for (int32_t lane : a.v) total += lane;
     return total;
 }
-
-/// 16 numbers of each as int8, and their four sums.
-inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
-    for (int i = 0; i < 4; ++i) {
-        a[i].store_bytes(p + i * kLanes);
-        sums[i] = sum(a[i]);
-    }
-}
 /// To the nearest whole number, ties to the even one.
 inline Ints round(Floats a) {
     Ints r;

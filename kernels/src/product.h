@@ -2,8 +2,9 @@
 //
 // out[r][o] = sum over groups g of  float(sum over i in g of w[o][i] a[r][i]) * (scale_w[o][g] * scale_a[r][g])
 //
-// with scale_a the group's: activations are not rounded by halves. The inner sum is exact in int32. The outer one is a chain of fused multiply-adds in the order of g, one for each
-// (r, o): which rows travel together, and how they are cut into tiles, changes nothing.
+// with scale_a the group's: activations are not rounded by halves. The inner sum is exact in int32. The outer one is a
+// chain of fused multiply-adds in the order of g, one for each (r, o): which rows travel together, and how they are cut
+// into tiles, changes nothing.
 #pragma once
 
 #include "exponential.h"

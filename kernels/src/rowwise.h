@@ -7,6 +7,15 @@
 namespace outpace {
 namespace {
 
+/// 16 numbers of each as int8, and their sums. Lanes that do it all at once have their own, which goes first.
+template <class I>
+inline void store_bytes(const I (&a)[kSums], int8_t* p, int32_t* sums) {
+    for (int i = 0; i < kSums; ++i) {
+        a[i].store_bytes(p + i * kLanes);
+        sums[i] = sum(a[i]);
+    }
+}
+
 /// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)), where the
 /// largest is that of the group, or of its half.
 inline void quantize_group(const float* x, const Activations& out, int row, int group) {

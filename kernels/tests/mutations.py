@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mistakes import MUTATIONS, Mutation
+from mistakes import MUTATIONS
+from mutation import Mutation
 
 KERNELS = Path(__file__).resolve().parents[1]
 COPIED = ("CMakeLists.txt", "src", "tests")

@@ -11,9 +11,9 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.models.files.kind import check_kind
 
-ARCHITECTURES = {  # of the whole by its model_type, and of the language model alone
-    "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM", "gemma3_text"),
-    "mistral3": ("Mistral3ForConditionalGeneration", "MistralForCausalLM", "mistral"),
+ALONE = {  # by the whole's model_type the architecture of the language model alone, and its model_type
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "mistral3": ("MistralForCausalLM", "mistral"),
 }
 PREFIXES = {  # of tensors in the file, and of the same ones of a language model alone
     "language_model.model.": "model.",
@@ -27,7 +27,7 @@ OUTER = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", 
 def has_text_part(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of such a checkpoint."""
     model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in ARCHITECTURES and "text_config" in config
+    return isinstance(model_type, str) and model_type in ALONE and "text_config" in config
 
 
 def text_config(config: Mapping[str, Any], where: object) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def text_config(config: Mapping[str, Any], where: object) -> dict[str, Any]:
     inner = config["text_config"]
     if not isinstance(inner, Mapping):
         raise UserError(f"{where}: text_config is {inner!r:.80}, it must be an object")
-    _, architecture, model_type = ARCHITECTURES[config["model_type"]]
+    architecture, model_type = ALONE[config["model_type"]]
     outer = {name: config[name] for name in OUTER if config.get(name) is not None}
     return {"model_type": model_type, **inner, **outer, "architectures": [architecture]}
 

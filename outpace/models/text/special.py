@@ -42,6 +42,6 @@ def without_rows(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[
 
 def check_rows(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
     """UserError for a text that holds one of the tokens `beyond` the embedding."""
-    if not beyond.keys().isdisjoint(ids):
+    if beyond and not beyond.keys().isdisjoint(ids):
         token = next(beyond[index] for index in ids if index in beyond)
         raise UserError(f"the text holds {token!r}, a token for which the model's embedding has no row")
