@@ -93,7 +93,7 @@ def scores_of(model: NativeLlama) -> torch.Tensor:
 def test_layers_are_in_four_bits_and_the_output_layer_is_not() -> None:
     four, eight = model_of(WHOLE), model_of(WHOLE, "int8")
     assert four.precision == "int4"
-    assert four._ends.head.formats == eight._ends.head.formats == ["int8"]
+    assert four._ends.head.formats == eight._ends.head.formats == ["Q8_0"]
     layers = [sum(layer.bytes for layer in model._layers) for model in (four, eight)]
     assert layers[0] < 0.65 * layers[1]
 

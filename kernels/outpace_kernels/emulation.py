@@ -18,7 +18,6 @@ from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
 from outpace_kernels.emulated_matrices import Matrix as Matrix
 from outpace_kernels.emulated_matrices import Room as Room
-from outpace_kernels.emulated_matrices import StoredMatrix
 from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
 from outpace_kernels.emulated_numbers import (
@@ -50,10 +49,10 @@ class Layer:
 
     attention_norm: np.ndarray
     mlp_norm: np.ndarray
-    qkv: Matrix | StoredMatrix
-    output: Matrix | StoredMatrix
-    gate_up: Matrix | StoredMatrix
-    down: Matrix | StoredMatrix
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
     query_norm: Sequence[float] = field(default_factory=list)
     key_norm: Sequence[float] = field(default_factory=list)
     turns: bool = True
@@ -127,9 +126,9 @@ class Model:
         middle: int,
         epsilon: float,
         layers: Sequence[Layer],
-        embedding: Matrix | StoredMatrix,
+        embedding: Matrix,
         norm: np.ndarray,
-        head: Matrix | StoredMatrix,
+        head: Matrix,
         instruction_set: str,
         threads: int,
         rotations: int = 1,

@@ -53,7 +53,7 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     check_threads(threads);
     const nb::gil_scoped_release release;
     const float* added = bias.empty() ? nullptr : bias.data();
-    if (!rounded || stored.has_floats()) return std::make_shared<Matrix>(stored, added, threads, room);
+    if (!rounded || stored.has_floats() || stored.is_int8()) return std::make_shared<Matrix>(stored, added, threads, room);
     return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
 }
 

@@ -92,7 +92,7 @@ Format format_of(const char* name) {
     throw std::invalid_argument("the format " + std::string(name) + " is not known");
 }
 
-const char* name_of(Format format) { return format == Format::int8 ? "int8" : file_format(format).name; }
+const char* name_of(Format format) { return file_format(format).name; }
 
 Group unpack(Format format, const uint8_t* row, const Stored& stored, int number) {
     Group group{};

@@ -30,7 +30,7 @@ inline constexpr FileFormat kFileFormats[] = {
 constexpr const FileFormat& file_format(Format format) {
     for (const FileFormat& one : kFileFormats)
         if (one.format == format) return one;
-    throw std::invalid_argument("int8 is no format of a file");
+    throw std::invalid_argument("not a format of a file");
 }
 
 constexpr FileBlock file_block(Format format) { return file_format(format).block; }

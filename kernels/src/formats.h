@@ -32,6 +32,7 @@ struct FormatOf {
     static constexpr int kBits = Bits;
     static constexpr int kPart = PartInputs;  // that are summed, then multiplied by c
     static constexpr int kParts = kGroup / PartInputs;
+    static_assert(kParts == kHalves || kParts == kQuarters);
     static constexpr int kShares = kGroup / SharedInputs;  // of a group, each with its own c and m
     static constexpr int kBias = Bias;
     static constexpr bool kHasMin = HasMin;

@@ -45,6 +45,12 @@ inline Half float_to_half(float value) {
     return {static_cast<uint16_t>(sign | ((bits >> 13) - (112u << 10)))};
 }
 
+/// The smallest number in half precision that is not below `value` >= 0: infinity beyond 65504.
+inline Half to_half_up(float value) {
+    const Half nearest = float_to_half(value);
+    return {static_cast<uint16_t>(nearest.bits + (half_to_float(nearest) < value))};
+}
+
 inline float from_bfloat16(uint16_t high) {
     const uint32_t bits = static_cast<uint32_t>(high) << 16;
     float value;

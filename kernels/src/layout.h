@@ -5,15 +5,12 @@
 
 namespace outpace {
 
-constexpr int kGroup = 64;   // inputs that share one scale, in weights and in activations
+constexpr int kGroup = 64;   // inputs that are worked on together
 constexpr int kLanes = 16;   // float32 or int32 numbers that are worked on at once, whatever the machine's registers
 constexpr int kPanel = 32;   // outputs that are packed together: two times kLanes
 constexpr int kDepthMax = 256;  // largest head size
 
-// One group of one panel: a bfloat16 scale for each of 32 outputs, then kGroup / 4 steps of 32 outputs x 4 inputs.
-constexpr int kBlockScales = kPanel * 2;
-constexpr int kStep = kPanel * 4;
-constexpr int kBlock = kBlockScales + kPanel * kGroup;
+constexpr int kStep = kPanel * 4;  // bytes of a panel's outputs x 4 inputs, in a byte each
 
 constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -27,37 +24,42 @@ struct Half {
     uint16_t bits;
 };
 
-constexpr int kSums = kGroup / kLanes;  // of a group's activations, one for each 16 of them
-constexpr int kHalves = 2;              // of a group; weights of a file have a scale for 32 inputs, or for 16
+constexpr int kHalves = 2;    // of a group; weights have a scale for 32 inputs,
+constexpr int kQuarters = 4;  // or for 16
 
 /// What a product needs of a group of int8 activations beside its values. One stands beside the other: were each of these
 /// numbers in an array of its own, threads that write neighbouring rows would take the arrays' lines from each other. Two
 /// fill a line: with a third in part of it a pass of eight rows took 7 % longer.
 struct GroupFacts {
-    int32_t sums[kSums];    // of 16 values each
-    float mins[kHalves];    // scale * (sum of 32 values): what a weight's smallest value is multiplied by
-    float scales[kHalves];  // of 32 values each
+    int32_t sums[kQuarters];  // of 16 values each
+    float numbers[2 * kHalves];
 
-    /// -128 * (sum of the values): it takes back what weights stored as w + 128 add to a product.
-    int32_t offset() const { return -128 * (sums[0] + sums[1] + sums[2] + sums[3]); }
+    /// Of each quarter, where these are rounded; else of each half.
+    float* scales() { return numbers; }
+    const float* scales() const { return numbers; }
+
+    /// Of each half, where these are rounded: scale * (sum of 32 values), what a weight's smallest value is multiplied by.
+    float* mins() { return numbers + kHalves; }
+    const float* mins() const { return numbers + kHalves; }
 };
 
 static_assert(sizeof(GroupFacts) == 32);
 
 /// Rows of int8 activations: `groups` groups of kGroup values each. The same group of all rows lies together, so a product
-/// of some rows finds all it needs at fixed distances. By halves: each half of a group is rounded by its own scale, which
-/// products with a file's weights take at no cost, for they multiply by a scale for 32 inputs; else by the group's.
+/// of some rows finds all it needs at fixed distances. Each half of a group is rounded by its own scale, which costs
+/// products nothing, for they multiply by a weight's scale for 32 inputs; by quarters: each quarter is, for weights that
+/// all have a scale for 16.
 struct Activations {
     int8_t* values;
     GroupFacts* facts;
     int rows;
     int groups;
-    bool by_halves = false;
+    bool by_quarters = false;
 
     /// Group `group` of all rows from row `row` on.
     Activations from(int row, int group) const {
         const int64_t at = static_cast<int64_t>(group) * rows + row;
-        return {values + at * kGroup, facts + at, rows, groups, by_halves};
+        return {values + at * kGroup, facts + at, rows, groups, by_quarters};
     }
 
     /// Asks for the first row's lines, to be written soon: other cores, which read what they held, have to give them up.
@@ -67,9 +69,9 @@ struct Activations {
     }
 };
 
-/// How weights are held: rounded here (int8), or as a file has them, by ggml's names and two of ours (see formats.h).
-/// The last three are a file's alone: they are rounded.
-enum class Format { int8, q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
+/// How weights are held: as a file has them, by ggml's names and two of ours (see formats.h). The last three are a file's
+/// alone: they are rounded to int8, which is Q8_0.
+enum class Format { q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
 
 constexpr bool is_float(Format format) { return format >= Format::f32; }
 

@@ -2,54 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <thread>
 
-#include "half.h"
+#include "formats.h"
 
 namespace outpace {
 namespace {
-
-/// The largest |x| of kGroup numbers, eight side by side.
-float largest_of(const float* x) {
-    float tops[8] = {};
-    for (int i = 0; i < kGroup; i += 8)
-        for (int j = 0; j < 8; ++j) {
-            const float size = std::fabs(x[i + j]);
-            tops[j] = size > tops[j] ? size : tops[j];
-        }
-    return *std::max_element(tops, tops + 8);
-}
-
-/// kGroup weights of one output into its group's block. Adding 1.5 * 2^23 rounds a small number to a whole one, to even
-/// where it is halfway, and leaves it in the lowest byte; `lrintf` would be one number at a time.
-void pack_group(const float* weights, uint8_t* place, int lane) {
-    const float top = largest_of(weights);
-    const uint16_t high = top > 1e-30f ? to_bfloat16_up(top / 127.0f) : 0;
-    const float scale = high ? from_bfloat16(high) : 1.0f;
-    std::memcpy(place + 2 * lane, &high, 2);
-    uint8_t bytes[kGroup];
-    for (int i = 0; i < kGroup; ++i) {
-        const float rounded = weights[i] / scale + 12582912.0f;
-        uint32_t bits;
-        std::memcpy(&bits, &rounded, 4);
-        bytes[i] = static_cast<uint8_t>(bits + 128);
-    }
-    uint8_t* to = place + kBlockScales + lane * 4;
-    for (int i = 0; i < kGroup; i += 4, to += kStep) std::memcpy(to, bytes + i, 4);
-}
-
-void read_group(const uint8_t* place, int lane, float* out) {
-    uint16_t high;
-    std::memcpy(&high, place + 2 * lane, 2);
-    const float scale = from_bfloat16(high);
-    for (int i = 0; i < kGroup; ++i) {
-        const int q = static_cast<int>(place[kBlockScales + i / 4 * kStep + lane * 4 + i % 4]) - 128;
-        out[i] = static_cast<float>(q) * scale;
-    }
-}
 
 /// f(number) for every number below `count`, by so many threads.
 template <class F>
@@ -123,28 +82,29 @@ void Matrix::keep(const Stored& stored, int threads, Room* room) {
 
 /// Floats of a file, to int8, a group at a time.
 void Matrix::round(const Stored& stored, int threads, Room* room) {
-    std::atomic<bool> is_sound{true};
     pack(threads, room, [&](int output, int group, float* out) {
         Format format;
         const uint8_t* row = stored.find(output, &format);
-        if (row && !read_floats(format, row, stored, group, out)) is_sound = false;
+        if (row) read_floats(format, row, stored, group, out);
     });
-    if (!is_sound) throw std::domain_error("a weight is not finite");
 }
 
 /// Makes room for all weights and rounds them to int8. `read` (output, group, out [kGroup]) gives some of them, zeros behind the last input.
 template <class F>
 void Matrix::pack(int threads, Room* room, F read) {
-    allocate({{Format::int8, 0, outpace::panel_bytes(Format::int8, groups_), nullptr}}, room);
+    allocate({{Format::q8_0, 0, outpace::panel_bytes(Format::q8_0, groups_), nullptr}}, room);
+    std::atomic<bool> is_finite{true}, fits{true};
     share(threads, panels().count(), [&](int number) {
-        uint8_t* place = panel(number);
-        for (int group = 0; group < groups_; ++group, place += kBlock)
+        for (int group = 0; group < groups_; ++group)
             for (int lane = 0; lane < kPanel; ++lane) {
                 float weights[kGroup] = {};
                 if (number * kPanel + lane < outputs_) read(number * kPanel + lane, group, weights);
-                pack_group(weights, place, lane);
+                if (!are_finite(weights, kGroup)) is_finite = false;
+                if (!pack_floats(weights, panel(number), group, lane)) fits = false;
             }
     });
+    if (!is_finite) throw std::domain_error("a weight is not finite");
+    if (!fits) throw std::domain_error("a weight is too large for int8: above 8.3 million");
 }
 
 void Matrix::set_bias(const float* bias) {
@@ -180,6 +140,12 @@ std::size_t Matrix::panel_bytes() const {
     return total;
 }
 
+bool Matrix::takes_quarters() const {
+    return std::all_of(sections_.begin(), sections_.end(), [](const Section& section) {
+        return with_format(section.format, [](auto f) { return decltype(f)::kParts == kQuarters; });
+    });
+}
+
 std::vector<Format> Matrix::formats() const {
     std::vector<Format> found;
     for (const Section& section : sections_) found.push_back(section.format);
@@ -195,12 +161,7 @@ void Matrix::row(int output, float* out) const {
 }
 
 void Matrix::read(int output, int group, float* out) const {
-    const Format format = panels().section(output / kPanel).format;
-    const uint8_t* place = panel(output / kPanel);
-    if (format == Format::int8)
-        read_group(place + static_cast<int64_t>(group) * kBlock, output % kPanel, out);
-    else
-        read_stored(format, place, group, output % kPanel, out);
+    read_stored(panels().section(output / kPanel).format, panel(output / kPanel), group, output % kPanel, out);
 }
 
 }  // namespace outpace

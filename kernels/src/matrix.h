@@ -10,17 +10,15 @@
 
 namespace outpace {
 
-/// W [outputs, inputs]. Panels of 32 outputs follow each other.
-///
-/// In int8 each has its groups, in each: 32 scales, then for every 4 inputs 32 x 4 bytes. scale = (largest |w| of the
-/// group / 127) rounded up to bfloat16; q = round(w / scale), stored as q + 128. Other formats: formats.h.
+/// W [outputs, inputs]. Panels of 32 outputs follow each other, in the formats of formats.h; int8 is Q8_0.
 class Matrix {
   public:
-    /// Rounded to int8. `bias` may be null. Without a `room`, here and below, it has memory of its own.
+    /// Rounded to int8. `bias` may be null. Without a `room`, here and below, it has memory of its own. Throws
+    /// std::domain_error for a weight that is not finite, or too large.
     Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1, Room* room = nullptr);
 
     /// What a file holds; floats are rounded to int8. Throws std::invalid_argument for what does not fit,
-    /// std::domain_error for a scale or a float that is not finite.
+    /// std::domain_error for a scale or a float that is not finite, or too large.
     Matrix(const Stored& stored, const float* bias, int threads = 1, Room* room = nullptr);
 
     /// What another holds, rounded to int8.
@@ -29,8 +27,8 @@ class Matrix {
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
     int groups() const { return groups_; }
-    /// Whether it is multiplied by activations that are rounded by halves of groups.
-    bool takes_halves() const { return sections_[0].format != Format::int8; }
+    /// Whether it is multiplied by activations that are rounded by quarters of groups.
+    bool takes_quarters() const;
     std::size_t bytes() const { return panel_bytes() + bias_.size() * sizeof(float); }
     std::size_t panel_bytes() const;
     Panels panels() const {

@@ -12,9 +12,9 @@ int most_queries(int each, int whole) {
     return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
 }
 
-/// Where activations are to be rounded as the product with `weights` takes them.
+/// Activations, rounded or to be rounded as the product with `weights` takes them.
 Activations rounded_for(const Matrix& weights, Activations place) {
-    place.by_halves = weights.takes_halves();
+    place.by_quarters = weights.takes_quarters();
     return place;
 }
 
@@ -222,8 +222,8 @@ void Model::Pass::feed(int number, Team::Member& member) {
     const int middle = model_.shape_.middle, rows = rows_behind(number);
     normalize(layer.mlp_norm.data(), *layer.gate_up, nullptr, rows, member);
     const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member), normed_,
-                             rows, rounded_for(*layer.down, gated_),
+    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member),
+                             rounded_for(*layer.gate_up, normed_), rows, rounded_for(*layer.down, gated_),
                              scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
                              static_cast<int64_t>(number) * middle, model_.shape_.is_gelu};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
@@ -285,7 +285,8 @@ Following Model::Pass::following(int number, int units, const Matrix& next, cons
 void Model::Pass::multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows,
                            float* out, int64_t stride, bool add, Team::Member& member) {
     const int panels = weights.panels().count();
-    const Product task{weights.panels(), following(number, panels, next, member), in, rows, out, stride, add};
+    const Product task{weights.panels(), following(number, panels, next, member), rounded_for(weights, in), rows, out,
+                       stride, add};
     const auto one = [&](int panel) { kernels_.product(task, panel); };
     team_.share(member, panels, one);
 }

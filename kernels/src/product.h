@@ -1,10 +1,4 @@
-// int8 matrix products for few rows. To be read after a lanes_*.h.
-//
-// out[r][o] = sum over groups g of  float(sum over i in g of w[o][i] a[r][i]) * (scale_w[o][g] * scale_a[r][g])
-//
-// with scale_a the group's: activations are not rounded by halves. The inner sum is exact in int32. The outer one is a
-// chain of fused multiply-adds in the order of g, one for each (r, o): which rows travel together, and how they are cut
-// into tiles, changes nothing.
+// Products of whole panels: rows cut into tiles, sums added to where they belong, gates. To be read after a lanes_*.h.
 #pragma once
 
 #include "exponential.h"
@@ -15,60 +9,13 @@
 namespace outpace {
 namespace {
 
-/// R rows times V vectors of 16 outputs, beginning with vector `first` of a panel, into out [R, kPanel].
-template <int R, int V>
-inline void multiply_vectors(const uint8_t* block, int first, const Activations& in, const Tile& tile, float* out) {
-    constexpr int kChains = R * V <= 2 ? 2 : 1;  // a single chain of dots would wait for itself
-    Floats total[R][V];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
-    const Fetched<kBlock, 1, 8, R, V> fetched(tile, in.groups);
-    for (int group = 0; group < in.groups; ++group, block += kBlock) {
-        const uint8_t* weights = block + kBlockScales + first * 4 * kLanes;
-        const Lines lines = fetched.of(group);
-        const Activations at = in.from(tile.first, group);
-        Ints sums[kChains][R][V];
-        for (int r = 0; r < R; ++r) {
-            for (int chain = 0; chain < kChains; ++chain) {
-                const Ints start = chain ? Ints::all(0) : begin(at.facts[r].offset());
-                for (int v = 0; v < V; ++v) sums[chain][r][v] = start;
-            }
-        }
-#pragma GCC unroll 16
-        for (int step = 0; step < kSteps; ++step, weights += kStep) {
-            Weights w[V];
-            fetch_lines<kBlock, V>(block, step, first, lines);
-            for (int v = 0; v < V; ++v) w[v] = Weights::load(weights + v * 4 * kLanes);
-            for (int r = 0; r < R; ++r) {
-                const Quad a = Quad::load(at.values + r * kGroup + 4 * step);
-                for (int v = 0; v < V; ++v)
-                    sums[step % kChains][r][v] = dot(sums[step % kChains][r][v], w[v], a);
-            }
-        }
-        Floats scales[V];
-        for (int v = 0; v < V; ++v) scales[v] = load_bfloat16(block + (first + v) * 2 * kLanes);
-        for (int r = 0; r < R; ++r) {
-            const Floats scale = Floats::all(at.facts[r].scales[0]);
-            for (int v = 0; v < V; ++v) {
-                const Ints sum = kChains == 1 ? sums[0][r][v] : sums[0][r][v] + sums[kChains - 1][r][v];
-                total[r][v] = fma(sum.to_floats(), scales[v] * scale, total[r][v]);
-            }
-        }
-    }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) total[r][v].store(out + r * kPanel + (first + v) * kLanes);
-}
-
 /// R rows times one panel.
 template <int R>
 inline void multiply_rows(Format format, const uint8_t* panel, const Activations& in, const Tile& tile, float* out) {
     for (int first = 0; first < kPanel / kLanes; first += kTileVectors) {
-        if (format == Format::int8)
-            multiply_vectors<R, kTileVectors>(panel, first, in, tile, out);
-        else
-            with_format(format, [&](auto f) {
-                multiply_stored<decltype(f), R, kTileVectors>(panel, first, in, tile, out);
-            });
+        with_format(format, [&](auto f) {
+            multiply_stored<decltype(f), R, kTileVectors>(panel, first, in, tile, out);
+        });
     }
 }
 

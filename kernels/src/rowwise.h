@@ -9,34 +9,42 @@ namespace {
 
 /// 16 numbers of each as int8, and their sums. Lanes that do it all at once have their own, which goes first.
 template <class I>
-inline void store_bytes(const I (&a)[kSums], int8_t* p, int32_t* sums) {
-    for (int i = 0; i < kSums; ++i) {
+inline void store_bytes(const I (&a)[kQuarters], int8_t* p, int32_t* sums) {
+    for (int i = 0; i < kQuarters; ++i) {
         a[i].store_bytes(p + i * kLanes);
         sums[i] = sum(a[i]);
     }
 }
 
-/// kGroup floats to int8, group `group` of row `row`: scale = largest |x| / 127, q = round(x * (127 / largest)), where the
-/// largest is that of the group, or of its half.
-inline void quantize_group(const float* x, const Activations& out, int row, int group) {
-    const Activations place = out.from(row, group);
-    GroupFacts& facts = *place.facts;
-    static_assert(kHalves == 2 && kSums == 4 && kGroup == kSums * kLanes);
-    Ints q[kSums];
-    Floats most[kHalves];
-    for (int half = 0; half < kHalves; ++half)
-        most[half] = max(abs(Floats::load(x + 2 * half * kLanes)), abs(Floats::load(x + (2 * half + 1) * kLanes)));
-    if (!out.by_halves) most[0] = most[1] = max(most[0], most[1]);
-    for (int half = 0; half < kHalves; ++half) {
-        const float top = largest(most[half]);
+/// kGroup floats to int8, each of `Parts` parts by its own scale = largest |x| / 127: q = round(x * (127 / largest)).
+template <int Parts>
+inline void quantize_parts(const float* x, int8_t* values, GroupFacts& facts) {
+    constexpr int kVectors = kQuarters / Parts;  // of a part
+    static_assert(kGroup == kQuarters * kLanes && (Parts == kHalves || Parts == kQuarters));
+    Ints q[kQuarters];
+    for (int part = 0; part < Parts; ++part) {
+        const float* from = x + part * kVectors * kLanes;
+        Floats most = abs(Floats::load(from));
+        if constexpr (kVectors > 1) most = max(most, abs(Floats::load(from + kLanes)));
+        const float top = largest(most);
         const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
         const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
-        for (int i = 2 * half; i < 2 * half + 2; ++i) q[i] = round(Floats::load(x + i * kLanes) * factor);
-        facts.scales[half] = is_zero ? 0.0f : top / 127.0f;
+        for (int i = 0; i < kVectors; ++i) q[part * kVectors + i] = round(Floats::load(from + i * kLanes) * factor);
+        facts.scales()[part] = is_zero ? 0.0f : top / 127.0f;
     }
-    store_bytes(q, place.values, facts.sums);
-    for (int half = 0; half < kHalves; ++half)
-        facts.mins[half] = facts.scales[half] * static_cast<float>(facts.sums[2 * half] + facts.sums[2 * half + 1]);
+    store_bytes(q, values, facts.sums);
+    if constexpr (Parts == kHalves)
+        for (int half = 0; half < kHalves; ++half)
+            facts.mins()[half] = facts.scales()[half] * static_cast<float>(facts.sums[2 * half] + facts.sums[2 * half + 1]);
+}
+
+/// kGroup floats to group `group` of row `row`.
+inline void quantize_group(const float* x, const Activations& out, int row, int group) {
+    const Activations place = out.from(row, group);
+    if (out.by_quarters)
+        quantize_parts<kQuarters>(x, place.values, *place.facts);
+    else
+        quantize_parts<kHalves>(x, place.values, *place.facts);
 }
 
 /// Sum of x_i^2 over a multiple of 16 numbers: lane l takes i = l, l + 16, ... in this order.

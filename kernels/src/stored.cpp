@@ -1,6 +1,7 @@
 #include "stored.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "blocks.h"
@@ -81,6 +82,42 @@ void write_bits(const Group& group, uint8_t* low) {
     }
 }
 
+/// The largest |x| of half a group, eight side by side.
+float largest_of(const float* x) {
+    float tops[8] = {};
+    for (int i = 0; i < kHalfGroup; i += 8)
+        for (int j = 0; j < 8; ++j) {
+            const float size = std::fabs(x[i + j]);
+            tops[j] = size > tops[j] ? size : tops[j];
+        }
+    return *std::max_element(tops, tops + 8);
+}
+
+/// Half a group of weights as Q8_0. Adding 1.5 * 2^23 rounds a small number to a whole one, to even where it is halfway,
+/// and leaves it in the lowest byte; `lrintf` would be one number at a time.
+void round_half(const float* weights, int half, Group& group) {
+    const Half held = to_half_up(largest_of(weights) / 127.0f);
+    const float scale = held.bits ? half_to_float(held) : 1.0f;
+    group.numbers[half][0] = held.bits;
+    uint8_t bytes[kHalfGroup];
+    for (int i = 0; i < kHalfGroup; ++i) {
+        const float rounded = weights[i] / scale + 12582912.0f;
+        uint32_t bits;
+        std::memcpy(&bits, &rounded, 4);
+        bytes[i] = static_cast<uint8_t>(bits + 128);
+    }
+    std::memcpy(group.words + half * kHalfGroupWords, bytes, kHalfGroup);
+}
+
+/// Writes a group to its place; false where a scale is not finite.
+template <class F>
+bool write(const Group& group, uint8_t* panel, int number, int lane) {
+    const Place<F, uint8_t> place(panel, number);
+    write_scales<F>(group, place, lane);
+    write_bits<F>(group, place.bits + lane * 4);
+    return is_finite<F>(group);
+}
+
 /// The numbers of inputs 4 i to 4 i + 3 of a group, a byte each, as they are held. `low`: where its lane's bits begin.
 template <class F>
 uint32_t read_bits(const uint8_t* low, int i) {
@@ -110,22 +147,31 @@ float read_number(const Place<F, const uint8_t>& place, int part, int which, int
 }  // namespace
 
 int64_t panel_bytes(Format format, int groups) {
-    if (format == Format::int8) return static_cast<int64_t>(groups) * kBlock;
     return with_format(format, [&](auto f) { return decltype(f)::panel_bytes(groups); });
 }
 
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int number, int lane) {
     const Group group = unpack(format, row, stored, number);
-    return with_format(format, [&](auto f) {
-        using F = decltype(f);
-        const Place<F, uint8_t> place(panel, number);
-        write_scales<F>(group, place, lane);
-        write_bits<F>(group, place.bits + lane * 4);
-        return is_finite<F>(group);
-    });
+    return with_format(format, [&](auto f) { return write<decltype(f)>(group, panel, number, lane); });
 }
 
-bool read_floats(Format format, const uint8_t* row, const Stored& stored, int number, float* out) {
+bool pack_floats(const float* weights, uint8_t* panel, int number, int lane) {
+    Group group{};
+    for (int half = 0; half < kHalves; ++half) round_half(weights + half * kHalfGroup, half, group);
+    return write<Q80>(group, panel, number, lane);
+}
+
+bool are_finite(const float* x, int count) {
+    uint32_t top = 0;  // the largest exponent
+    for (int i = 0; i < count; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        top = std::max(top, bits & 0x7f800000u);
+    }
+    return top != 0x7f800000u;
+}
+
+void read_floats(Format format, const uint8_t* row, const Stored& stored, int number, float* out) {
     const Stored::Run run = stored.run_at(number * kGroup);
     const int count = std::clamp(run.count, 0, kGroup);
     row += static_cast<int64_t>(run.first) * file_block(format).bytes;
@@ -135,13 +181,6 @@ bool read_floats(Format format, const uint8_t* row, const Stored& stored, int nu
         for (int i = 0; i < count; ++i) out[i] = half_to_float({short_word(row + 2 * i)});
     else
         for (int i = 0; i < count; ++i) out[i] = from_bfloat16(short_word(row + 2 * i));
-    uint32_t top = 0;  // the largest exponent
-    for (int i = 0; i < count; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, out + i, 4);
-        top = std::max(top, bits & 0x7f800000u);
-    }
-    return top != 0x7f800000u;
 }
 
 void read_stored(Format format, const uint8_t* panel, int number, int lane, float* out) {

@@ -1,6 +1,7 @@
 // The blocks of a file's tensors, and the same numbers in panels.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,6 +27,11 @@ struct Stored {
     int outputs;
     int inputs;  // padded ones included
     int chunk;
+
+    /// Whether all of it is in int8 as the file has it.
+    bool is_int8() const {
+        return std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part.format == Format::q8_0; });
+    }
 
     /// Whether it is all floats.
     bool has_floats() const { return !parts.empty() && is_float(parts[0].format); }
@@ -61,9 +67,15 @@ int64_t panel_bytes(Format format, int groups);
 /// Group `group` of lane `lane` of a panel from a row of the file; `row` null: zeros. False where a scale is not finite.
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int group, int lane);
 
-/// Group `group` of a row of floats, float32 [kGroup]; `out` stays as it is where the group is padded. False where a value
-/// is not finite.
-bool read_floats(Format format, const uint8_t* row, const Stored& stored, int group, float* out);
+/// kGroup floats as group `group` of lane `lane` of a panel of Q8_0. Of 32 of them: scale = (largest |x| / 127) rounded up
+/// to half precision, q = round(x / scale). False where a scale is beyond half precision.
+bool pack_floats(const float* weights, uint8_t* panel, int group, int lane);
+
+/// Whether none of these is infinite or no number.
+bool are_finite(const float* x, int count);
+
+/// Group `group` of a row of floats, float32 [kGroup]; `out` stays as it is where the group is padded.
+void read_floats(Format format, const uint8_t* row, const Stored& stored, int group, float* out);
 
 /// The values of a group of one lane, float32 [kGroup].
 void read_stored(Format format, const uint8_t* panel, int group, int lane, float* out);

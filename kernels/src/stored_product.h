@@ -1,9 +1,9 @@
-// Products with a file's own weights, for few rows. To be read after a lanes_*.h.
+// Matrix products for few rows: int8 activations, and weights as a file has them or in int8. To be read after a lanes_*.h.
 //
 // out[r][o] = sum over the parts p of a row, in order:  + float(sum over i in p of (q[o][i] - bias) a[r][i])
 //                                                        * (c[o][p] * scale_a[r]), then + m[o][p] * mins[r]
 //
-// with scale_a and mins those of the activations' half of a group. The inner sum is exact in int32, and each "+" is one
+// with scale_a and mins those of the activations' half of a group, or scale_a that of their quarter. The inner sum is exact in int32, and each "+" is one
 // fused multiply-add: which rows travel together, and how they are cut into tiles, changes nothing.
 #pragma once
 
@@ -132,16 +132,17 @@ OUTPACE_WITHIN void add_parts(const StoredGroup& group, int first, const Activat
             for (int v = 0; v < V; ++v) sums[r][v] = none;
         }
         add_steps<F, R, V, Part, 0>(group, first, in.values, lines, sums);
+        const int at = F::kParts == kQuarters && !in.by_quarters ? Part / 2 : Part;  // of the activations' scales
         for (int v = 0; v < V; ++v) {
             const Floats c = numbers<F, Part, 0>(group, first + v);
             for (int r = 0; r < R; ++r)
-                total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(),
-                                  c * Floats::all(in.facts[r].scales[Part * kHalves / F::kParts]), total[r][v]);
+                total[r][v] = fma(all_sums(sums[r][v], start(r)).to_floats(), c * Floats::all(in.facts[r].scales()[at]),
+                                  total[r][v]);
             if constexpr (F::kHasMin) {
                 Floats m = numbers<F, Part, 1>(group, first + v);
                 if constexpr (F::kMinInSteps) m = m * c;
                 for (int r = 0; r < R; ++r)
-                    total[r][v] = fma(m, Floats::all(in.facts[r].mins[Part]), total[r][v]);
+                    total[r][v] = fma(m, Floats::all(in.facts[r].mins()[Part]), total[r][v]);
             }
         }
         add_parts<F, R, V, Part + 1>(group, first, in, lines, total);

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "check.h"
+#include "file_blocks.h"
 #include "model.h"
 
 namespace outpace {
@@ -16,6 +17,8 @@ struct Sizes {
     KvFormat held;
     bool is_biased;
     bool is_gemma = false;  // windows, two rotations, norms behind the sublayers, GELU, and scales of its own
+    Format format = Format::f32;  // of the matrices, or Q6_K
+    bool is_rounded = true;       // to int8
 };
 
 using Random = std::mt19937;
@@ -30,7 +33,22 @@ inline std::vector<float> numbers(Random& random, std::size_t count, float cente
     return values;
 }
 
+/// Weights as a file has them in Q6_K: any bytes, and for 256 of them a scale that leaves the weights below a half.
+inline std::shared_ptr<Matrix> six_bit_matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
+    const FileBlock block = file_block(Format::q6_k);
+    const int64_t row_bytes = static_cast<int64_t>(inputs) / block.inputs * block.bytes;
+    std::vector<uint8_t> bytes(outputs * row_bytes);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 8);
+    for (std::size_t end = block.bytes; end <= bytes.size(); end += block.bytes) bytes[end - 1] = 4, bytes[end - 2] = 0;
+    std::vector<int> rows(outputs);
+    for (int i = 0; i < outputs; ++i) rows[i] = i;
+    const Stored stored{{{Format::q6_k, bytes.data(), outputs, row_bytes}}, rows.data(), outputs, inputs, 0};
+    if (!sizes.is_rounded) return std::make_shared<Matrix>(stored, nullptr, 1, &room);
+    return std::make_shared<Matrix>(Matrix(stored, nullptr), 1, &room);
+}
+
 inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
+    if (sizes.format == Format::q6_k) return six_bit_matrix(random, sizes, outputs, inputs, room);
     const std::vector<float> weights = numbers(random, static_cast<std::size_t>(outputs) * inputs, 0, 0.1f);
     const std::vector<float> bias = numbers(random, outputs, 0, 0.1f);
     return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs, 1,

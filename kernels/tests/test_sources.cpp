@@ -1,5 +1,6 @@
 // What panels are packed from beside a file's blocks: floats that are rounded where they lie, and words of GPTQ and AWQ.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <random>
 #include <stdexcept>
@@ -35,9 +36,10 @@ std::vector<uint8_t> bytes_of(Format format, const std::vector<float>& values) {
     return bytes;
 }
 
-bool throws(const Stored& stored) {
+template <class F>
+bool throws(F make) {
     try {
-        Matrix(stored, nullptr, 2);
+        make();
     } catch (const std::exception&) {
         return true;
     }
@@ -68,11 +70,44 @@ void test_floats(Format format, int chunk, int chunks) {
         check(one == other, "floats of a file are rounded as floats in memory are");
     }
     stored.parts[1].format = format == Format::f16 ? Format::bf16 : Format::f16;
-    check(throws(stored), "floats of two formats");
+    const auto make = [&] { Matrix(stored, nullptr, 2); };
+    check(throws(make), "floats of two formats");
     stored.parts[1].format = format;
     bytes[bytes.size() - 1] = 0x7f, bytes[bytes.size() - 2] |= 0x80;  // the exponent of each format's last number is full
     if (format == Format::f16) bytes[bytes.size() - 1] = 0x7c;
-    check(throws(stored), "a float that is not finite");
+    check(throws(make), "a float that is not finite");
+}
+
+/// int8 loses at most half a step, and a step is not above a 127th of the largest of 32 by more than half precision asks.
+void test_int8() {
+    Random random(10);
+    constexpr int kOutputs = 40, kInputs = 160;
+    std::vector<float> values(static_cast<std::size_t>(kOutputs) * kInputs), row(round_up(kInputs, kGroup));
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        const float size = std::ldexp(1.0f, static_cast<int>(i / kInputs) - 30);  // from 2^-30 to 2^9
+        values[i] = (static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f) * size;
+    }
+    const Matrix matrix(values.data(), nullptr, kOutputs, kInputs);
+    check(!matrix.takes_quarters() && matrix.formats()[0] == Format::q8_0, "int8 is Q8_0");
+    for (int output = 0; output < kOutputs; ++output) {
+        matrix.row(output, row.data());
+        for (int first = 0; first < kInputs; first += kHalfGroup) {
+            const float* from = values.data() + static_cast<std::size_t>(output) * kInputs + first;
+            float top = 0;
+            for (int i = 0; i < kHalfGroup; ++i) top = std::max(top, std::fabs(from[i]));
+            const double step = std::max(top / 127.0 * 1.001, top / 127.0 + 0x1p-24);
+            for (int i = 0; i < kHalfGroup; ++i)
+                check(std::fabs(row[first + i] - from[i]) <= 0.5001 * step, "int8 loses half a step at most");
+        }
+    }
+    for (float wrong : {std::nanf(""), INFINITY, 8.4e6f}) {
+        std::vector<float> damaged = values;
+        damaged[kInputs + 37] = wrong;
+        check(throws([&] { Matrix(damaged.data(), nullptr, kOutputs, kInputs, 2); }), "a weight that int8 does not hold");
+    }
+    values[kInputs + 37] = -8.3e6f;
+    Matrix(values.data(), nullptr, kOutputs, kInputs).row(1, row.data());
+    check(std::fabs(row[37] + 8.3e6f) < 4e4f, "a large weight");
 }
 
 /// An output by the lines of its inputs, as the blocks should mean: scale * (q - zero).
@@ -124,6 +159,7 @@ void test_words(bool by_output, Format format, int group, int inputs) {
 }  // namespace
 
 void test_sources() {
+    test_int8();
     for (Format format : {Format::f32, Format::f16, Format::bf16}) {
         test_floats(format, 64, 3);
         test_floats(format, 48, 2);

@@ -66,7 +66,7 @@ struct Inputs {
 
     Inputs(const Kernels& kernels, const Matrix& matrix, const std::vector<float>& x, int rows, int inputs)
         : view(buffer.view(rows, round_up(inputs, kGroup) / kGroup)) {
-        view.by_halves = matrix.takes_halves();
+        view.by_quarters = matrix.takes_quarters();
         const int stride = view.groups * kGroup;
         std::vector<float> padded(static_cast<std::size_t>(rows) * stride), ones(stride, 1.0f);
         for (int row = 0; row < rows; ++row)
@@ -88,13 +88,14 @@ bool same(const float* a, const float* b, std::size_t count) { return !std::memc
 /// Sums in double of what `row` reads and of what the activations stand for.
 void check_values(const Matrix& matrix, const Inputs& in, const std::vector<float>& bias, const std::vector<float>& out) {
     std::vector<float> weights(static_cast<std::size_t>(matrix.groups()) * kGroup);
+    const int shared = kGroup / (matrix.takes_quarters() ? kQuarters : kHalves);
     for (int output = 0; output < matrix.outputs(); ++output) {
         matrix.row(output, weights.data());
         for (int row = 0; row < kRows; ++row) {
             double total = bias[output], size = 0;
             for (int i = 0; i < matrix.groups() * kGroup; ++i) {
                 const Activations at = in.view.from(row, i / kGroup);
-                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * at.facts->scales[i % kGroup / (kGroup / kHalves)];
+                const double term = static_cast<double>(weights[i]) * at.values[i % kGroup] * at.facts->scales()[i % kGroup / shared];
                 total += term;
                 size += std::fabs(term);
             }

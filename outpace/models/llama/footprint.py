@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
-INT8_BYTES = 33 / 32  # of a weight: a byte, and a bfloat16 scale for 64
+INT8_BYTES = 34 / 32  # of a weight: a byte, and a scale in half precision for 32
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
 
 
