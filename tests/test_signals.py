@@ -242,7 +242,7 @@ class Loud(Stream):
         sys.stderr.write("."); sys.stderr.flush()
         return super()._piece(*given)
 import outpace.api.llm; outpace.api.llm.Stream = Loud
-main.main({["generate", "hello", "--target", str(tiny), "--max-tokens", "16000", *form]})
+main.main({[*ANSWER, "--target", str(tiny), *form]})
 """
     process = subprocess.Popen(
         [sys.executable, "-c", script],
