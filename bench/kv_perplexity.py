@@ -24,7 +24,7 @@ MOST = 400  # tokens of one text
 
 
 def tokens_of(files: list[Path], loaded: Loaded, count: int) -> list[int]:
-    """So many tokens, the files in turn, line by line."""
+    """So many tokens of what the lines hold in strings (reference answers, tests), the files in turn, line by line."""
     found: list[int] = []
     for lines in zip(*(file.read_text(encoding="utf-8").splitlines() for file in files), strict=False):
         for line in lines:

@@ -195,6 +195,6 @@ def test_a_bounded_process_is_told_before_it_runs_out() -> None:
         "except UserError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "needs 0.2 GiB of memory in int8" in done.stdout
+    assert "needs 0.1 GiB of memory in int8" in done.stdout
     assert "and 0.1 are free" in done.stdout or "and 0.0 are free" in done.stdout
     assert "dtype file" in done.stdout or "make some of it free" in done.stdout

@@ -376,8 +376,7 @@ def test_what_gives_nothing_is_tried_ever_later(ways: Ways, monkeypatch: pytest.
     ways.runs([replace(request, max_tokens=200)], carries=True, step=0.01)
     gaps = [later - before for before, later in pairwise(calls)]
     assert all(gap >= min(2**failures, 64) for failures, gap in enumerate(gaps, 1))
-    assert len(gaps) > 5
-    assert 3 <= len(calls) <= 7
+    assert len(calls) == 7
     assert all(spent[step] > 0.0 for step in calls)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +191,23 @@ def test_the_kernels_are_what_their_emulation_says(
         assert torch.equal(tree_scores(model_of(path, held)), scores)
 
 
+MIXES = [  # of the embedding, queries with keys and values, the heads' output, gates with ups, down
+    (("Q6_K",), ("Q4_K", "Q6_K"), ("Q4_K",), ("Q4_K",), ("Q6_K",)),  # as in files by Q4_K_M
+    (("Q4_K",), ("Q6_K",), ("Q6_K",), ("Q5_K",), ("Q5_K",)),
+    (("Q8_0",), ("Q6_K",), ("Q4_K",), ("Q6_K",), ("Q4_1",)),
+    (("Q6_K", "Q8_0"), ("Q6_K",), ("Q6_K",), ("Q6_K",), ("Q6_K",)),
+]
+
+
 @pytest.mark.parametrize("rows", [1, 5, 7])
-@pytest.mark.parametrize("name", [*FORMATS, *OURS])
-def test_products_are_what_the_emulation_says(name: str, rows: int) -> None:
-    """By a model of one layer whose matrices are of that format, the embedding too."""
+@pytest.mark.parametrize("names", [*[((name,),) * 5 for name in (*FORMATS, *OURS)], *MIXES], ids=str)
+def test_products_are_what_the_emulation_says(names: Sequence[Sequence[str]], rows: int) -> None:
+    """By a model of one layer whose matrices are of these formats, the embedding too."""
     hidden, heads = 256, (4, 2, 64)
-    shapes = {"qkv": (512, hidden), "output": (hidden, 256), "gate_up": (512, hidden), "down": (hidden, 256)}
+    sizes_of = {"table": 128, "qkv": 512, "output": hidden, "gate_up": 512, "down": hidden}
     data = {
-        part: blocks(name, *shape, seed) for seed, (part, shape) in enumerate({**shapes, "table": (96, 256)}.items())
+        part: [(name, blocks(name, outputs // len(kinds), 256, seed)) for name in kinds]
+        for seed, ((part, outputs), kinds) in enumerate(zip(sizes_of.items(), names, strict=True))
     }
     sees = np.tril(np.ones((rows, rows), bool))
     angles = np.arange(rows)[:, None] / (1 + np.arange(32))
@@ -206,14 +216,14 @@ def test_products_are_what_the_emulation_says(name: str, rows: int) -> None:
     for package, sets in ((emulation, ["emulation"]), (kernels, SETS)):
         for instruction_set in sets:
             made = {
-                part: package.Matrix.stored([(name, held)], np.arange(len(held), dtype=np.int32), 256)
+                part: package.Matrix.stored(held, np.arange(sizes_of[part], dtype=np.int32), 256)
                 for part, held in data.items()
             }
             norm, table = np.ones(hidden, np.float32), made.pop("table")
             layer = package.Layer(norm, norm, *made.values())
             sizes = package.Heads(*heads, "float32", 1e-5)
             model = package.Model(sizes, hidden, 256, 1e-5, [layer], table, norm, table, instruction_set, 2)
-            out = np.zeros((rows, 96), np.float32)
+            out = np.zeros((rows, 128), np.float32)
             every = np.arange(rows, dtype=np.int32)
             model.forward([(package.Store(sizes, 1, 64), 0, 0, rows, sees)], every * 5, turns, every, out)
             found.append(out)
@@ -303,6 +313,47 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, dtype: str) -> No
     path.write_bytes(data)
     with pytest.raises(UserError, match=f"{path.name} is damaged: .*not finite"):
         load_model(path, dtype=dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "auto"), ("BF16", "int8"), ("Q8_0", "int8")])
+def test_a_weight_that_is_too_large_for_int8_is_named(tmp_path: Path, kind: str, dtype: str) -> None:
+    """As a Q8_0 file holds it, int8 does."""
+    tensors = weights()
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = -8.3e6 if kind == "Q8_0" else 1e7
+    path = write_gguf(tmp_path / "large.gguf", kind=kind, tensors=tensors)
+    if kind == "Q8_0":
+        assert load_model(path, dtype=dtype).precision == "int8"
+        return
+    with pytest.raises(
+        UserError, match=r"blk.1.ffn_down.weight' holds a weight of size 1e\+07, and int8 holds at most"
+    ):
+        load_model(path, dtype=dtype)
+    assert load_model(path, dtype="float32").precision == "float32"
+
+
+def test_a_weight_that_is_too_large_for_int8_is_told_of_a_matrix_in_memory(tmp_path: Path) -> None:
+    tensors = {name: torch.from_numpy(values).double() for name, values in weights().items()}
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e7
+    write_checkpoint(tmp_path / "model", CONFIG, tensors)
+    with (
+        Checkpoint.open(tmp_path / "model") as source,
+        pytest.raises(UserError, match=r"does not fit int8, a weight is too"),
+    ):
+        NativeLlama.from_tensors(from_dict(source.config), source.weight)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf, 8.4e6])
+def test_what_int8_does_not_hold_is_refused_by_both_packages(wrong: float) -> None:
+    values = np.ones((3, 70), np.float32)
+    values[1, 69] = wrong
+    for package in (kernels, emulation):
+        with pytest.raises(ValueError, match=r"a weight is (not finite|too large for int8)"):
+            package.Matrix(values)
+
+
+def test_the_packages_agree_on_the_number_of_their_arithmetic() -> None:
+    assert kernels.ARITHMETIC == emulation.ARITHMETIC
 
 
 def test_file_is_for_the_native_runtime(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Buffers in, buffers out; nothing here knows torch or the engine. `emulation` is 
 """
 
 from outpace_kernels._native import (
+    ARITHMETIC,
     FLOATS,
     FORMATS,
     GROUP,
@@ -33,6 +34,7 @@ from outpace_kernels._native import (
 )
 
 __all__ = [
+    "ARITHMETIC",
     "FLOATS",
     "FORMATS",
     "GROUP",

@@ -28,7 +28,8 @@ class Matrix:
     def _hold(self, shape: tuple[int, int], sections: list[tuple[np.ndarray, Parts]], bias: Sequence[float]) -> None:
         self.outputs, self.inputs = shape
         self.sections = sections  # outputs of one part, and their weights
-        self.shared = HALF if any(parts.q.shape[2] != QUARTER for _, parts in sections) else QUARTER
+        is_by_quarters = all(parts.q.shape[2] == QUARTER for _, parts in self.sections)
+        self.shared = QUARTER if is_by_quarters else HALF  # inputs of x that share a scale
         self.bias = np.array(bias, F) if len(bias) else None
 
     @classmethod
@@ -54,7 +55,8 @@ class Matrix:
         held, sections, first = cls.__new__(cls), [], 0
         for name, data in parts:
             own = np.flatnonzero((rows >= first) & (rows < first + len(data)))
-            sections.append((own, _padded(parts_of(name, data[rows[own] - first]), chunk)))
+            if len(own):
+                sections.append((own, _padded(parts_of(name, data[rows[own] - first]), chunk)))
             first += len(data)
         held._hold((len(rows), inputs), sections, bias)
         return cls(held.values(), bias) if rounded and {name for name, _ in parts} != {INT8} else held
@@ -81,10 +83,15 @@ class Matrix:
 
 
 def _rounded(weights: np.ndarray) -> Parts:
-    """Floats to int8: 32 of an output share the scale (largest / 127), up to half precision."""
+    """Floats to int8: 32 of an output share the scale (largest / 127), up to half precision. ValueError for a weight
+    that is not finite, or too large."""
+    if not np.isfinite(weights).all():
+        raise ValueError("a weight is not finite")
     whole = groups_of(weights)
     grouped = whole.reshape(len(weights), -1, HALF)
     scales = half_up((np.abs(grouped).max(axis=-1) / F(127)).astype(F))
+    if np.isinf(scales).any():
+        raise ValueError("a weight is too large for int8: above 8.3 million")
     q = np.rint(grouped / np.where(scales > 0, scales, F(1))[..., None])
     return Parts(q.astype(np.int16), scales, None)
 

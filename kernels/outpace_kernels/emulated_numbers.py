@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 GROUP, LANES, MAX_DEPTH = 64, 16, 256
-HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row that share a scale: a quarter where all weights do
+HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 where all weights do (Q6_K)
+ARITHMETIC = 2  # raised by whoever changes the bits of scores
 F = np.float32
 TINY = F(1e-30)
 KV_DTYPES = {"float32": 4, "float16": 2, "int8": 1}  # bytes of an entry of a key or value
@@ -30,7 +31,7 @@ def groups_of(x: np.ndarray, size: int = GROUP) -> np.ndarray:
     return np.pad(x, padding).reshape(*x.shape[:-1], -1, size)
 
 
-def quantize(x: np.ndarray, size: int = HALF) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Activations [..., n] to int8 and their scales: largest / 127, q = round(x * (127 / largest)). `size` of them
     share a scale, and there are whole groups: [..., groups * GROUP / size, size], [..., groups * GROUP / size]."""
     whole = groups_of(x)
@@ -50,7 +51,8 @@ def bfloat16_up(x: np.ndarray) -> np.ndarray:
 
 def half_up(x: np.ndarray) -> np.ndarray:
     """The smallest numbers in half precision not below x >= 0, as float32."""
-    nearest = x.astype(np.float16)
+    with np.errstate(over="ignore"):  # which is infinity
+        nearest = x.astype(np.float16)
     return (nearest.view(np.uint16) + (nearest.astype(F) < x)).astype(np.uint16).view(np.float16).astype(F)
 
 

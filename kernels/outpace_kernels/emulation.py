@@ -18,6 +18,7 @@ from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
 from outpace_kernels.emulated_matrices import Matrix as Matrix
 from outpace_kernels.emulated_matrices import Room as Room
+from outpace_kernels.emulated_numbers import ARITHMETIC as ARITHMETIC
 from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
 from outpace_kernels.emulated_numbers import (

@@ -231,6 +231,7 @@ NB_MODULE(_native, m) {
     // What is alive when the interpreter ends is no leak: a daemon thread or a cache may have a model then. Models hold
     // layers, layers hold matrices, and none of them can hold anything else, so there are no circles to be found.
     nb::set_leak_warnings(false);
+    m.attr("ARITHMETIC") = kArithmetic;
     m.attr("GROUP") = kGroup;
     m.attr("LANES") = kLanes;
     m.attr("MAX_DEPTH") = kDepthMax;

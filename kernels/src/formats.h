@@ -1,4 +1,5 @@
-// The weights of a file without a second rounding: what a format's numbers mean, and how they lie in a panel.
+// What the numbers of a format mean, and how they lie in a panel: those of a file without a second rounding, and int8, which
+// is Q8_0.
 //
 // A weight is c * (q - bias) + m, with q a whole number of `bits` bits (or, where there is a table, table[q]), and c and
 // m those of its part: 32 inputs, or 16. In the K formats c is a whole number times the scale of 256 inputs, and so

@@ -13,7 +13,7 @@ namespace outpace {
 namespace {
 
 constexpr int kTileRows = 4;
-constexpr int kTileVectors = 1;  // 8 registers of int32 sums; the float32 sums are touched once a group
+constexpr int kTileVectors = 1;  // 8 registers of int32 sums; the float32 sums are touched once a part
 constexpr int kQueries = 2;
 constexpr int kMixVectors = 2;
 

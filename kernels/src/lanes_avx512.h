@@ -58,8 +58,6 @@ struct Ints {
     Floats to_floats() const { return {_mm512_cvtepi32_ps(v)}; }
 };
 
-inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
-
 /// As that of rowwise.h.
 inline void store_bytes(const Ints (&a)[4], int8_t* p, int32_t* sums) {
     __m512i all = _mm512_castsi128_si512(_mm512_cvtepi32_epi8(a[0].v));

@@ -72,10 +72,6 @@ struct Ints {
     }
 };
 
-inline Ints operator+(Ints a, Ints b) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vaddq_s32(a.v[i], b.v[i]);
-    return a;
-}
 inline int32_t sum(Ints a) {
     return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
 }

@@ -79,10 +79,6 @@ struct Ints {
     }
 };
 
-inline Ints operator+(Ints a, Ints b) {
-    for (int i = 0; i < kLanes; ++i) a.v[i] += b.v[i];
-    return a;
-}
 inline int32_t sum(Ints a) {
     int32_t total = 0;
     for (int32_t lane : a.v) total += lane;

@@ -5,6 +5,8 @@
 
 namespace outpace {
 
+constexpr int kArithmetic = 2;  // raised by whoever changes the bits of scores
+
 constexpr int kGroup = 64;   // inputs that are worked on together
 constexpr int kLanes = 16;   // float32 or int32 numbers that are worked on at once, whatever the machine's registers
 constexpr int kPanel = 32;   // outputs that are packed together: two times kLanes
@@ -32,18 +34,18 @@ constexpr int kQuarters = 4;  // or for 16
 /// fill a line: with a third in part of it a pass of eight rows took 7 % longer.
 struct GroupFacts {
     int32_t sums[kQuarters];  // of 16 values each
-    float numbers[2 * kHalves];
+    float numbers[kQuarters];  // four scales; or two, and behind them two minimums
 
-    /// Of each quarter, where these are rounded; else of each half.
+    /// Of each quarter, where each is rounded by its own; else of each half.
     float* scales() { return numbers; }
     const float* scales() const { return numbers; }
 
-    /// Of each half, where these are rounded: scale * (sum of 32 values), what a weight's smallest value is multiplied by.
+    /// Of each half, and none by quarters: scale * (sum of 32 values), what a weight's smallest value is multiplied by.
     float* mins() { return numbers + kHalves; }
     const float* mins() const { return numbers + kHalves; }
 };
 
-static_assert(sizeof(GroupFacts) == 32);
+static_assert(sizeof(GroupFacts) == 32 && 2 * kHalves == kQuarters);
 
 /// Rows of int8 activations: `groups` groups of kGroup values each. The same group of all rows lies together, so a product
 /// of some rows finds all it needs at fixed distances. Each half of a group is rounded by its own scale, which costs

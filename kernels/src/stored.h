@@ -1,4 +1,4 @@
-// The blocks of a file's tensors, and the same numbers in panels.
+// The blocks of a file's tensors, and the same numbers in panels; floats in panels of int8.
 #pragma once
 
 #include <algorithm>

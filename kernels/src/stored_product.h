@@ -3,8 +3,9 @@
 // out[r][o] = sum over the parts p of a row, in order:  + float(sum over i in p of (q[o][i] - bias) a[r][i])
 //                                                        * (c[o][p] * scale_a[r]), then + m[o][p] * mins[r]
 //
-// with scale_a and mins those of the activations' half of a group, or scale_a that of their quarter. The inner sum is exact in int32, and each "+" is one
-// fused multiply-add: which rows travel together, and how they are cut into tiles, changes nothing.
+// with scale_a that of the activations' half of a group that the part lies in, or of their quarter where they are rounded
+// by quarters, and mins those of the half. The inner sum is exact in int32, and each "+" is one fused multiply-add: which
+// rows travel together, and how they are cut into tiles, changes nothing.
 #pragma once
 
 #include <type_traits>

@@ -28,6 +28,8 @@ ARITHMETIC = (
     Mutation("activations: a product is not told of quarters", "pass.cpp", "task{weights.panels(), following(number, "
              "panels, next, member), rounded_for(weights, in)", "task{weights.panels(), following(number, panels, "
              "next, member), in"),
+    Mutation("activations: attention rounds as the gates take it", "pass.cpp",
+             "rounded_for(*layer.output, attended_)", "rounded_for(*layer.gate_up, attended_)"),
     Mutation("activations: gates are not told of quarters", "pass.cpp", "rounded_for(*layer.gate_up, normed_)",
              "normed_"),
     Mutation("gate and up change places", "product.h", "silu(at_gate)) * up",

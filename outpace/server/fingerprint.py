@@ -23,6 +23,7 @@ def of(llm: LLM) -> str:
         "inflate": target.inflate,
         "runtime": f"{type(model).__module__}.{type(model).__name__}",
         "exact": bool(model.exact),
+        "arithmetic": getattr(model, "arithmetic", None),
         "instructions": model.instruction_set if not model.exact else None,
         "rule": llm.rule,
         "vocabulary": sorted(tokenizer.stop_ids),

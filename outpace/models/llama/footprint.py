@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
+INT8 = "Q8_0"  # what floats are rounded to
 INT8_BYTES = 34 / 32  # of a weight: a byte, and a scale in half precision for 32
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
 
@@ -41,8 +42,9 @@ def native_bytes(
             continue
         kind, size = held(name)
         if kind in formats and kind not in FLOATS:
-            total += size if kept else count * INT8_BYTES
-            rounded = max(rounded, 0.0 if kept else size)
+            stays = kept or kind == INT8
+            total += size if stays else count * INT8_BYTES
+            rounded = max(rounded, 0.0 if stays else size)
             continue
         is_small = in_four and ".layers." in name
         total += count * (INT4_BYTES if is_small else INT8_BYTES)

@@ -158,6 +158,11 @@ class NativeLlama(Model):
         return total
 
     @property
+    def arithmetic(self) -> int:
+        """The number of the kernels' arithmetic: with another one scores have other bits."""
+        return getattr(self.kernels, "ARITHMETIC", 1)  # kernels of before do not tell
+
+    @property
     def instruction_set(self) -> str:
         """The one that runs."""
         name: str = self._model.instruction_set

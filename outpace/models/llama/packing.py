@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.errors import UserError
+
 
 class Packing:
     """Makes the matrices of one model. Several threads may use it."""
@@ -21,11 +23,16 @@ class Packing:
         self._room = {"room": kernels.Room()} if hasattr(kernels, "Room") else {}  # kernels of before know none
 
     def of_floats(self, weights: np.ndarray, bias: Sequence[float] = ()) -> Any:
-        """float32 [outputs, inputs], rounded to int8."""
-        return self.kernels.Matrix(weights, bias, **self._room)
+        """float32 [outputs, inputs], rounded to int8; UserError for what that does not hold."""
+        try:
+            return self.kernels.Matrix(weights, bias, **self._room)
+        except ValueError as error:
+            shape = " x ".join(map(str, weights.shape))
+            raise UserError(f"a matrix of {shape} weights does not fit int8, {error}: use --dtype float32") from error
 
     def of_file(self, parts: Sequence[tuple[str, np.ndarray]], rows: np.ndarray, inputs: int, **options: Any) -> Any:
-        """Rows of tensors in a file's formats: ggml's name and bytes of each; ValueError for what is not finite.
+        """Rows of tensors in a file's formats: ggml's name and bytes of each; ValueError for what is not finite
+        or, in int8, too large.
 
         By all threads together and one matrix after the other, so that one matrix's part of the file is in memory."""
         order, more = np.ascontiguousarray(rows, np.int32), {"threads": self._threads, **options, **self._room}

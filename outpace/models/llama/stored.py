@@ -29,6 +29,7 @@ class Type(NamedTuple):
 
 
 Q4_1 = Type("Q4_1", 32, 20)  # to which floats are rounded
+INT8_MOST = 127 * 65504.0  # by the largest scale in half precision
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,21 @@ def _made(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, inputs: i
     try:
         return packing.of_file(data, rows, inputs, **options)
     except ValueError as error:  # of a scale or a float: all else was checked
-        for part in parts:
-            if part.kind in FLOATS:
-                part.values()  # says which
+        if options["rounded"] or parts[0].kind in FLOATS:
+            _check_sizes(parts)
         names = " or ".join(repr(part.name) for part in parts)
         raise UserError(f"{parts[0].path} is damaged: tensor {names} holds values that are not finite") from error
     finally:
         for part in parts:
             part.forget()
+
+
+def _check_sizes(parts: Sequence[Stored]) -> None:
+    """UserError where a value is not finite, which `values` finds, or too large for int8."""
+    for part in parts:
+        most = float(np.abs(part.values()).max())
+        if INT8_MOST < most < np.inf:
+            raise UserError(
+                f"{part.path}: tensor {part.name!r} holds a weight of size {most:.3g}, and int8 holds at most"
+                f" {INT8_MOST:.3g}: use --dtype float32"
+            )
