@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from outpace.api.params import SamplingParams
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.models.options import LoadOptions
@@ -24,7 +25,10 @@ def taken(target: Any, more: dict[str, Any], own: Callable[..., Any]) -> tuple[A
     loading = [field.name for field in fields(LoadOptions)]
     changes = {name: more.pop(name) for name in loading if name in more}
     allowed = [*loading, "model", *inspect.signature(own).parameters]
+    sampling = [field.name for field in fields(SamplingParams)]
     for name in more:
+        if name in sampling and not registry.owners(name):
+            raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
         near = difflib.get_close_matches(name, allowed, n=1, cutoff=ALIKE)
         if near and not registry.owners(name):
             raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")

@@ -175,7 +175,8 @@ def _remarks(found: Sequence[TableRow]) -> list[str]:
         left = row.divergence
         if left is not None and row.task == left.task:
             gap = (
-                f"; the target scores {_token(left.plain_token)} higher by {left.score_gap:.5g}"
+                f"; the target scores {_token(left.plain_token)} {'higher' if left.score_gap > 0 else 'lower'} by"
+                f" {abs(left.score_gap):.5g}"
                 if left.score_gap
                 else ""
             )

@@ -9,13 +9,15 @@ from types import ModuleType
 from typing import NamedTuple
 
 from outpace.core import registry
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, unknown
 from outpace.drafters import _store
 from outpace.models.files.find import resolve
 from outpace.models.load import Progress
 from outpace.models.text.tokenizer import Tokenizer
 
 FORM = 'a JSON object with "text" or "turns" in each line'
+
+SEARCHED = "layer_skip"  # a drafter that has no file, whose options are found by a corpus (skip_search.py)
 
 
 class Made(NamedTuple):
@@ -52,9 +54,11 @@ def makers() -> list[str]:
 
 def _maker(drafter: str | None) -> ModuleType:
     if drafter is None:
-        raise UserError(f"--corpus makes a drafter's file: say which, by --drafter {' or '.join(makers())}")
+        raise UserError(f"--corpus is for one drafter: say which, by --drafter {' or '.join([*makers(), SEARCHED])}")
+    if drafter not in registry.names("drafters"):
+        raise unknown("drafter", drafter, [*makers(), SEARCHED])
     if drafter not in makers():
-        raise UserError(f"--corpus makes a file for --drafter {' or '.join(makers())}, not for {drafter}")
+        raise UserError(f"--corpus is for --drafter {' or '.join([*makers(), SEARCHED])}, not for {drafter}")
     return registry.find("drafters", drafter)
 
 

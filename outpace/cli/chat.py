@@ -64,6 +64,8 @@ def chat(
         _chat_afar(Remote(url, api_key, loading.target), writing, system)
         return
     with signals.at_safe_points(), loading.open(ctx.obj) as llm:
+        if not llm.target.tokenizer.chat_template:
+            raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         _talk(Conversation(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
 
 

@@ -61,6 +61,9 @@ def reading() -> Iterator[TextIO]:
     """Standard input, for the block. UserError where it is closed, or holds no text."""
     if sys.stdin is None:
         raise UserError("standard input is closed, there is nothing to read from")
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors == "surrogateescape":  # in the locale C.UTF-8
+        with suppress(io.UnsupportedOperation):  # where it has been read from
+            sys.stdin.reconfigure(errors="strict")
     try:
         yield sys.stdin
     except UnicodeDecodeError as error:

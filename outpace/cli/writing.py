@@ -25,6 +25,16 @@ def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **options)
 
 
+OPTIONS = {"json": "--json-schema", "grammar": "--grammar"}
+
+
+def _text_in(option: str, file: str) -> str:
+    try:
+        return read_text(Path(file))
+    except UserError as error:
+        raise UserError(f"{option} names a file: {error}") from error
+
+
 @dataclass(frozen=True)
 class Structured:
     """What an answer has to be."""
@@ -38,7 +48,7 @@ class Structured:
     def asked(self) -> dict[str, str] | None:
         """The field `structured_outputs` of `SamplingParams`; UserError for more than one, or a file that is none."""
         files = {"json": self.json_schema, "grammar": self.grammar}
-        asked = {name: read_text(Path(file)) for name, file in files.items() if file is not None}
+        asked = {name: _text_in(OPTIONS[name], file) for name, file in files.items() if file is not None}
         asked |= {} if self.regex is None else {"regex": self.regex}
         if len(asked) > 1:
             raise UserError("--json-schema, --regex and --grammar exclude each other, give one of them")

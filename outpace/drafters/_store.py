@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.hashed import sha256
 from outpace.core.needs import Given
-from outpace.models.files.find import cache_folder
+from outpace.models.files.cache_place import cache_folder
 
 SHIPPED = Path(__file__).parent / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"

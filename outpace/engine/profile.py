@@ -18,7 +18,7 @@ from outpace.core.hashed import sha256
 from outpace.core.lazy import threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
-from outpace.models.files.find import cache_folder
+from outpace.models.files.cache_place import cache_folder
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 

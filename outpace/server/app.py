@@ -97,7 +97,11 @@ def _guarded(handler: Handler) -> Handler:
 def _refused(request: Request, error: Exception) -> Response:
     """No such address, or not by this method."""
     assert isinstance(error, HTTPException)
-    said = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not for this address"}
+    allowed = (error.headers or {}).get("Allow", "another method")
+    said = {
+        404: f"there is no {request.url.path[:200]!r} here",
+        405: f"{request.method} is not for this address, it takes {allowed}",
+    }
     known = ApiError(error.status_code, said.get(error.status_code, str(error.detail)), code="not_found")
     reply = error_reply(known, _record(request), is_messages(request.url.path))
     reply.headers.update(error.headers or {})

@@ -72,6 +72,8 @@ def messages_of(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 def _message(given: ChatMessage) -> dict[str, Any]:
     role = "system" if given.role == "developer" else given.role
+    if given.role == "user" and not given.content and given.content != "":
+        raise ApiError(400, "a message of the user has no content, it must be a text or parts", param="messages")
     message: dict[str, Any] = {"role": role, "content": text_of(given.content)}
     if given.tool_calls:
         message["tool_calls"] = [_call(call) for call in given.tool_calls]

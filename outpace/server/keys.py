@@ -17,8 +17,10 @@ def read(file: Path | None) -> frozenset[bytes]:
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the API keys in {file}: {error}") from None
+        except OSError as error:
+            raise UserError(f"{file}, for API keys, cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}, for API keys, is not UTF-8 text (byte {error.start})") from None
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
             raise UserError(f"{file} has no API key, write one a line")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core import registry
+from outpace.core.errors import UserError, check_range, check_whole, unknown
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -73,6 +75,9 @@ class ServerOptions:
             raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
         if (self.certificate is None) != (self.certificate_key is None):
             raise UserError("TLS needs a certificate and its key, give both or neither")
+        if self.certificate is not None and self.certificate_key is not None:
+            _check_certificate(self.certificate, self.certificate_key)
+        _check_methods(self.methods)
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
@@ -80,3 +85,26 @@ class ServerOptions:
         if self.hosts:
             return self.hosts
         return () if self.keys or self.insecure else (*LOCAL, "[::1]")
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    """UserError unless these are a certificate and its key."""
+    for file in (certificate, key):
+        try:
+            file.open("rb").close()
+        except OSError as error:
+            raise UserError(f"{file}, for TLS, cannot be read ({error.strerror})") from error
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        why = f" ({error.reason})" if error.reason else ""
+        raise UserError(f"{certificate} and {key} are no certificate and its key in PEM{why}") from error
+
+
+def _check_methods(names: tuple[str, ...]) -> None:
+    """UserError for a name that requests could never choose."""
+    known = {name for kind in registry.KINDS for name in registry.names(kind)}
+    for name in names:
+        for part in name.split("+"):
+            if part not in known:
+                raise unknown("method, drafter or rule", part, known)

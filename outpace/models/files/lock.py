@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.core.errors import UserError
+from outpace.models.files.cache_place import unwritable
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -32,7 +32,7 @@ def only_one(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator
         path.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise unwritable(path, error) from error
     lock = FileLock(file, fallback_to_soft=False)  # a lock that is a mere file would outlive a process that is killed
     is_held = _acquired(lock, waiting)
     try:

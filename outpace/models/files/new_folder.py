@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outpace.core.errors import UserError
+from outpace.models.files.cache_place import unwritable
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=temporary_prefix(path), dir=path.parent))
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise unwritable(path, error) from error
     try:
         yield folder
         _flush_to_disk(folder)
@@ -33,7 +33,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             if not path.is_dir():
                 raise
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error})") from error
+        raise unwritable(path, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

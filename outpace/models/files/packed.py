@@ -19,6 +19,7 @@ from outpace.core.errors import UserError
 from outpace.core.hashed import sha256
 from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
+from outpace.models.files.cache_place import cache_folder
 from outpace.models.files.checkpoint import (
     EMBEDDING,
     INDEX,
@@ -29,7 +30,6 @@ from outpace.models.files.checkpoint import (
     parts_of,
 )
 from outpace.models.files.digests import Digests
-from outpace.models.files.find import cache_folder
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.mapped import Raw
 from outpace.models.files.new_folder import new_folder

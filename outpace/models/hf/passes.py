@@ -6,6 +6,7 @@ Nothing here knows which of the two the model takes, nor what becomes of its sco
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -256,7 +257,10 @@ class Passes:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module) or not hasattr(module, "config"):
-        raise UserError(f"{type(module).__name__} is not a loaded transformers model, AutoModelForCausalLM gives one")
+        raise UserError(
+            f"{reprlib.repr(module)} is no model: give the name of one, a folder, a GGUF file, or what"
+            " AutoModelForCausalLM of transformers gives"
+        )
 
 
 def _is_chain(sees: np.ndarray, before: int) -> bool:

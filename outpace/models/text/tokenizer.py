@@ -119,7 +119,7 @@ class Tokenizer:
         name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
-            raise UserError(f"this model has no chat template{others}, give it plain text instead")
+            raise UserError(f"this model has no chat template{others}: give it text as it is, --raw")
         return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
 
     def close(self) -> None:
