@@ -23,7 +23,7 @@ PAGE = """# Methods
 A method says who drafts and when, a drafter what is proposed, a rule which proposals are accepted. *Lossless* methods
 and rules keep the target's distribution (greedy, gumbel and match its text too); the others give some of it up for
 speed, and their answers say so. Each option is a flag of the command line and an argument of the library. It is shown
-with its default, where that is a value; what holds without the others, the text below the options says.
+with its default, where that is a value; for the others the text below the options says what holds without them.
 
 A *pass* is a forward of the target, a *draft step* one of the draft model; a *round* is one pass with the drafting
 for it, and costs are those of one round. Proposed tokens form a *tree* (a *chain* where there is one branch), whose
