@@ -75,7 +75,7 @@ def test_a_schema_is_a_file() -> None:
 @pytest.mark.parametrize(
     ("drafter", "says"),
     [
-        (None, "by --drafter cacheback or retrieval or layer_skip"),
+        (None, "by --drafter cacheback, retrieval or layer_skip"),
         ("foo", "unknown drafter 'foo', allowed are cacheback, layer_skip, retrieval"),
         ("ngram", "not for ngram"),
     ],

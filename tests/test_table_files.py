@@ -176,8 +176,8 @@ def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, tmp_path:
 @pytest.mark.parametrize(
     ("content", "words", "said"),
     [
-        (b"hello world", ["--drafter", "ngram"], "cacheback or retrieval, not for ngram"),
-        (b"hello world", [], "say which, by --drafter cacheback or retrieval"),
+        (b"hello world", ["--drafter", "ngram"], "cacheback, retrieval or layer_skip, not for ngram"),
+        (b"hello world", [], "say which, by --drafter cacheback, retrieval or layer_skip"),
         (b"", ["--drafter", "retrieval"], "is empty"),
         (b" \n", ["--drafter", "retrieval"], "is empty"),
         (b"\xff\xfe", ["--drafter", "retrieval"], "not UTF-8"),

@@ -53,12 +53,14 @@ def makers() -> list[str]:
 
 
 def _maker(drafter: str | None) -> ModuleType:
+    taken = [*makers(), SEARCHED]
+    named = f"{', '.join(taken[:-1])} or {taken[-1]}"
     if drafter is None:
-        raise UserError(f"--corpus is for one drafter: say which, by --drafter {' or '.join([*makers(), SEARCHED])}")
+        raise UserError(f"--corpus is for one drafter: say which, by --drafter {named}")
     if drafter not in registry.names("drafters"):
-        raise unknown("drafter", drafter, [*makers(), SEARCHED])
+        raise unknown("drafter", drafter, taken)
     if drafter not in makers():
-        raise UserError(f"--corpus is for --drafter {' or '.join([*makers(), SEARCHED])}, not for {drafter}")
+        raise UserError(f"--corpus is for --drafter {named}, not for {drafter}")
     return registry.find("drafters", drafter)
 
 
