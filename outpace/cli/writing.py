@@ -25,9 +25,6 @@ def _flag(text: str, panel: str = PENALTIES, **options: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **options)
 
 
-OPTIONS = {"json": "--json-schema", "grammar": "--grammar"}
-
-
 def _text_in(option: str, file: str) -> str:
     try:
         return read_text(Path(file))
@@ -47,8 +44,8 @@ class Structured:
 
     def asked(self) -> dict[str, str] | None:
         """The field `structured_outputs` of `SamplingParams`; UserError for more than one, or a file that is none."""
-        files = {"json": self.json_schema, "grammar": self.grammar}
-        asked = {name: _text_in(OPTIONS[name], file) for name, file in files.items() if file is not None}
+        files = (("json", "--json-schema", self.json_schema), ("grammar", "--grammar", self.grammar))
+        asked = {name: _text_in(option, file) for name, option, file in files if file is not None}
         asked |= {} if self.regex is None else {"regex": self.regex}
         if len(asked) > 1:
             raise UserError("--json-schema, --regex and --grammar exclude each other, give one of them")

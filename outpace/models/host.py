@@ -8,7 +8,7 @@ from typing import Any
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
-from outpace.models.llama.footprint import FLOATS, Held, float_bytes, native_bytes
+from outpace.models.llama.footprint import Held, float_bytes, has_blocks, native_bytes
 from outpace.models.llama.inflate import source_of
 from outpace.models.llama.kv import token_bytes
 from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
@@ -61,8 +61,7 @@ def _ways(
         return INT4, {INT4: small}
     if small < min(kept, ways[INT8]):
         ways[INT4] = small
-    blocks = set(formats).difference(FLOATS)
-    keeps = any(len(shape) > 1 and held(name).kind in blocks for name, shape in shapes.items())
+    keeps = any(len(shape) > 1 and has_blocks(held(name).kind, formats) for name, shape in shapes.items())
     if options.dtype == FILE or (options.dtype == AUTO and keeps):
         return FILE, {FILE: kept} | (ways if ways[INT8] < kept else {})
     return INT8, ways | ({FILE: kept} if kept < ways[INT8] else {})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
-INT8 = "Q8_0"  # what floats are rounded to
+ROUNDED = "Q8_0"  # what int8 is, by its name in files
 INT8_BYTES = 34 / 32  # of a weight: a byte, and a scale in half precision for 32
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
 
@@ -21,6 +21,11 @@ class Held(NamedTuple):
 
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def has_blocks(kind: str, formats: Collection[str]) -> bool:
+    """Whether the kernels, which take these formats, take this one as the file has it."""
+    return kind in formats and kind not in FLOATS
 
 
 def native_bytes(
@@ -41,8 +46,8 @@ def native_bytes(
             total += count * FLOAT_BYTES
             continue
         kind, size = held(name)
-        if kind in formats and kind not in FLOATS:
-            stays = kept or kind == INT8
+        if has_blocks(kind, formats):
+            stays = kept or kind == ROUNDED
             total += size if stays else count * INT8_BYTES
             rounded = max(rounded, 0.0 if stays else size)
             continue
