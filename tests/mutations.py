@@ -28,7 +28,7 @@ from server_mutations import SERVER_MUTATIONS
 from skip_mutations import SKIP_MUTATIONS, find_in_skipping
 from step_mutations import STEP_MUTATIONS
 
-from outpace.candidates import cache
+from outpace.card import cache
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, Verdict

@@ -17,9 +17,9 @@ from typing import Any
 
 from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_request, within, write
 from light import SECONDS, Lookup, build_failing
+from outpace.card.base import Worker
+from outpace.card.process import ProcessWorker
 
-from outpace.candidates.base import Worker
-from outpace.candidates.process import ProcessWorker
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
@@ -154,7 +154,7 @@ SCRIPT = f"""
 import time
 from functools import partial
 from light import Lookup
-from outpace.candidates.process import ProcessWorker
+from outpace.card.process import ProcessWorker
 worker = ProcessWorker(partial(Lookup, {TABLE!r}))
 while sys.argv[1] != "start" and not worker.is_ready or worker.pid is None:
     time.sleep(0.01)

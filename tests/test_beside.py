@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request, write
+from outpace.card.cache import CandidateCache
+from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.loop import Correct, DraftLoop, Open, Order
 
-from outpace.candidates.cache import CandidateCache
-from outpace.candidates.inline import InlineWorker, SimulatedClock
-from outpace.candidates.loop import Correct, DraftLoop, Open, Order
 from outpace.core import theory
 from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree, depths
@@ -86,7 +86,7 @@ def test_pearl_verifies_the_root_after_a_miss_and_else_a_chain() -> None:
 @pytest.mark.parametrize("worker", ["inline", "thread"])
 def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of any length come in time, whatever the clock: a wait for depth is part of both."""
-    monkeypatch.setattr("outpace.candidates.thread._PATIENCE", 1e4)  # on a busy machine too
+    monkeypatch.setattr("outpace.card.thread._PATIENCE", 1e4)  # on a busy machine too
     drafter = make_drafter("perfect", TARGET)
     run = decode(REQUESTS, method, drafter, worker=worker, target=TARGET, draft_length=5)
     assert run.texts == [write(TARGET, request) for request in REQUESTS]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import reference
+from outpace.card.inline import InlineWorker
 
-from outpace.candidates.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify
@@ -242,7 +242,7 @@ def test_a_closed_engine_takes_nothing_in() -> None:
 
 def test_a_program_that_never_closes_its_engine_still_ends() -> None:
     program = """
-from outpace.candidates.thread import ThreadWorker
+from outpace.card.thread import ThreadWorker
 from outpace.core.types import Request
 from outpace.decoders import card
 from outpace.drafters.model import ModelDrafter, Options

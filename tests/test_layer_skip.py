@@ -317,7 +317,7 @@ def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
 
 
 def test_it_needs_no_draft_model_and_no_worker_runs_it() -> None:
-    from outpace.candidates.inline import InlineWorker
+    from outpace.card.inline import InlineWorker
 
     assert registry.describe("drafters", "layer_skip").needs == "no other model"
     assert not may_draft("auto", "layer_skip")

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from outpace.candidates.cache import CandidateCache, Correction, Layer
-from outpace.candidates.loop import Close, Correct, Message, Open, Order, Pause, Resume
+from outpace.card.cache import CandidateCache, Correction, Layer
+from outpace.card.loop import Close, Correct, Message, Open, Order, Pause, Resume
+
 from outpace.core.orders import Orders
 from outpace.core.types import Request
 

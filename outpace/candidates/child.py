@@ -19,8 +19,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from outpace.candidates.cache import Layer
-from outpace.candidates.loop import DraftLoop, Message, Open
+from outpace.card.cache import Layer
+from outpace.card.loop import DraftLoop, Message, Open
+
 from outpace.core.lazy import set_threads
 from outpace.core.types import Drafter, Rule
 

@@ -18,10 +18,11 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from outpace.candidates.base import Worker
-from outpace.candidates.cache import CandidateCache, Correction
-from outpace.candidates.child import Failed, Grown, Ping, Ready, Said, Start
-from outpace.candidates.loop import Close, Correct, Message, Open, Order
+from outpace.card.base import Worker
+from outpace.card.cache import CandidateCache, Correction
+from outpace.card.child import Failed, Grown, Ping, Ready, Said, Start
+from outpace.card.loop import Close, Correct, Message, Open, Order
+
 from outpace.core import child_process
 from outpace.core.errors import UserError, check_whole
 from outpace.core.orders import FREE, Orders
@@ -29,7 +30,7 @@ from outpace.core.types import Drafter, Request
 
 T = TypeVar("T")
 
-_CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.candidates.child import main; main()"
+_CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.child import main; main()"
 _POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
 _STARTING = 10  # a child that imports and loads may be silent for so many times the patience
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each new start; then the drafter is given up

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.candidates.cache import CandidateCache, Correction
+from outpace.card.cache import CandidateCache, Correction
 from outpace.core.orders import Orders
 from outpace.core.types import Ask, Request, Source
 from outpace.decoders._costs import Costs

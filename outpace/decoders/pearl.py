@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.candidates.cache import Sight
+from outpace.card.cache import Sight
 from outpace.core.errors import check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify

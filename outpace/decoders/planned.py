@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 
-from outpace.candidates.cache import CandidateCache
+from outpace.card.cache import CandidateCache
 from outpace.core.errors import check_range, check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Source, Verify

@@ -8,8 +8,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from outpace.candidates.base import Worker
-from outpace.candidates.loop import check_beside
+from outpace.card.base import Worker
+from outpace.card.loop import check_beside
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.needs import NOTHING, Given
@@ -252,8 +252,8 @@ def _check_worker(parts: Parts, decoder: ModuleType) -> None:
 
 
 def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> Worker:
-    from outpace.candidates.inline import InlineWorker
-    from outpace.candidates.thread import ThreadWorker
+    from outpace.card.inline import InlineWorker
+    from outpace.card.thread import ThreadWorker
 
     if parts.worker == "inline":
         return InlineWorker(drafter)
@@ -261,7 +261,7 @@ def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> Worke
 
 
 def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
-    from outpace.candidates.process import ProcessWorker
+    from outpace.card.process import ProcessWorker
 
     if draft is not None and draft.others:
         raise UserError("worker process drafts with one draft model, these are several: use worker thread")

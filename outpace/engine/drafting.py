@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from outpace.candidates.base import Worker
-from outpace.candidates.cache import CandidateCache
+from outpace.card.base import Worker
+from outpace.card.cache import CandidateCache
 from outpace.core import setups
 from outpace.core.errors import UserError, unknown
 from outpace.core.needs import NOTHING, Seen

@@ -15,7 +15,7 @@ from functools import reduce
 from types import ModuleType
 from typing import Any
 
-from outpace.candidates.base import Worker
+from outpace.card.base import Worker
 from outpace.core import setups
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING, Needs

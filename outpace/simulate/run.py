@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outpace.candidates.base import Worker
-from outpace.candidates.inline import ClockedDrafter, InlineWorker, InTurn, SimulatedClock
+from outpace.card.base import Worker
+from outpace.card.inline import ClockedDrafter, InlineWorker, InTurn, SimulatedClock
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
