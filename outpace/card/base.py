@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from outpace.card.cache import CandidateCache, Correction, Layer
 from outpace.card.loop import Close, Correct, Message, Open, Order, Pause, Resume
-
 from outpace.core.orders import Orders
 from outpace.core.types import Request
 
