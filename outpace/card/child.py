@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from outpace.card.cache import Layer
 from outpace.card.loop import DraftLoop, Message, Open
-
 from outpace.core.lazy import set_threads
 from outpace.core.types import Drafter, Rule
 
