@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from outpace.card.loop import DraftLoop, Message
-
 from outpace.card.base import Worker
 from outpace.card.cache import CandidateCache, Layer
+from outpace.card.loop import DraftLoop, Message
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
 
