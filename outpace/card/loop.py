@@ -10,7 +10,6 @@ from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from outpace.card.cache import Candidate, Correction, Layer
-
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING
 from outpace.core.orders import FREE, Orders
