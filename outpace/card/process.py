@@ -18,11 +18,10 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from outpace.card.loop import Close, Correct, Message, Open, Order
-
 from outpace.card.base import Worker
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.child import Failed, Grown, Ping, Ready, Said, Start
+from outpace.card.loop import Close, Correct, Message, Open, Order
 from outpace.core import child_process
 from outpace.core.errors import UserError, check_whole
 from outpace.core.orders import FREE, Orders
