@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from outpace.card.loop import DraftLoop, Message
-
 from outpace.card.base import Worker
 from outpace.card.cache import CandidateCache
+from outpace.card.loop import DraftLoop, Message
 from outpace.core.lazy import is_loaded, torch
 from outpace.core.types import Drafter
 
