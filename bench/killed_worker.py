@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outpace.card.process import ProcessWorker
 from rich.console import Console
 from rich.table import Table
 
 from outpace.api.llm import LLM, Stream
+from outpace.card.process import ProcessWorker
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model
 

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from outpace.card.cache import CandidateCache
-from outpace.card.loop import DraftLoop
-from outpace.card.thread import ThreadWorker
 from rich.console import Console
 from rich.table import Table
 
 from outpace.api.llm import LLM
 from outpace.api.text import TextAssembler
+from outpace.card.cache import CandidateCache
+from outpace.card.loop import DraftLoop
+from outpace.card.thread import ThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram

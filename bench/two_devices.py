@@ -23,12 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from outpace.card.process import ProcessWorker
 from rich.console import Console
 from rich.table import Table
 
 from outpace.bench.paced import Paced, paced_drafter
 from outpace.bench.tasks import collect
+from outpace.card.process import ProcessWorker
 from outpace.core import registry
 from outpace.core.types import Request
 from outpace.engine.engine import Engine, EngineOptions

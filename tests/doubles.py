@@ -18,10 +18,10 @@ import torch
 from light import DrafterDiedError as DrafterDiedError
 from light import Empty as Empty
 from light import Wrapped, failing
-from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.thread import ThreadWorker
 from torch import Tensor
 
+from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import Figures, Step, fold

@@ -22,8 +22,8 @@ from doubles import (
     probabilities,
     write,
 )
-from outpace.card.inline import SimulatedClock
 
+from outpace.card.inline import SimulatedClock
 from outpace.core.sampling import Sampling
 from outpace.core.types import Request, Row
 from outpace.drafters.model import ModelDrafter, Options

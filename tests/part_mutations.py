@@ -12,9 +12,9 @@ import pytest
 import serving
 import test_planned
 from mutation_checks import BROKEN, Mutation, Original
-from outpace.card.cache import CandidateCache
 
 from outpace.bench import scoring
+from outpace.card.cache import CandidateCache
 from outpace.core.orders import Orders
 from outpace.decoders import pearl, planned, ssd
 from outpace.decoders._ledger import Ledger

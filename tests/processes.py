@@ -17,9 +17,9 @@ from typing import Any
 
 from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_request, within, write
 from light import SECONDS, Lookup, build_failing
-from outpace.card.process import ProcessWorker
 
 from outpace.card.base import Worker
+from outpace.card.process import ProcessWorker
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running

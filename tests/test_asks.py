@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, make_drafter, make_request, write
+
 from outpace.card.cache import Candidate, CandidateCache, Layer
 from outpace.card.inline import InlineWorker, SimulatedClock
-
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
 from outpace.decoders import speculative

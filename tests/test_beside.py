@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 from doubles import QuickToy, decode, make_drafter, make_request, write
+
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.loop import Correct, DraftLoop, Open, Order
-
 from outpace.core import theory
 from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree, depths

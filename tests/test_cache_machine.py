@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 )
 from machines import DEPTHS, SEARCH
 from mutations import MUTATIONS
-from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
 
+from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
 from outpace.rules.base import follow

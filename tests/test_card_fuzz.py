@@ -23,10 +23,10 @@ from doubles import (
     write,
 )
 from light import Wrapped
-from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.thread import ThreadWorker
 from turns import in_turn
 
+from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.thread import ThreadWorker
 from outpace.core.registry import find
 from outpace.core.types import Request
 from outpace.engine.engine import Engine, EngineOptions

@@ -10,9 +10,9 @@ import pytest
 import torch
 from contract_parts import Forgiving, Head, Skipping, Successors, Witness
 from doubles import Empty, QuickToy, make_drafter, make_request, write
-from outpace.card.inline import InlineWorker
 from torch import Tensor
 
+from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.needs import Needs, Seen

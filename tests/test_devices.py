@@ -14,9 +14,9 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.card.thread import own_stream
 
 import outpace
+from outpace.card.thread import own_stream
 from outpace.core.errors import UserError
 from outpace.distill.train import _has_fast_bfloat16
 from outpace.engine.build import choose_method

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from doubles import QuickToy, make_drafter, make_request, write
 from light import failing
-from outpace.card.inline import InlineWorker
 from test_memory import GIB, drafts_of, finish
 from test_pausing import few_slots, prompts
 
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation

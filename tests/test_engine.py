@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import reference
-from outpace.card.inline import InlineWorker
 
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Request, Verify

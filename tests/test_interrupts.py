@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from doubles import Empty, QuickToy, make_drafter, make_request, within
 from interrupting import TAKEN_EVENTS, Interrupt
+
 from outpace.card.cache import Candidate, CandidateCache, Correction, Layer
 from outpace.card.thread import ThreadWorker
-
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
 

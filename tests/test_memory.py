@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from doubles import QuickToy, check_session, make_drafter, make_request, write
-from outpace.card.inline import InlineWorker
 from turns import one_of
 
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive, card, speculative

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 )
 from machines import DEAR_DEPTHS, SEARCH
 from mutations import MUTATIONS
-from outpace.card.inline import InlineWorker
 from test_memory import GIB, check
 
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.types import Request
 from outpace.decoders import autoregressive, card, speculative

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from outpace.card.cache import Candidate, CandidateCache, Layer
-from outpace.card.thread import ThreadWorker
 from torch import Tensor
 
+from outpace.card.cache import Candidate, CandidateCache, Layer
+from outpace.card.thread import ThreadWorker
 from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from doubles import make_drafter, make_request, write
-from outpace.card.inline import InlineWorker
 from test_memory import SYSTEM, Counting, check, ends_after, finish, slots, submit
 
+from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions

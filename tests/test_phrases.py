@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, decode, make_request, write
-from outpace.card.inline import InlineWorker
-from outpace.card.thread import ThreadWorker
 from test_matrix import Letters
 
+from outpace.card.inline import InlineWorker
+from outpace.card.thread import ThreadWorker
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.drafters import cacheback, lookahead, ouroboros

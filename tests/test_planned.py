@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 from doubles import make_request
-from outpace.card.cache import CandidateCache
 
+from outpace.card.cache import CandidateCache
 from outpace.decoders._costs import Costs, best_rows
 from outpace.decoders._ledger import Ledger
 from outpace.decoders.base import Place

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from doubles import SMALL, QuickToy, decode, make_request, within, write
 from light import Empty, build_slowly
-from outpace.card.cache import CandidateCache
-from outpace.card.process import ProcessWorker
 from processes import REQUESTS, SECONDS, TARGET, TEXTS, Drive, build, build_light, driven, nothing_left, until
 from test_library import folder
 
 import outpace
+from outpace.card.cache import CandidateCache
+from outpace.card.process import ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card
 from outpace.engine.build import Parts, build_engine

@@ -16,9 +16,6 @@ from types import ModuleType
 import pytest
 from doubles import SMALL, collect_warnings, make_request, within, write
 from light import DrafterDiedError, build_never
-from outpace.card.cache import CandidateCache
-from outpace.card.child import portable
-from outpace.card.process import DraftProcessError, ProcessWorker
 from processes import (
     REQUESTS,
     SCRIPT,
@@ -36,6 +33,9 @@ from processes import (
 )
 from turns import one_of
 
+from outpace.card.cache import CandidateCache
+from outpace.card.child import portable
+from outpace.card.process import DraftProcessError, ProcessWorker
 from outpace.core.errors import UserError
 from outpace.decoders import card, pearl, ssd
 from outpace.engine.engine import Engine

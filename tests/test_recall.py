@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from doubles import QuickToy, make_request, write
-from outpace.card.inline import InlineWorker
 
+from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.adjust import Adjustments
 from outpace.core.alignment import Alignment, Offer

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from doubles import DrafterDiedError, Empty, QuickToy, failing, make_drafter, make_request, write
-from outpace.card.inline import InlineWorker
 from test_library import folder
 
 from outpace.api.llm import LLM
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source

@@ -11,10 +11,10 @@ import pytest
 import torch
 import turns
 from doubles import collect_warnings, decode, make_drafter, write
-from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
-from outpace.card.inline import InlineWorker
 from test_card_fuzz import TARGETS, random_clock, random_requests
 
+from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
+from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.tree import Role

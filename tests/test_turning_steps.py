@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from outpace.card.cache import CandidateCache, Correction
-from outpace.card.thread import ThreadWorker
 from test_draft_steps import Pair, as_on_a_device, drafter_of, exact, request_of, words
 
+from outpace.card.cache import CandidateCache, Correction
+from outpace.card.thread import ThreadWorker
 from outpace.core.steps import MOST_WALKED, Moved
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request

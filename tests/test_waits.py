@@ -25,14 +25,14 @@ from doubles import (
     within,
     write,
 )
-from outpace.card.cache import CandidateCache, Correction
-from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.process import ProcessWorker
-from outpace.card.thread import ThreadWorker
 from processes import REQUESTS, SECONDS, TEXTS, build_light, nothing_left, until
 from test_card_fuzz import OPTIONS, TARGETS, random_clock, random_drafter, random_requests
 from turns import case
 
+from outpace.card.cache import CandidateCache, Correction
+from outpace.card.inline import InlineWorker, SimulatedClock
+from outpace.card.process import ProcessWorker
+from outpace.card.thread import ThreadWorker
 from outpace.core.orders import Orders
 from outpace.engine.engine import EngineOptions
 from outpace.models.base import Part

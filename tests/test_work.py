@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from doubles import Empty, QuickToy, decode, make_request, write
-from outpace.card.inline import InlineWorker, SimulatedClock
 from timed import Stopwatch, Timed
 from torch import Tensor
 
+from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
 from outpace.decoders import _planner, auto

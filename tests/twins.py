@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from doubles import QuickToy, probabilities, within
-from outpace.card.inline import InlineWorker
-from outpace.card.thread import ThreadWorker
 
 from outpace.api.text import StopStrings, TextAssembler
+from outpace.card.inline import InlineWorker
+from outpace.card.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.banned_text import TokenTexts
 from outpace.core.noise import exponential, row_key, uniform

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read as read_structure
 from outpace.server.choices import no_thoughts
 from outpace.server.errors import ApiError
 from outpace.server.parts import Splitter
-from outpace.server.service import Service
 from outpace.tools.calls import CallParser
 from outpace.tools.forced import structure_of, thought_rules
 from outpace.tools.offered import Choice, Tool, read_choice, read_tools, with_tool_prompt
 from outpace.tools.reasoning import CLOSE, ReasoningParser, begins_open, thought_tokens
+
+if TYPE_CHECKING:
+    from outpace.server.service import Service
 
 TAIL = 32  # tokens of a prompt in which it may begin a thought
 
