@@ -18,8 +18,8 @@ from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
 from outpace.models.files.gguf.parts import part_files
+from outpace.models.files.kind import check_kind_of_text
 from outpace.models.files.reading import read_json
-from outpace.models.files.text_part import check_kind_of_text
 
 Progress = Callable[[str, float], None]
 NAME = re.compile(
