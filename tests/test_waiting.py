@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from outpace.core import noise
 from outpace.core.logprobs import token_logprobs
+from outpace.core.numbers import uploaded
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import Held
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.core.upload import uploaded
 from outpace.decoders import autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions

@@ -9,11 +9,11 @@ import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.lazy import torch
+from outpace.core.numbers import uploaded
 from outpace.core.ranking import best_of
 from outpace.core.sampling import filtered
 from outpace.core.scores import largest, log_softmax, tensor_of
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
-from outpace.core.upload import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.compiled import refusal
 from outpace.core.lazy import torch
 from outpace.core.noise_numbers import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
-from outpace.core.upload import uploaded
+from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

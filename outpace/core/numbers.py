@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from outpace.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def plain(value: Any) -> Any:
@@ -13,3 +20,11 @@ def plain(value: Any) -> Any:
 def power_of_two(count: int, least: int = 1) -> int:
     """The smallest power of two that is neither below `count` nor below `least`."""
     return max(least, 1 << max(count - 1, 0).bit_length())
+
+
+def uploaded(values: Any, dtype: Any, device: torch.device | str) -> Tensor:
+    """`values`, a list or an array, as numpy's `dtype` on the device."""
+    host = torch.from_numpy(np.ascontiguousarray(values, dtype=dtype))
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from outpace.core.errors import check_range, check_share, check_whole
 from outpace.core.lazy import torch
-from outpace.core.upload import uploaded
+from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

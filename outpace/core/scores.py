@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from outpace.core.lazy import torch
-from outpace.core.upload import uploaded
+from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

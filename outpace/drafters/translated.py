@@ -18,10 +18,10 @@ import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.needs import Given
+from outpace.core.numbers import uploaded
 from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
-from outpace.core.upload import uploaded
 from outpace.drafters._chance import Choices, Rate
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating

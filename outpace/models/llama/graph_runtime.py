@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import unknown
-from outpace.core.numbers import power_of_two
+from outpace.core.numbers import power_of_two, uploaded
 from outpace.core.scores import Scored, tensor_of
-from outpace.core.upload import uploaded
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures

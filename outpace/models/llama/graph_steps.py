@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.numbers import power_of_two
+from outpace.core.numbers import power_of_two, uploaded
 from outpace.core.scores import Held, tensor_of
 from outpace.core.steps import MOST_DEPTH, Asked, Expanded
 from outpace.core.tree import PREFIX
-from outpace.core.upload import uploaded
 from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.pool import LEAST
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS, Shapes, StaticInputs

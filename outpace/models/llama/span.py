@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.upload import uploaded
+from outpace.core.numbers import uploaded
 from outpace.models.base import Part
 
 

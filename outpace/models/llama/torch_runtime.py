@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.core.numbers import uploaded
 from outpace.core.scores import Held, Scored, tensor_of
-from outpace.core.upload import uploaded
 from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config import LlamaConfig, tensor_shapes

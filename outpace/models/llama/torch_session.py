@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.upload import uploaded
+from outpace.core.numbers import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.kv import SCALED, num_scales
