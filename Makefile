@@ -7,7 +7,7 @@ JOBS ?= 2
 # What Python compiles of the tests and of outpace is kept, whatever the shell says: hundreds of processes import it.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs rooms clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page clean
 
 demo: .venv/installed .venv/installed-kernels  # two prompts, four methods: texts and speeds; also what `make` does
 	.venv/bin/outpace demo
@@ -44,8 +44,8 @@ bench: .venv/installed-bench  # plain decoding beside transformers
 docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
-rooms:  # draws the rooms, and lists the files, in docs/architecture.md anew; docs/methods.md too
-	$(PYTHON) tests/rooms.py
+methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
+	.venv/bin/outpace methods --markdown > docs/methods.md
 
 clean:  # removes .venv and what tools keep
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info

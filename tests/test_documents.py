@@ -1,4 +1,4 @@
-"""The documents: every link between them leads somewhere, and they name nothing that is not there."""
+"""The documents: links lead somewhere, named files and commands exist, generated pages are current, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ import pytest
 from versions import is_dated, versions
 
 import outpace
+from outpace.cli.methods import page as methods_page
 
-HOUSE = Path(__file__).parents[1]
-FOLDERS = (HOUSE, HOUSE / "docs", HOUSE / "kernels", *sorted((HOUSE / "outpace" / "drafts").iterdir()))
+REPOSITORY = Path(__file__).parents[1]
+FOLDERS = (
+    REPOSITORY,
+    REPOSITORY / "docs",
+    REPOSITORY / "kernels",
+    *sorted((REPOSITORY / "outpace" / "drafts").iterdir()),
+)
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
 FILES = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|h|cpp|sh|md|toml|yml))`")
 INVENTED = {"drafters/foo.py", "DIR/notes.md"}
@@ -22,12 +28,12 @@ TARGETS = re.compile(r"`make ([\w-]+)")
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks of code."""
+    """Return the page without its code blocks."""
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as they are made of them everywhere."""
+    """Return the anchors of the page's headings, as GitHub and MkDocs form them."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -42,18 +48,18 @@ def dead_links(page: Path) -> Iterator[str]:
             yield goal
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert not list(dead_links(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_every_file_and_command_that_is_named_is_there(page: Path) -> None:
     text = page.read_text()
-    places = (HOUSE, HOUSE / "outpace", page.parent)
+    places = (REPOSITORY, REPOSITORY / "outpace", page.parent)
     named = set(FILES.findall(text)) - INVENTED
     assert not [name for name in named if not any((place / name).exists() for place in places)]
-    made = set(re.findall(r"^([\w-]+):", (HOUSE / "Makefile").read_text(), re.MULTILINE))
+    made = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     assert not set(TARGETS.findall(text)) - made
 
 
@@ -66,38 +72,50 @@ def test_a_dead_link_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_readme_names_the_two_commands() -> None:
-    assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", (HOUSE / "README.md").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
 
 
 def test_the_readme_keeps_its_order() -> None:
-    """The gain before everything, then what a new user needs, in the order in which he needs it."""
-    text = (HOUSE / "README.md").read_text()
+    """The gain first, then what a new user needs, in the order of need."""
+    text = (REPOSITORY / "README.md").read_text()
     heads = ("Install", "Five lines", "Commands", "The text is the same", "What it supports", "What it cannot do yet")
     places = [text.index(f"\n## {head}\n") for head in (*heads, "Papers")]
     assert places == sorted(places)
     assert text.index("--method auto") < text.index("needs a device of its own") < places[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_number_has_a_digit_before_its_point(page: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", prose(page))
     assert not re.findall(r"(?:^|[ (\[*|~<>=+-])\.\d.*", text, re.MULTILINE), "0.59, not .59"
 
 
 def test_the_reference_has_every_public_name() -> None:
-    shown = re.findall(r"^::: outpace\.(\w+)$", (HOUSE / "docs" / "api.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"^::: outpace\.(\w+)$", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(shown) == sorted(outpace.__all__)
     assert {name for name in dir(outpace) if not name.startswith("_")} == set(outpace.__all__)
 
 
 def test_all_packages_have_one_version_and_the_changelog_knows_it() -> None:
     assert set(versions().values()) == {outpace.__version__}
-    changes = (HOUSE / "CHANGELOG.md").read_text()
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
     assert is_dated(outpace.__version__) or f"## [Unreleased]: {outpace.__version__}" in changes
 
 
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("awk") is None, reason="make or awk is not installed")
 def test_make_help_says_what_every_target_is_for() -> None:
-    done = subprocess.run(["make", "help"], cwd=HOUSE, capture_output=True, text=True, check=True)
-    [phony] = re.findall(r"^\.PHONY: (.*)$", (HOUSE / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    [phony] = re.findall(r"^\.PHONY: (.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"^make ([\w-]+) +\S", done.stdout, re.MULTILINE)) == set(phony.split())
+
+
+def test_the_page_of_methods_is_current() -> None:
+    assert (REPOSITORY / "docs" / "methods.md").read_text() == methods_page(), "run `make methods-page`"
+
+
+def test_documents_are_short() -> None:
+    words = {page: len(page.read_text().split()) for page in REPOSITORY.rglob("*.md") if ".venv" not in page.parts}
+    assert words[REPOSITORY / "README.md"] <= 1_100
+    assert words[REPOSITORY / "docs" / "architecture.md"] <= 3_500
+    assert sum(words.values()) <= 45_000
+    assert len((REPOSITORY / "docs" / "log.md").read_text().splitlines()) <= 400
