@@ -13,8 +13,9 @@ from torch import Tensor
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.families import GELU
 from outpace.models.llama.gemma import FEED_NORM, MIX_NORM
+from outpace.models.llama.head_turns import frequencies_of
 from outpace.models.llama.phi import GATE_UP, QKV
-from outpace.models.llama.rope import Rotation, frequencies_of
+from outpace.models.llama.rope import Rotation
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

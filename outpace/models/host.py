@@ -7,6 +7,7 @@ from typing import Any
 
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
+from outpace.models.devices import GIB
 from outpace.models.llama.config import LlamaConfig, tensor_shapes
 from outpace.models.llama.footprint import Held, float_bytes, has_blocks, native_bytes
 from outpace.models.llama.inflate import source_of
@@ -14,7 +15,6 @@ from outpace.models.llama.kv import token_bytes
 from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
 from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, NATIVE_KV, LoadOptions
 
-GIB = 1 << 30
 FEWEST = 0.1  # billions of weights that are worth naming
 LEAST = 256  # tokens of keys and values that there must be room for
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.llama.config import LlamaConfig
-from outpace.models.llama.rope import Rotary
+from outpace.models.llama.rope import BLOCK, Rotation
 
 Turns = dict[int | None, Tensor]
 """By the number of a rotation, None for layers that know no positions: [rows, heads + 2 kv_heads, head_dim / 2]
@@ -49,3 +49,40 @@ class HeadTurns:
             number: of_heads(rotary(positions)[:, None].to(self._dtype)) for number, rotary in enumerate(self._rotaries)
         }
         return turns | {None: of_heads(still)} if config.rotary_layers else turns
+
+
+def frequencies_of(head_dim: int, rotation: Rotation) -> Tensor:
+    """By how much each pair turns from one position to the next, float32 [head_dim / 2]."""
+    theta, scaling, turning = rotation.theta, rotation.scaling, rotation.dim or head_dim
+    frequencies = 1.0 / (theta ** (torch.arange(0, turning, 2, dtype=torch.float32) / turning))
+    frequencies = torch.from_numpy(scaling.stretched(frequencies.numpy(), theta)) if scaling else frequencies
+    return torch.cat([frequencies, frequencies.new_zeros((head_dim - turning) // 2)])
+
+
+class Rotary:
+    """e^(i position frequency), times the scaling's gain, for as many positions as were asked for."""
+
+    def __init__(self, head_dim: int, rotation: Rotation, device: torch.device) -> None:
+        self._frequencies = frequencies_of(head_dim, rotation)
+        self._gains = torch.from_numpy(rotation.gains(head_dim))
+        self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
+
+    def reach(self, positions: int) -> None:
+        """Makes the table hold at least so many positions; one thread at a time."""
+        if positions <= len(self._table):
+            return
+        blocks = [self._table]
+        for start in range(len(self._table), positions, BLOCK):
+            places = torch.arange(start, start + BLOCK, dtype=torch.float32)
+            angles = torch.outer(places, self._frequencies)
+            blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gains).to(self._table.device))
+        self._table = torch.cat(blocks)
+
+    @property
+    def table(self) -> Tensor:
+        """All that were asked for; another tensor once there are more. [positions, head_dim / 2] complex64"""
+        return self._table
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """The numbers for positions [rows]: [rows, head_dim / 2] complex64."""
+        return self._table[positions]

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.llama import gemma, stored
+from outpace.models.llama import gemma
 from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.footprint import FLOATS
 from outpace.models.llama.packing import Packing
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.stored import Q4_1, Stored
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PANEL = 32  # outputs that the kernels pack together
+INT8_MOST = 127 * 65504.0  # by the largest scale in half precision
 Weight: TypeAlias = "Tensor | np.ndarray | Stored"
 
 
@@ -80,7 +84,7 @@ class Fetch:
         if not self._to_four or not all(map(_is_float, found.held)):
             return found
         floats = found.floats()
-        rounded = [stored.in_four_bits(packing.kernels, *named) for named in zip(names, floats, strict=True)]
+        rounded = [round_to_four_bits(packing.kernels, *named) for named in zip(names, floats, strict=True)]
         blocks = [one for one in rounded if one] if all(rounded) else []
         self._in_four |= bool(blocks)
         return Matrices([*floats], blocks, self._floats)
@@ -150,7 +154,7 @@ def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> An
     weights = [name + ".weight" for name in names]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
     found = fetch.of_layer(packing, *weights)
-    made = stored.below_one_another(packing, found.blocks, bias, fetch.rounded) if found.blocks else None
+    made = stack_stored(packing, found.blocks, bias, fetch.rounded) if found.blocks else None
     return made or packing.of_floats(np.concatenate(found.floats()), bias)
 
 
@@ -158,7 +162,7 @@ def _output(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) ->
     """Each head's inputs are padded to whole groups, so that a head can be rounded as soon as it is computed."""
     bias = fetch(prefix + "o_proj.bias").tolist() if config.output_bias else []
     found = fetch.of_layer(packing, prefix + "o_proj.weight")
-    made = stored.chunked(packing, found.blocks[0], config.head_dim, bias, fetch.rounded) if found.blocks else None
+    made = pad_stored(packing, found.blocks[0], config.head_dim, bias, fetch.rounded) if found.blocks else None
     if made:
         return made
     weight = found.floats()[0].reshape(config.hidden_size, config.num_heads, config.head_dim)
@@ -178,14 +182,14 @@ def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -
     names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
     bias = woven([fetch(name + ".bias") for name in names]).tolist() if config.mlp_bias else []
     found = fetch.of_layer(packing, *(name + ".weight" for name in names))
-    made = stored.woven(packing, found.blocks, middle, bias, fetch.rounded) if found.blocks else None
+    made = interleave_stored(packing, found.blocks, middle, bias, fetch.rounded) if found.blocks else None
     return made or packing.of_floats(woven(found.floats()), bias)
 
 
 def _down(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     bias = fetch(prefix + "down_proj.bias").tolist() if config.mlp_bias else []
     found, size = fetch.of_layer(packing, prefix + "down_proj.weight"), config.intermediate_size
-    made = stored.chunked(packing, found.blocks[0], size, bias, fetch.rounded) if found.blocks else None
+    made = pad_stored(packing, found.blocks[0], size, bias, fetch.rounded) if found.blocks else None
     if made:
         return made
     weight = _padded(found.floats()[0], 1, middle_size(packing.kernels, config) - size)
@@ -204,7 +208,7 @@ def of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None =
     found = fetch.stored(name)
     if found.blocks:
         part = found.blocks[0] if rows is None else replace(found.blocks[0], order=found.blocks[0].order[rows])
-        return stored.below_one_another(packing, [part], [], fetch.rounded)
+        return stack_stored(packing, [part], [], fetch.rounded)
     [weight] = found.floats()
     return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]))
 
@@ -229,3 +233,77 @@ class Ends:
             held = np.sort(checked_ids(head_ids, config.vocab_size))
         head = of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", held)
         return cls(embedding, norm, head, held)
+
+
+def round_to_four_bits(kernels: Any, name: str, weights: np.ndarray) -> Stored | None:
+    """float32 [rows, columns] in the form of Q4_1: 32 weights share a scale and a smallest value. None for rows that
+    are not whole blocks."""
+    rows, columns = weights.shape
+    if columns % Q4_1.values:
+        return None
+    data = np.empty((rows, columns // Q4_1.values * Q4_1.bytes), np.uint8)
+    kernels.round_to_q4_1(weights, data)
+    order = np.arange(rows, dtype=np.int32)
+    return Stored(Path(name), name, Q4_1.name, data, order, columns, lambda: weights, lambda: None)
+
+
+def stack_stored(packing: Packing, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:
+    """The rows of all parts; None where a panel would have two formats."""
+    ends = np.cumsum([len(part.order) for part in parts])
+    kinds = [part.kind for part in parts]
+    for end, one, other in zip(ends, kinds, kinds[1:], strict=False):
+        if one != other and end % PANEL:
+            return None
+    firsts = [0, *np.cumsum([len(part.data) for part in parts])]
+    rows = np.concatenate([part.order + first for part, first in zip(parts, firsts, strict=False)])
+    return _stored_matrix(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+
+
+def interleave_stored(
+    packing: Packing, parts: Sequence[Stored], middle: int, bias: Sequence[float], rounded: bool
+) -> Any:
+    """16 rows of the first part, 16 of the second, and so on, each part with zeros up to `middle` rows; None where they
+    have two formats."""
+    if len({part.kind for part in parts}) > 1:
+        return None
+    first, orders = 0, []
+    for part in parts:
+        orders.append(np.pad(part.order + first, (0, middle - len(part.order)), constant_values=-1))
+        first += len(part.data)
+    rows = np.stack([order.reshape(-1, packing.kernels.LANES) for order in orders], axis=1).reshape(-1)
+    return _stored_matrix(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+
+
+def pad_stored(packing: Packing, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
+    """Every `chunk` inputs padded to whole groups; None where a block would have to be cut."""
+    padding = -chunk % packing.kernels.GROUP
+    unit = packing.kernels.FORMATS.get(part.kind, 1)  # of floats, one
+    if padding and (unit > packing.kernels.GROUP or chunk % unit):
+        return None
+    inputs = part.columns // chunk * (chunk + padding)
+    return _stored_matrix(packing, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
+
+
+def _stored_matrix(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, inputs: int, **options: Any) -> Any:
+    data = [(part.kind, part.data) for part in parts]
+    try:
+        return packing.of_file(data, rows, inputs, **options)
+    except ValueError as error:  # of a scale or a float: all else was checked
+        if options["rounded"] or parts[0].kind in FLOATS:
+            _check_sizes(parts)
+        names = " or ".join(repr(part.name) for part in parts)
+        raise UserError(f"{parts[0].path} is damaged: tensor {names} holds values that are not finite") from error
+    finally:
+        for part in parts:
+            part.forget()
+
+
+def _check_sizes(parts: Sequence[Stored]) -> None:
+    """UserError where a value is not finite, which `values` finds, or too large for int8."""
+    for part in parts:
+        most = float(np.abs(part.values()).max())
+        if INT8_MOST < most < np.inf:
+            raise UserError(
+                f"{part.path}: tensor {part.name!r} holds a weight of size {most:.3g}, and int8 holds at most"
+                f" {INT8_MOST:.3g}: use --dtype float32"
+            )

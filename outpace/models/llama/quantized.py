@@ -21,10 +21,10 @@ def packer(kind: str) -> Pack:
     from torchao import quantization
 
     configs = {INT8: quantization.Int8WeightOnlyConfig, FP8: quantization.Float8WeightOnlyConfig}
-    return partial(_packed, partial(quantization.quantize_, config=configs[kind]()))
+    return partial(_quantized_linear, partial(quantization.quantize_, config=configs[kind]()))
 
 
-def _packed(quantize: Any, weight: Tensor, bias: Tensor | None = None) -> Linear:
+def _quantized_linear(quantize: Any, weight: Tensor, bias: Tensor | None = None) -> Linear:
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
     quantize(module)

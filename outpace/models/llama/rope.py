@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.models.llama.fields import flag, number, size, unsupported
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 LARGEST_THETA = 1e12
 LARGEST_FACTOR = 1e6
@@ -202,40 +201,3 @@ def _long(at: str, inner: Mapping[str, Any], fields: Mapping[str, Any]) -> LongS
 def _gain(factor: float, scale: float) -> float:
     """How much YaRN sharpens attention over a text that is `factor` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def frequencies_of(head_dim: int, rotation: Rotation) -> Tensor:
-    """By how much each pair turns from one position to the next, float32 [head_dim / 2]."""
-    theta, scaling, turning = rotation.theta, rotation.scaling, rotation.dim or head_dim
-    frequencies = 1.0 / (theta ** (torch.arange(0, turning, 2, dtype=torch.float32) / turning))
-    frequencies = torch.from_numpy(scaling.stretched(frequencies.numpy(), theta)) if scaling else frequencies
-    return torch.cat([frequencies, frequencies.new_zeros((head_dim - turning) // 2)])
-
-
-class Rotary:
-    """e^(i position frequency), times the scaling's gain, for as many positions as were asked for."""
-
-    def __init__(self, head_dim: int, rotation: Rotation, device: torch.device) -> None:
-        self._frequencies = frequencies_of(head_dim, rotation)
-        self._gains = torch.from_numpy(rotation.gains(head_dim))
-        self._table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)
-
-    def reach(self, positions: int) -> None:
-        """Makes the table hold at least so many positions; one thread at a time."""
-        if positions <= len(self._table):
-            return
-        blocks = [self._table]
-        for start in range(len(self._table), positions, BLOCK):
-            places = torch.arange(start, start + BLOCK, dtype=torch.float32)
-            angles = torch.outer(places, self._frequencies)
-            blocks.append((torch.complex(angles.cos(), angles.sin()) * self._gains).to(self._table.device))
-        self._table = torch.cat(blocks)
-
-    @property
-    def table(self) -> Tensor:
-        """All that were asked for; another tensor once there are more. [positions, head_dim / 2] complex64"""
-        return self._table
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        """The numbers for positions [rows]: [rows, head_dim / 2] complex64."""
-        return self._table[positions]
