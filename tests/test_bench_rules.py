@@ -15,7 +15,7 @@ from test_bench import record
 from test_bench_run import Run, benching, by_label, last
 
 from outpace.api.load import load
-from outpace.bench import contenders, figures, predicted, quality, ruled
+from outpace.bench import contenders, figures, predicted, quality
 from outpace.bench.judging import surprise
 from outpace.core import registry, theory
 from outpace.core.errors import UserError
@@ -46,12 +46,12 @@ def run(tiny: Path, asked: Path, tmp_path: Path) -> Iterator[Run]:
 
 
 def labels(methods: str, rules: str, sampling: Sampling = WARM) -> list[str]:
-    found = ruled.with_rules(contenders.parse_methods(methods, {}), rules, sampling)
+    found = contenders.with_rules(contenders.parse_methods(methods, {}), rules, sampling)
     return [contender.label for contender in found]
 
 
 def test_each_method_is_measured_with_each_rule() -> None:
-    found = ruled.with_rules(
+    found = contenders.with_rules(
         contenders.parse_methods("speculative:draft_length=2,bild,speculative:rule=block", {}),
         "gumbel,lenience:lenience=0.4",
         WARM,

@@ -65,7 +65,7 @@ def _check_files(keeping: Keeping) -> None:
 def _options(loading: Loading, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
     from outpace.api.params import SamplingParams
-    from outpace.bench import confined, contenders, ruled
+    from outpace.bench import confined, contenders
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
@@ -78,7 +78,7 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
     sampling = SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed)
     methods = contenders.parse_methods(measuring.methods, common)
     if measuring.rules:
-        methods = ruled.with_rules(methods, measuring.rules, sampling.sampling)
+        methods = contenders.with_rules(methods, measuring.rules, sampling.sampling)
     peers = ",".join(contenders.peer_names()) if measuring.peers == "all" else measuring.peers
     options = BenchOptions(
         tasks=tuple(part.strip() for part in measuring.tasks.split(",") if part.strip()),
