@@ -11,9 +11,9 @@ from files import write_gguf
 
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.models.files import kind
+from outpace.models.files import model_kind
 from outpace.models.files.gguf.convert import convert
-from outpace.models.files.kind import check_kind
+from outpace.models.files.model_kind import check_kind
 from outpace.models.load import load_model
 
 TAKEN = r": outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2$"
@@ -97,9 +97,9 @@ def test_a_loaded_model_of_another_kind_is_refused_by_name() -> None:
 
 def test_the_tables_are_those_of_transformers() -> None:
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
-    listed = {name: set(types.split()) for name, types in kind.MODEL_TYPES.items()}
-    assert listed[kind.SEQUENCE_TO_SEQUENCE] <= set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    assert listed[kind.ENCODER] <= set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    others = listed[kind.VISION] | listed[kind.VISION_LANGUAGE]
+    listed = {name: set(types.split()) for name, types in model_kind.MODEL_TYPES.items()}
+    assert listed[model_kind.SEQUENCE_TO_SEQUENCE] <= set(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    assert listed[model_kind.ENCODER] <= set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    others = listed[model_kind.VISION] | listed[model_kind.VISION_LANGUAGE]
     assert others <= set(auto.CONFIG_MAPPING_NAMES)
     assert not others & set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "a model that runs is refused"

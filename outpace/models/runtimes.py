@@ -237,7 +237,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
         raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
     if options.inflate != 1:
         raise UserError("inflate is for the runtimes native and llama, transformers lays out its models itself")
-    from outpace.models.files.kind import check_kind
+    from outpace.models.files.model_kind import check_kind
     from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load
 

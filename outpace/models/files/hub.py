@@ -18,7 +18,7 @@ from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
 from outpace.models.files.gguf.parts import part_files
-from outpace.models.files.kind import check_kind_of_text
+from outpace.models.files.model_kind import check_kind_of_text
 from outpace.models.files.reading import read_json
 
 Progress = Callable[[str, float], None]

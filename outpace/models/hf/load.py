@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
-from outpace.models.files.kind import check_kind
+from outpace.models.files.model_kind import check_kind
 from outpace.models.hf.lead import Lead
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.passes import Passes
