@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,3 +29,8 @@ def uploaded(values: Any, dtype: Any, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def on(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which is to be the one that holds x."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

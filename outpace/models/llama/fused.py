@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.launches import on
-from outpace.core.numbers import power_of_two
+from outpace.core.numbers import on, power_of_two
 
 
 @triton.jit
