@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
+from outpace.core import cache_salt
+from outpace.core.cache_salt import ByKey
 from outpace.core.needs import Given
 from outpace.core.types import Drafter
-from outpace.drafters import _by_key, cacheback, lookahead, ouroboros, recycle, suffix
-from outpace.drafters._by_key import ByKey
+from outpace.drafters import cacheback, lookahead, ouroboros, recycle, suffix
 from outpace.engine.engine import EngineOptions
 
 TARGET = QuickToy(16, 1, 0)  # the next token depends on the last one alone
@@ -52,7 +53,7 @@ def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> N
 
 
 def test_the_tables_of_the_keys_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_by_key, "MOST", 2)
+    monkeypatch.setattr(cache_salt, "MOST", 2)
     tables: ByKey[list[str]] = ByKey(list)
     for key in ("a", "b", None, "a", "c"):
         tables.of(key).append(str(key))

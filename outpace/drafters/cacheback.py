@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import _store
-from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._phrases import Phrase, Table, kept_in

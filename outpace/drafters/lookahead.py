@@ -14,11 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.errors import check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._by_key import ByKey
 from outpace.drafters._grafter import Grade, Grafter, GraftState
 from outpace.drafters._phrases import Table, kept_in
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Offer, Request, Source
-from outpace.drafters._by_key import ByKey
 from outpace.drafters._chance import Choices
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._grower import Grower, GrowState, Job

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.needs import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grafter, GraftState, kind_of
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._by_key import ByKey
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK, Index

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from outpace.core.cache_salt import ByKey
 from outpace.core.types import Request
-from outpace.drafters._by_key import ByKey
 
 _TEXTS = 256  # of each reuse key
 _TOKENS = 131_072  # in all of them together
