@@ -112,7 +112,7 @@ def _options(listening: Listening, bounds: Bounds) -> ServerOptions:
         host=listening.host,
         port=listening.port,
         names=tuple(listening.served_name or ()),
-        keys=keys.read(listening.api_key_file),
+        keys=keys.read_api_keys(listening.api_key_file),
         hosts=tuple(name.lower() for name in listening.allow_host or ()),
         insecure=listening.insecure,
         methods=tuple(listening.allow_method or ()),

@@ -11,7 +11,7 @@ from outpace.core.errors import UserError
 VARIABLE = "OUTPACE_API_KEY"
 
 
-def read(file: Path | None) -> frozenset[bytes]:
+def read_api_keys(file: Path | None) -> frozenset[bytes]:
     """The hashes of the keys in a file, one a line, and of those in OUTPACE_API_KEY, separated by commas."""
     keys = [key.strip() for key in os.environ.get(VARIABLE, "").split(",")]
     if file is not None:
