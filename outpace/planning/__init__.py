@@ -1,0 +1,1 @@
+"""Predicts times and acceptance, and chooses from both how much each round drafts and verifies."""
