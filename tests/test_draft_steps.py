@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 from files import model_folder
+from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
 from test_llama import TINIES
 from turns import in_turn
 
@@ -25,7 +26,6 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
 from outpace.models.llama import step_choice
-from outpace.models.llama.config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_mail import own_bit

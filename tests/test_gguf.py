@@ -19,7 +19,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.llama import config as llama
+from outpace.models.llama.config.llama_config import llama_config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
 CONVERT = """

@@ -14,7 +14,7 @@ from outpace.models.files.gguf import weights as gguf_weights
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry
 from outpace.models.files.gguf.weights import can_read
-from outpace.models.llama import config as llama
+from outpace.models.llama.config.llama_config import llama_config as llama
 
 KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}

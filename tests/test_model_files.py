@@ -20,7 +20,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
-from outpace.models.llama import config as llama
+from outpace.models.llama.config.llama_config import llama_config as llama
 from outpace.models.llama.native_runtime import NativeLlama
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.models.llama.config import LlamaConfig
+from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
 from outpace.models.llama.families import GELU
 from outpace.models.llama.gemma import FEED_NORM, MIX_NORM
 from outpace.models.llama.head_turns import frequencies_of

@@ -35,7 +35,7 @@ from outpace.models.files.mapped import Raw
 from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
-from outpace.models.llama.config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.stored import Stored
 from outpace.models.options import silent
 

@@ -24,7 +24,7 @@ from outpace.core.numbers import uploaded
 from outpace.core.scores import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
-from outpace.models.llama.config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.families import GELU
 from outpace.models.llama.head_turns import HeadTurns, Turns

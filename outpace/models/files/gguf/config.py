@@ -15,8 +15,8 @@ from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.gguf.rope import ROPE_TENSORS, read_scaling, shortest
 from outpace.models.files.model_kind import check_kind
-from outpace.models.llama import config as sizes
 from outpace.models.llama import gemma, phi
+from outpace.models.llama.config.llama_config import llama_config as sizes
 from outpace.models.llama.families import GELU
 from outpace.models.llama.fields import FULL, SLIDING
 

@@ -19,7 +19,7 @@ from outpace.models.files.gguf.parts import open_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.weights import check_types, num_bytes, write_weights
 from outpace.models.files.new_folder import new_folder
-from outpace.models.llama import config as llama
+from outpace.models.llama.config.llama_config import llama_config as llama
 
 Progress = Callable[[str, float], None]
 FORMAT_VERSION = 2  # part of the folder's name: a change of what is written must raise it
