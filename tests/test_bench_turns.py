@@ -19,7 +19,7 @@ from outpace.bench.contenders import PLAIN, parse_methods
 from outpace.bench.own import Own
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import Key, Store
-from outpace.bench.turns import Conversations, check_turns
+from outpace.bench.tasks import Conversations, check_turns
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 

@@ -19,8 +19,7 @@ from outpace.bench.contenders import Contender
 from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
-from outpace.bench.tasks import BUILT_IN, Asked, collect
-from outpace.bench.turns import bare_length, check_turns, prompt_of
+from outpace.bench.tasks import BUILT_IN, Asked, bare_length, check_turns, collect, prompt_of
 from outpace.core.errors import UserError, check_whole
 
 WARM_TOKENS = 12  # of the prompt, and of the answer

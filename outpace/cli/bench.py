@@ -210,8 +210,7 @@ def _compare(one: Path, other: Path) -> None:
 
 def _trace(llm: LLM, options: Any, file: Path) -> None:
     """Plain decoding's text and the draft's proposals at every place of it."""
-    from outpace.bench.tasks import collect
-    from outpace.bench.turns import Conversations, check_turns
+    from outpace.bench.tasks import Conversations, check_turns, collect
     from outpace.simulate.trace import RecordOptions, record
 
     if llm.draft is None:
