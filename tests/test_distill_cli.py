@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from outpace.cli.durations import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.models.files.lock import only_one
+from outpace.models.files.cache_place import only_one
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 

@@ -16,8 +16,8 @@ from outpace.core.errors import UserError
 from outpace.distill import own_prompts
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import Job, WriterOptions, Written
+from outpace.models.files.cache_place import only_one
 from outpace.models.files.find import resolve
-from outpace.models.files.lock import only_one
 from outpace.models.text.tokenizer import Tokenizer
 
 SMALL = WriterOptions(rows=8, max_tokens=12, top=4)

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_place import cache_folder, only_one
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.lock import only_one
 from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
 FORMAT_VERSION = 1  # part of the file's name: a change of what is written must raise it

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outpace.core.errors import UserError
-from outpace.models.files.lock import only_one
+from outpace.models.files.cache_place import only_one
 from outpace.models.files.new_folder import temporary_prefix
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
