@@ -12,8 +12,8 @@ from doubles import QuickToy, make_request
 from torch.overrides import TorchFunctionMode
 
 from outpace.core import noise
+from outpace.core.arrays import uploaded
 from outpace.core.logprobs import token_logprobs
-from outpace.core.numbers import uploaded
 from outpace.core.sampling import Sampling, filtered
 from outpace.core.scores import Held
 from outpace.core.types import LogprobsOptions, Request, Row

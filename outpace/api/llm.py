@@ -20,7 +20,7 @@ from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
 from outpace.api.text import StopStrings, TextAssembler
-from outpace.core import numbers, registry
+from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
 from outpace.engine.build import (
@@ -106,7 +106,7 @@ class LLM(AbstractContextManager["LLM"]):
         profile: bool = True,
         **more: Any,
     ) -> None:
-        parts = Parts(method, drafter, rule, worker, numbers.plain(draft_threads))
+        parts = Parts(method, drafter, rule, worker, arrays.plain(draft_threads))
         check_names(parts)
         target, changes = taken(target, more, LLM.__init__)
         self.target, self.draft = load_pair(
@@ -124,11 +124,11 @@ class LLM(AbstractContextManager["LLM"]):
         self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
         sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse, "burst": BURST}
-        self._build(parts, {name: numbers.plain(value) for name, value in sizes.items()}, more)
+        self._build(parts, {name: arrays.plain(value) for name, value in sizes.items()}, more)
 
     def _build(self, parts: Parts, sizes: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         """The engine; a wrong option is told before a thread starts."""
-        options = {name: numbers.plain(value) for name, value in more.items()}
+        options = {name: arrays.plain(value) for name, value in more.items()}
         tuned = self._profile.method if self._profile else None
         is_open = parts.method == "auto"
         self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
@@ -247,7 +247,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         if params.n > 1:
             raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
-        choice = numbers.plain(choice)
+        choice = arrays.plain(choice)
         check_whole("choice", choice, 0)
         return self._start(prompt, params, choice, plain, drafter)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from outpace.core.arrays import plain
 from outpace.core.banned_text import BannedText
 from outpace.core.errors import UserError, check_whole
-from outpace.core.numbers import plain
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions
 from outpace.grammar.structure import Structure

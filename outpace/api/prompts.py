@@ -7,8 +7,8 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from outpace.core.arrays import plain
 from outpace.core.errors import UserError, unknown
-from outpace.core.numbers import plain
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
 ROLES = ("system", "developer", "user", "assistant", "tool")

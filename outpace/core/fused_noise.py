@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outpace.core import noise_numbers as numbers
-from outpace.core.numbers import on
+from outpace.core.arrays import on
 
 BLOCK = 1024
 _FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in numbers.FACTORS)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.adjust import adjusted
+from outpace.core.arrays import uploaded
 from outpace.core.lazy import torch
-from outpace.core.numbers import uploaded
 from outpace.core.ranking import best_of
 from outpace.core.sampling import filtered
 from outpace.core.scores import largest, log_softmax, tensor_of

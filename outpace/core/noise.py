@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.core.arrays import uploaded
 from outpace.core.compiled import refusal
 from outpace.core.lazy import torch
 from outpace.core.noise_numbers import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
-from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outpace.core.numbers import power_of_two
+from outpace.core.arrays import power_of_two
 from outpace.core.theory import Batch, card_limit, expected_tokens, pearl_speedup, speedup
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outpace.core.arrays import uploaded
 from outpace.core.errors import check_range, check_share, check_whole
 from outpace.core.lazy import torch
-from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

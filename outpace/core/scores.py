@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from outpace.core.arrays import uploaded
 from outpace.core.lazy import torch
-from outpace.core.numbers import uploaded
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.needs import Given
-from outpace.core.numbers import uploaded
 from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row

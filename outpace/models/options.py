@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from outpace.core.arrays import plain
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.numbers import plain
 
 if TYPE_CHECKING:
     import torch

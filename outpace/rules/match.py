@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.adjust import adjusted
+from outpace.core.arrays import uploaded
 from outpace.core.chances import chances_of
 from outpace.core.lazy import torch
 from outpace.core.noise import uniform
-from outpace.core.numbers import uploaded
 from outpace.core.sampling import Sampling, processed
 from outpace.core.scores import Held, host_array, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError
-from outpace.core.numbers import uploaded
 
 # layers that share another's keys and values stand in the cache as these; before transformers 5.23 not at all
 _SHARING: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.numbers import on, power_of_two
+from outpace.core.arrays import on, power_of_two
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.numbers import on, power_of_two
+from outpace.core.arrays import on, power_of_two
 
 BLOCK_SLOTS = 64  # keys that are read at once, and of more bytes than these the fewer
 MOST_BYTES = 256

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.arrays import uploaded
 from outpace.core.noise import exponential_of
-from outpace.core.numbers import uploaded
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import Pool

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outpace.core.arrays import power_of_two, uploaded
 from outpace.core.errors import unknown
-from outpace.core.numbers import power_of_two, uploaded
 from outpace.core.scores import Scored, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.numbers import power_of_two, uploaded
+from outpace.core.arrays import power_of_two, uploaded
 from outpace.core.scores import Held, tensor_of
 from outpace.core.steps import MOST_DEPTH, Asked, Expanded
 from outpace.core.tree import PREFIX

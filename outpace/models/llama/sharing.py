@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outpace.core.numbers import power_of_two
+from outpace.core.arrays import power_of_two
 
 _FREE = 64  # rows: a pass over so many costs what one costs, for it is bound by memory
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.numbers import uploaded
+from outpace.core.arrays import uploaded
 from outpace.models.base import Part
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError
-from outpace.core.numbers import uploaded
 from outpace.core.scores import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention

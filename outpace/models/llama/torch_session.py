@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.numbers import uploaded
+from outpace.core.arrays import uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
 from outpace.models.llama.kv import SCALED, num_scales
