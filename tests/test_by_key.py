@@ -11,7 +11,7 @@ import pytest
 from doubles import QuickToy, decode, make_request, write
 
 from outpace.core import cache_salt
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.needs import Given
 from outpace.core.types import Drafter
 from outpace.drafters import cacheback, lookahead, ouroboros, recycle, suffix
@@ -54,7 +54,7 @@ def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> N
 
 def test_the_tables_of_the_keys_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_salt, "MOST", 2)
-    tables: ByKey[list[str]] = ByKey(list)
+    tables: PerSalt[list[str]] = PerSalt(list)
     for key in ("a", "b", None, "a", "c"):
         tables.of(key).append(str(key))
     assert tables.of("a") == ["a", "a"]

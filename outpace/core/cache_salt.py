@@ -11,7 +11,7 @@ MOST = 8  # keys whose tables are held: each may be as large as the one of reque
 Learnt = TypeVar("Learnt")
 
 
-class ByKey(Generic[Learnt]):
+class PerSalt(Generic[Learnt]):
     """Tables that `make` makes: `shared`, of all requests without a reuse key, and those of the keys used last."""
 
     def __init__(self, make: Callable[[], Learnt]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
@@ -82,7 +82,7 @@ class Cacheback(Grafter[CachebackState]):
     def __init__(self, options: Options, frozen: Frozen | None, given: Given | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
-        self._tables = ByKey(lambda: Table(options.leaders, options.followers))
+        self._tables = PerSalt(lambda: Table(options.leaders, options.followers))
         self._kept = kept_in(options.phrases, given, self._tables.shared)
 
     def open(self, request: Request) -> CachebackState:

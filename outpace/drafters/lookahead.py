@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.errors import check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import Role, TokenTree
@@ -67,7 +67,7 @@ class Lookahead(Grafter[LookaheadState]):
         super().__init__()
         self._options = options
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
-        self._pools = ByKey(self._pool)
+        self._pools = PerSalt(self._pool)
         self._kept = kept_in(options.phrases, given, self._pools.shared)
 
     def open(self, request: Request) -> LookaheadState:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
@@ -88,7 +88,7 @@ class Ouroboros(Grafter[OuroborosState]):
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
         self._choices = Choices()
-        self._pools = ByKey(lambda: Table(options.leaders, options.followers))
+        self._pools = PerSalt(lambda: Table(options.leaders, options.followers))
         self._kept = kept_in(options.phrases, given, self._pools.shared)
 
     def weight_bytes(self, source: Source) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.needs import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
@@ -54,7 +54,7 @@ class Recycle(Grafter[RecycleState]):
         super().__init__(origins=options.branches)
         self.needs = Needs(top=options.branches)
         self._options = options
-        self._tables: ByKey[Successors] = ByKey(dict)
+        self._tables: PerSalt[Successors] = PerSalt(dict)
 
     def open(self, request: Request) -> RecycleState:
         return RecycleState(request, list(request.prompt), successors=self._tables.of(request.reuse_key))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
@@ -63,7 +63,7 @@ class Suffix(Grafter[SuffixState]):
     def __init__(self, options: Options) -> None:
         super().__init__(origins=2)
         self._options = options
-        self._past = ByKey(lambda: Index(_LENGTHS, options.past)) if options.past else None
+        self._past = PerSalt(lambda: Index(_LENGTHS, options.past)) if options.past else None
 
     def open(self, request: Request) -> SuffixState:
         state = SuffixState(request, list(request.prompt))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outpace.core.cache_salt import ByKey
+from outpace.core.cache_salt import PerSalt
 from outpace.core.types import Request
 
 _TEXTS = 256  # of each reuse key
@@ -31,7 +31,7 @@ class Recall:
     """The texts that ended last, apart for each reuse key, in bounded memory."""
 
     def __init__(self) -> None:
-        self._kept: ByKey[list[_Kept]] = ByKey(list)
+        self._kept: PerSalt[list[_Kept]] = PerSalt(list)
 
     def find(self, request: Request) -> tuple[int, ...]:
         """What stood behind this prompt in the latest text that begins with it and was picked in the same way."""
