@@ -18,7 +18,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.cache_place import unwritable
 from outpace.models.files.new_folder import new_folder
 from outpace.models.load import Progress
-from outpace.server import keys
+from outpace.server import options
 from outpace.server.chat_body import ChatMessage, messages_of
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
@@ -41,10 +41,10 @@ def test_a_method_that_requests_may_choose_must_be_one() -> None:
 
 def test_keys_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none, for API keys, cannot be read \(No such file or directory\)$"):
-        keys.read_api_keys(tmp_path / "none")
+        options.read_api_keys(tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"latin, for API keys, is not UTF-8 text \(byte 3\)"):
-        keys.read_api_keys(tmp_path / "latin")
+        options.read_api_keys(tmp_path / "latin")
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])

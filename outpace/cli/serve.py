@@ -102,7 +102,7 @@ def serve(ctx: typer.Context, loading: Loading, listening: Listening, bounds: Bo
 
 
 def _options(listening: Listening, bounds: Bounds) -> ServerOptions:
-    from outpace.server import keys
+    from outpace.server import options
     from outpace.server.options import Limits, ServerOptions
 
     own = {field.name for field in fields(Limits)}
@@ -112,7 +112,7 @@ def _options(listening: Listening, bounds: Bounds) -> ServerOptions:
         host=listening.host,
         port=listening.port,
         names=tuple(listening.served_name or ()),
-        keys=keys.read_api_keys(listening.api_key_file),
+        keys=options.read_api_keys(listening.api_key_file),
         hosts=tuple(name.lower() for name in listening.allow_host or ()),
         insecure=listening.insecure,
         methods=tuple(listening.allow_method or ()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,3 +110,23 @@ def _check_methods(names: tuple[str, ...]) -> None:
         for part in name.split("+"):
             if part not in known:
                 raise unknown("method, drafter or rule", part, known)
+
+
+VARIABLE = "OUTPACE_API_KEY"
+
+
+def read_api_keys(file: Path | None) -> frozenset[bytes]:
+    """The hashes of the keys in a file, one a line, and of those in OUTPACE_API_KEY, separated by commas."""
+    keys = [key.strip() for key in os.environ.get(VARIABLE, "").split(",")]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise UserError(f"{file}, for API keys, cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}, for API keys, is not UTF-8 text (byte {error.start})") from None
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise UserError(f"{file} has no API key, write one a line")
+        keys += found
+    return frozenset(hashlib.sha256(key.encode()).digest() for key in keys if key)
