@@ -12,8 +12,8 @@ from files import write_gguf
 
 from outpace.api.llm import LLM
 from outpace.bench.tables import make
+from outpace.cli.sampling_options import Structured
 from outpace.cli.standard_streams import reading
-from outpace.cli.writing import Structured
 from outpace.core.errors import UserError
 from outpace.models.files.cache_place import unwritable
 from outpace.models.files.new_folder import new_folder

@@ -15,7 +15,7 @@ from test_library import folder
 import outpace
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.cli.writing import Writing
+from outpace.cli.sampling_options import Writing
 from outpace.models.load import Loaded, load_model
 
 

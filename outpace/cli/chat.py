@@ -11,7 +11,7 @@ import typer
 from outpace.cli import display, signals
 from outpace.cli.lines import open_lines
 from outpace.cli.options import Loading, System, flags
-from outpace.cli.writing import MaxTokens, Writing
+from outpace.cli.sampling_options import MaxTokens, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.options import Draft, Drafter, Json, Loading, Target, flags
-from outpace.cli.writing import MaxTokens, Seed, Temperature, Writing
+from outpace.cli.sampling_options import MaxTokens, Seed, Temperature, Writing
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:

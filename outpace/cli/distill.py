@@ -14,8 +14,8 @@ from outpace.cli import display
 from outpace.cli.distill_flags import Amount, Draft, Judging, Storing, Training
 from outpace.cli.durations import seconds
 from outpace.cli.options import Json, Target, flags
+from outpace.cli.sampling_options import Seed
 from outpace.cli.termination import as_interrupt
-from outpace.cli.writing import Seed
 from outpace.core.errors import UserError, check_range, check_whole
 
 CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once; a GPU takes fewer where its memory does

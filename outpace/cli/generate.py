@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import display, signals, standard_streams
 from outpace.cli.options import Json, Loading, System, flags
-from outpace.cli.writing import TEXT, Writing
+from outpace.cli.sampling_options import TEXT, Writing
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outpace.cli.writing import MaxTokens, Seed, Temperature
+from outpace.cli.sampling_options import MaxTokens, Seed, Temperature
 
 MEASURED, KEPT = "What is measured", "What is kept"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outpace.cli.writing import TEXT
+from outpace.cli.sampling_options import TEXT
 from outpace.core.errors import UserError, check_range
 from outpace.models.options import LoadOptions
 
