@@ -16,8 +16,9 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _costs, _mean, _planner, _recent, _row_times, _sources
+from outpace.decoders import _chances, _mean, _planner, _recent, _row_times, _sources
 from outpace.decoders.base import Place
+from outpace.planning import cost_model
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -198,7 +199,7 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 PLANNER_MUTATIONS = [
     mutation("planner: a drafter's chances are taken at their word", _chances.Chances, "of", blindly_trusting),
     mutation("planner: fitted chances are corrected too", _chances.Chances, "__init__", corrected_in_any_case),
-    mutation("planner: a few bad rounds end a draft", _costs.Costs, "trust_of_one", of_a_few_rounds),
+    mutation("planner: a few bad rounds end a draft", cost_model.Costs, "trust_of_one", of_a_few_rounds),
     mutation("planner: unlikely leaves add up", _planner.Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", _planner.Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", _planner.Planner, "pays", always_deeper),
@@ -207,7 +208,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: what failed is tried as often as before", _planner.Planner, "learn", as_often_as_before),
     mutation(
         "planner: a crowd's trials start anew with each request",
-        _costs.Costs,
+        cost_model.Costs,
         "tried",
         lambda f: lambda *parts, pays: None,
     ),
@@ -219,7 +220,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: no text repeats itself", _sources.Repeats, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", _recent, "median_low", lambda f: fmean),
-    mutation("costs: a round with its drafting", _costs.Costs, "round", with_its_drafting),
+    mutation("costs: a round with its drafting", cost_model.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),
     mutation("costs: rows are free where few samples say so", _row_times.RowTimes, "_convex", medians_joined),
     mutation(
@@ -227,11 +228,11 @@ PLANNER_MUTATIONS = [
     ),
     mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
     mutation("planner: copies' rows cost nothing", _planner.Planner, "_learn_copies", rows_unpaid),
-    mutation("costs: reading is part of a step", _costs.Costs, "reads", lambda f: lambda self, source: None),
-    mutation("costs: a step costs each request what it costs one", _costs.Costs, "draft", of_one_request),
+    mutation("costs: reading is part of a step", cost_model.Costs, "reads", lambda f: lambda self, source: None),
+    mutation("costs: a step costs each request what it costs one", cost_model.Costs, "draft", of_one_request),
     mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
     mutation("costs: a prompt's pass says nothing of rows", _row_times.RowTimes, "read", lambda f: lambda *parts: None),
-    mutation("costs: a second is worth what is written now", _costs.Costs, "price", what_is_written_now),
+    mutation("costs: a second is worth what is written now", cost_model.Costs, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", _mean.Mean, "learn", never_forgetting),
-    mutation("costs: a source was asked just now", _costs.Costs, "idle", lambda f: lambda self, source: 0.0),
+    mutation("costs: a source was asked just now", cost_model.Costs, "idle", lambda f: lambda self, source: 0.0),
 ]

@@ -14,8 +14,8 @@ from test_planner import place_of
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import _sources, auto
-from outpace.decoders._costs import Costs
 from outpace.decoders._sources import Repeats
+from outpace.planning.cost_model import Costs
 
 COPIES = Source("ngram", False, is_fitted=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking

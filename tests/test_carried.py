@@ -21,7 +21,6 @@ from outpace.core.carried import Carried
 from outpace.core.needs import Given
 from outpace.core.types import Adjustments, LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive
-from outpace.decoders._costs import Costs
 from outpace.drafters import _carrier, _grower, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._combined import Combined
@@ -33,6 +32,7 @@ from outpace.models.base import chain
 from outpace.models.llama import turns
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_runtime import NativeLlama
+from outpace.planning.cost_model import Costs
 from outpace.rules import gumbel
 
 kernels = pytest.importorskip("outpace_kernels")

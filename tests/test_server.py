@@ -14,7 +14,7 @@ from serving import HELLO, Served, served, wait_for
 from test_library import folder
 
 import outpace
-from outpace.decoders._costs import Costs
+from outpace.planning.cost_model import Costs
 from outpace.server.choices import Choice, Delta
 
 FREE = {"max_tokens": 16, "ignore_eos": True}

@@ -12,9 +12,9 @@ from collections.abc import Collection
 from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
-from outpace.decoders._costs import GROWS, Costs
 from outpace.decoders._planner import UNPLANNED, Planner
 from outpace.decoders._sources import Grower
+from outpace.planning.cost_model import GROWS, Costs
 
 
 def note_forward(costs: Costs, source: Source, forward: Forward, requests: int) -> None:

@@ -8,7 +8,7 @@ from math import exp
 from outpace.core.together import Together
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
-from outpace.decoders._costs import Costs
+from outpace.planning.cost_model import Costs
 
 _ON = 0.97  # of the chance that a copy goes on
 _TOGETHER = 3  # rounds

@@ -9,7 +9,7 @@ from typing import Any
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.orders import Orders
 from outpace.core.types import Ask, Request, Source
-from outpace.decoders._costs import Costs
+from outpace.planning.cost_model import Costs
 
 Coroutine = Generator[Ask, Any, None]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
-from outpace.decoders._costs import Costs
 from outpace.engine.admission import Admission
 from outpace.engine.drafting import Drafting
 from outpace.engine.faults import apart
 from outpace.engine.request import Running
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
+from outpace.planning.cost_model import Costs
 
 _MOST = 8  # rounds in a step
 _FEW = 4  # requests: of more, seldom all draft, and each would plan in vain

@@ -21,7 +21,6 @@ from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
-from outpace.decoders._costs import Costs
 from outpace.decoders.base import Load
 from outpace.engine.admission import Admission
 from outpace.engine.carrying import Carriers
@@ -37,6 +36,7 @@ from outpace.engine.request import Running, Watch
 from outpace.engine.sharing import Unread, share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
+from outpace.planning.cost_model import Costs
 from outpace.rules.base import Fault
 
 

@@ -28,11 +28,11 @@ from outpace.core.types import (
     tree_rows,
 )
 from outpace.core.untold import Untold
-from outpace.decoders._costs import Costs
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.history import TARGET, UNKNOWN, History, Round
 from outpace.engine.prefixes import Text
 from outpace.engine.storage import Storage
+from outpace.planning.cost_model import Costs
 from outpace.rules.base import noise_of
 
 Watch = Callable[[Sequence[int], int], int | None]

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from outpace.core.carried import Carried
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
-from outpace.decoders._costs import Costs
 from outpace.engine.request import Running
 from outpace.models.base import Model, Part
+from outpace.planning.cost_model import Costs
 
 
 def expect_steps(costs: Costs, target: Model, drafters: Iterable[Drafter]) -> None:
