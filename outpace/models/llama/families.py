@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama import gemma, phi
-from outpace.models.llama.fields import unsupported
+from outpace.models.llama.config.fields import unsupported
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through
 ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their names in a config.json

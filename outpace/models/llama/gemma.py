@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.fields import FULL, SLIDING, number, size, unsupported
+from outpace.models.llama.config.fields import FULL, SLIDING, number, size, unsupported
 
 MODEL_TYPE, ARCHITECTURE = "gemma3_text", "Gemma3ForCausalLM"
 THETA, LOCAL_THETA = 1e6, 1e4  # where a config.json names none

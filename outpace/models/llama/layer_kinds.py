@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama import gemma, phi
-from outpace.models.llama.fields import FULL, SLIDING, flag, size, unsupported
+from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported
 
 BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types
 ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # those whose layers all see a window where there is one

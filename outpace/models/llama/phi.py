@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.llama.fields import number
+from outpace.models.llama.config.fields import number
 
 MODEL_TYPE, ARCHITECTURE = "phi3", "Phi3ForCausalLM"
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.llama.fields import flag, number, size, unsupported
+from outpace.models.llama.config.fields import flag, number, size, unsupported
 
 if TYPE_CHECKING:
     pass
