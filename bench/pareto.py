@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.bench.tasks import Asked, collect
+from outpace.bench.tasks import TaskPrompt, collect
 from outpace.core import registry
 from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError
@@ -62,7 +62,7 @@ class Place(NamedTuple):
     q: Chances
 
 
-def places(llm: LLM, prompts: Sequence[Asked], sampling: Sampling, tokens: int) -> Iterator[Place]:
+def places(llm: LLM, prompts: Sequence[TaskPrompt], sampling: Sampling, tokens: int) -> Iterator[Place]:
     """Every position of the texts that the target writes after the prompts."""
     draft, rule = llm.draft, registry.find("rules", "gumbel").build(registry.find("rules", "gumbel").Options())
     assert draft is not None

@@ -13,7 +13,7 @@ from outpace.bench.own import CHUNK
 from outpace.bench.run import Bench
 from outpace.bench.scoring import PROGRAM, is_right
 from outpace.bench.store import Record
-from outpace.bench.tasks import Asked
+from outpace.bench.tasks import TaskPrompt
 from outpace.models.base import chain
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +40,7 @@ def judge(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
     progress("done", len(found), len(found))
 
 
-def _correct(bench: Bench, record: Record, asked: Asked, runs_tests: bool) -> bool | None:
+def _correct(bench: Bench, record: Record, asked: TaskPrompt, runs_tests: bool) -> bool | None:
     reference = asked.reference
     if record.correct is not None or reference is None or (reference.kind == PROGRAM and not runs_tests):
         return record.correct

@@ -19,7 +19,7 @@ from outpace.bench.contenders import Contender
 from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
-from outpace.bench.tasks import BUILT_IN, Asked, bare_length, check_turns, collect, prompt_of
+from outpace.bench.tasks import BUILT_IN, TaskPrompt, bare_length, check_turns, collect, prompt_of
 from outpace.core.errors import UserError, check_whole
 
 WARM_TOKENS = 12  # of the prompt, and of the answer
@@ -81,7 +81,7 @@ class Bench:
         self.asked = collect(options.tasks, options.prompts, options.turns)
         check_batches(options, self.asked)
         check_turns(self.asked, models.tokenizer)
-        self._prompts: dict[Asked, tuple[int, ...]] = {}
+        self._prompts: dict[TaskPrompt, tuple[int, ...]] = {}
         self._check_lengths()
         self._running: dict[str, Peer] = {}
         self._parts = ExitStack()
@@ -127,20 +127,20 @@ class Bench:
             self.store.add(self._record(key, contender, asked))
         progress("done", len(left), len(left))
 
-    def prompt(self, asked: Asked) -> tuple[int, ...]:
+    def prompt(self, asked: TaskPrompt) -> tuple[int, ...]:
         """Its tokens: of a later turn behind what plain decoding answered in the first round, where it was measured.
         UserError where that failed, or is not there yet."""
         if asked not in self._prompts:
             self._prompts[asked] = prompt_of(asked, self.models.tokenizer, self._said)
         return self._prompts[asked]
 
-    def _said(self, asked: Asked, turn: int) -> Sequence[int]:
+    def _said(self, asked: TaskPrompt, turn: int) -> Sequence[int]:
         known = self.store.records.get(Key(names.PLAIN, asked.task_of(turn), asked.name, 0, 1))
         if known is None or known.failed is not None:
             raise UserError(f"turn {turn + 1} was not answered: {known.failed if known else 'it is not measured'}")
         return known.tokens
 
-    def _alone(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
+    def _alone(self) -> Iterator[tuple[Key, Contender, Sequence[TaskPrompt]]]:
         """One prompt at a time; who comes first moves on from prompt to prompt."""
         for number in range(self.options.rounds):
             for place, asked in enumerate(self.asked):
@@ -148,7 +148,7 @@ class Bench:
                 for contender in sorted(turns, key=lambda one: one.guess > 0):  # they are told of the others' answer
                     yield Key(contender.label, asked.task, asked.name, number, 1), contender, [asked]
 
-    def _groups(self) -> Iterator[tuple[Key, Contender, Sequence[Asked]]]:
+    def _groups(self) -> Iterator[tuple[Key, Contender, Sequence[TaskPrompt]]]:
         """Several prompts at once, by our own methods."""
         for count in (count for count in self.options.batch if count > 1):
             starts = range(0, len(self.asked) - count + 1, count)
@@ -158,7 +158,7 @@ class Bench:
                     for contender in rotated(self.options.methods, place + number):
                         yield Key(contender.label, ALL, f"group {place}", number, count), contender, group
 
-    def _record(self, key: Key, contender: Contender, asked: Sequence[Asked]) -> Record:
+    def _record(self, key: Key, contender: Contender, asked: Sequence[TaskPrompt]) -> Record:
         engine = self._running[key.label]
         known = Record(*key, is_peer=contender.is_peer, precision=engine.precision)
         try:
@@ -166,7 +166,7 @@ class Bench:
         except Exception as error:  # of one answer: the others are worth having
             return replace(known, failed=f"{type(error).__name__}: {error}"[:300])
 
-    def _measured(self, known: Record, engine: Peer, contender: Contender, asked: Sequence[Asked]) -> Record:
+    def _measured(self, known: Record, engine: Peer, contender: Contender, asked: Sequence[TaskPrompt]) -> Record:
         most = self.options.sampling_params.max_tokens
         prompts = [self.prompt(one) for one in asked]
         if known.batch > 1 and isinstance(engine, own.Own):
@@ -239,7 +239,7 @@ class Bench:
             raise UserError(f"every prompt is too long: {said}")
 
 
-def check_batches(options: BenchOptions, asked: Sequence[Asked]) -> None:
+def check_batches(options: BenchOptions, asked: Sequence[TaskPrompt]) -> None:
     """UserError where more prompts are to be answered at once than there are."""
     for count in options.batch:
         if count > len(asked):

@@ -30,7 +30,7 @@ KNOWN = {  # name: hub data set, configuration, split
 }
 
 
-class Asked(NamedTuple):
+class TaskPrompt(NamedTuple):
     """One prompt: its task, its name within the task, the user's message, what a right answer is, if that is known,
     and the user's messages before it in the conversation."""
 
@@ -45,12 +45,12 @@ class Asked(NamedTuple):
         here = len(self.before)
         return _task_of(self.task.removesuffix(f" {here + 1}") if here else self.task, turn)
 
-    def at(self, turn: int) -> Asked:
+    def at(self, turn: int) -> TaskPrompt:
         """An earlier turn of the conversation; what a right answer to it is, is not known any more."""
-        return Asked(self.task_of(turn), self.name, self.before[turn], None, self.before[:turn])
+        return TaskPrompt(self.task_of(turn), self.name, self.before[turn], None, self.before[:turn])
 
 
-def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
+def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[TaskPrompt]:
     """The first `count` prompts of every task, the tasks in turn, so that a bench that is stopped has some of each. Of
     a conversation the first `turns` messages of the user; those behind the first are tasks of their own ("NAME 2"),
     and each stands behind the one before it.
@@ -58,7 +58,7 @@ def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
     A source is a .jsonl file, the name of a known data set, `hub:NAME`, or one of `OWN`.
     UserError for one that is none.
     """
-    tasks: dict[str, dict[str, Asked]] = {}
+    tasks: dict[str, dict[str, TaskPrompt]] = {}
     for source in sources:
         for asked in _read(source, count, turns):
             found = tasks.setdefault(asked.task, {})
@@ -70,13 +70,13 @@ def collect(sources: Sequence[str], count: int, turns: int = 1) -> list[Asked]:
     return [asked for row in itertools.zip_longest(*columns) for asked in row if asked is not None]
 
 
-def _column(task: Mapping[str, Asked], tasks: Mapping[str, Mapping[str, Asked]]) -> list[Asked | None]:
+def _column(task: Mapping[str, TaskPrompt], tasks: Mapping[str, Mapping[str, TaskPrompt]]) -> list[TaskPrompt | None]:
     """A task's prompts; later turns stand beside the first turns of their conversations."""
     beside = list(tasks[next(iter(task.values())).task_of(0)])
     return [task.get(name) for name in (*beside, *(name for name in task if name not in beside))]
 
 
-def _read(source: str, count: int, turns: int) -> Iterable[Asked]:
+def _read(source: str, count: int, turns: int) -> Iterable[TaskPrompt]:
     path = Path(source).expanduser()
     if source in OWN:
         return [
@@ -105,7 +105,7 @@ def _own(source: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
     return {task: [{"turns": [text]} for text in some] for task, some in texts.items()}
 
 
-def read_file(file: Path, turns: int = 1) -> list[Asked]:
+def read_file(file: Path, turns: int = 1) -> list[TaskPrompt]:
     """The first turns of every line; UserError names the line that is torn, empty or of another form."""
     try:
         with file.open("rb") as stream:
@@ -117,7 +117,7 @@ def read_file(file: Path, turns: int = 1) -> list[Asked]:
     return found
 
 
-def _prompts(file: Path, place: int, line: bytes, most: int) -> list[Asked]:
+def _prompts(file: Path, place: int, line: bytes, most: int) -> list[TaskPrompt]:
     where = f"{file}, line {place}"
     if not line.strip():
         raise UserError(f"{where} is empty; it must be {FORM}")
@@ -132,12 +132,12 @@ def _prompts(file: Path, place: int, line: bytes, most: int) -> list[Asked]:
     return _asked(entry, file.stem, str(place), where, most)
 
 
-def _asked(entry: Mapping[str, Any], task: str, name: str, where: str, most: int) -> list[Asked]:
+def _asked(entry: Mapping[str, Any], task: str, name: str, where: str, most: int) -> list[TaskPrompt]:
     """The first turns; the task and the name are the entry's own, if it has them. A reference is the first turn's."""
     turns = tuple(entry["turns"][:most])
     task, name = _name(entry.get("task"), task), _name(entry.get("id"), name)
-    first = Asked(task, name, turns[0], scoring.read(entry, turns[0], where))
-    later = [Asked(_task_of(task, n), name, turns[n], None, turns[:n]) for n in range(1, len(turns))]
+    first = TaskPrompt(task, name, turns[0], scoring.read(entry, turns[0], where))
+    later = [TaskPrompt(_task_of(task, n), name, turns[n], None, turns[:n]) for n in range(1, len(turns))]
     return [first, *later]
 
 
@@ -149,7 +149,7 @@ def _name(value: Any, other: str) -> str:
     return str(value) if isinstance(value, str | int) and str(value) else other
 
 
-def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int, turns: int) -> list[Asked]:
+def _from_hub(task: str, place: tuple[str, str | None, str | None], count: int, turns: int) -> list[TaskPrompt]:
     """The first rows of a data set; without a named split, of its test split or else its first."""
     name, configuration, split = place
     try:
@@ -188,17 +188,17 @@ def _hub_turns(name: str, number: int, row: Any) -> list[str]:
     raise UserError(f"the data set {name}, row {number}: none of the fields {', '.join(TEXT_FIELDS)} holds a text")
 
 
-Said = Callable[[Asked, int], Sequence[int]]
+Said = Callable[[TaskPrompt, int], Sequence[int]]
 """The tokens that plain decoding wrote in a turn (0: the first) of a prompt's conversation."""
 
 
-def check_turns(asked: Sequence[Asked], tokenizer: Any) -> None:
+def check_turns(asked: Sequence[TaskPrompt], tokenizer: Any) -> None:
     """UserError where a conversation is to be measured and the model has no form for one."""
     if any(one.before for one in asked) and not tokenizer.has_template:
         raise UserError("--turns needs a model with a chat template, this one has none")
 
 
-def prompt_of(asked: Asked, tokenizer: Any, said: Said) -> tuple[int, ...]:
+def prompt_of(asked: TaskPrompt, tokenizer: Any, said: Said) -> tuple[int, ...]:
     """The tokens of a prompt, those of the turns before it included."""
     if not asked.before:
         return tuple(tokenizer.encode_prompt(asked.text))
@@ -210,7 +210,7 @@ def prompt_of(asked: Asked, tokenizer: Any, said: Said) -> tuple[int, ...]:
     return tuple(tokenizer.chat([*messages, {"role": "user", "content": asked.text}]))
 
 
-def bare_length(asked: Asked, tokenizer: Any) -> int:
+def bare_length(asked: TaskPrompt, tokenizer: Any) -> int:
     """Tokens of a prompt whose answers before it are empty."""
     return len(prompt_of(asked, tokenizer, lambda *_: ()))
 
@@ -224,11 +224,11 @@ class Conversations:
         self._tokenizer, self._answer = tokenizer, answer
         self._known: dict[tuple[str, str, int], Sequence[int]] = {}
 
-    def prompt(self, asked: Asked) -> tuple[int, ...]:
+    def prompt(self, asked: TaskPrompt) -> tuple[int, ...]:
         """The tokens of a prompt, behind those of the turns before it."""
         return prompt_of(asked, self._tokenizer, self._said)
 
-    def _said(self, asked: Asked, turn: int) -> Sequence[int]:
+    def _said(self, asked: TaskPrompt, turn: int) -> Sequence[int]:
         key = asked.task_of(0), asked.name, turn
         if key not in self._known:
             self._known[key] = self._answer(self.prompt(asked.at(turn)))
