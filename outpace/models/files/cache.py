@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import only_one
-from outpace.models.files.new_folder import temporary_prefix
+from outpace.models.files.cache_place import only_one, temporary_prefix
 
 DRAFTS, DIGESTS = "drafts", "digests.json"
 MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"

@@ -17,8 +17,8 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files import mapped
+from outpace.models.files.cache_place import new_folder
 from outpace.models.files.model_kind import has_text_part, text_config, text_names
-from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import check_file, is_there, read_json
 from outpace.models.llama.footprint import FLOATS, Held
 from outpace.models.llama.stored import Stored

@@ -19,7 +19,7 @@ from outpace.core.errors import UserError
 from outpace.core.hashed import sha256
 from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_place import cache_folder, new_folder
 from outpace.models.files.checkpoint import (
     EMBEDDING,
     INDEX,
@@ -32,7 +32,6 @@ from outpace.models.files.checkpoint import (
 from outpace.models.files.digests import Digests
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.mapped import Raw
-from outpace.models.files.new_folder import new_folder
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes

@@ -11,6 +11,7 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.core.hashed import sha256
 from outpace.models.files.cache import made_once
+from outpace.models.files.cache_place import new_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
@@ -18,7 +19,6 @@ from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.gguf.parts import open_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.weights import check_types, num_bytes, write_weights
-from outpace.models.files.new_folder import new_folder
 from outpace.models.llama.config.llama_config import llama_config as llama
 
 Progress = Callable[[str, float], None]
