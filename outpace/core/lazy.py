@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hashlib import _Hash
+
     import torch as torch
+
 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # that torch begins with, the first that is a number
 _SIBLINGS = "devices/system/cpu/cpu{number}/topology/thread_siblings_list"
@@ -68,3 +71,10 @@ def _whole_cores(root: Path = Path("/sys")) -> int:
         return len({(root / _SIBLINGS.format(number=number)).read_text() for number in numbers})
     except OSError:
         return len(numbers)
+
+
+def sha256(data: bytes = b"") -> _Hash:
+    """As hashlib's."""
+    import hashlib
+
+    return hashlib.sha256(data)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.hashed import sha256
+from outpace.core.lazy import sha256
 from outpace.core.needs import Given
 from outpace.models.files.cache_place import cache_folder
 

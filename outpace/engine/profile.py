@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine
-from outpace.core.hashed import sha256
-from outpace.core.lazy import threads
+from outpace.core.lazy import sha256, threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
 from outpace.models.files.cache_place import cache_folder

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.hashed import sha256
+from outpace.core.lazy import sha256
 from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.cache_place import cache_folder, new_folder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.banned_text import TokenTexts
 from outpace.core.errors import UserError
-from outpace.core.hashed import sha256
+from outpace.core.lazy import sha256
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.special import check_rows, text_ends, turn_ends, without_rows

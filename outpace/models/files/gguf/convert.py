@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.core.hashed import sha256
+from outpace.core.lazy import sha256
 from outpace.models.files.cache import made_once
 from outpace.models.files.cache_place import new_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
