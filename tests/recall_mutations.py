@@ -14,7 +14,7 @@ from outpace.engine.recall import Recall
 
 
 def of_all_keys(find: Original) -> Original:
-    return lambda known, request: find(known, replace(request, reuse_key=None))
+    return lambda known, request: find(known, replace(request, cache_salt=None))
 
 
 def from_the_beginning(find: Original) -> Original:

@@ -43,7 +43,7 @@ def test_another_key_learns_nothing_of_an_answer(name: str, tmp_path: Path) -> N
     drafter = MADE[name](tmp_path)
     passes = []
     for key in ("mine", "yours", None, "mine"):
-        asked = make_request((3, 1, 4), max_tokens=12, reuse_key=key)
+        asked = make_request((3, 1, 4), max_tokens=12, cache_salt=key)
         outcome = decode([asked], "speculative", drafter, target=TARGET, engine=WIDE)
         assert outcome.texts == [write(TARGET, asked)]
         passes.append(len(outcome.steps[0]))

@@ -69,11 +69,11 @@ class MemoryMachine(RuleBasedStateMachine):
     def go_on_with_what_was_written(self, which: int, tail: Sequence[int]) -> None:
         over = [(request, run) for request, run in self.runs if run.finish_reason]
         request, run = over[which % len(over)]
-        self.ask((*request.prompt, *run.tokens, *tail), 5, which % 4, False, request.reuse_key)
+        self.ask((*request.prompt, *run.tokens, *tail), 5, which % 4, False, request.cache_salt)
 
     def ask(self, prompt: Sequence[int], max_tokens: int, seed: int, is_drafted: bool, key: str | None) -> None:
         """Taken where it could run alone, refused where it could not."""
-        request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=seed, reuse_key=key)
+        request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=seed, cache_salt=key)
         decoder = self.method if is_drafted else autoregressive
         most = len(prompt) + max_tokens + NODES
         if most + (int((most + TREE) * 1.25) + 64) * is_drafted > self.slots:

@@ -149,11 +149,11 @@ def test_reuse_stays_within_a_key() -> None:
     target = Counting()
     with Engine(target) as engine:
         for key, rows in ((None, 89 + 3), ("a", 89 + 3), ("b", 89 + 3), ("a", 3), (None, 3), ("b", 3)):
-            before, request = target.rows, make_request(SYSTEM, max_tokens=3, reuse_key=key)
+            before, request = target.rows, make_request(SYSTEM, max_tokens=3, cache_salt=key)
             assert finish(engine, submit(engine, request)) == [write(target, request)]
             assert target.rows - before == rows
         keys = ("c", "d", "c")
-        before, requests = target.rows, [make_request(SYSTEM, max_tokens=3, reuse_key=key) for key in keys]
+        before, requests = target.rows, [make_request(SYSTEM, max_tokens=3, cache_salt=key) for key in keys]
         runs = submit(engine, *requests)
         engine.step()
         assert [run in engine.running for run in runs] == [True, True, False], "who would wait for another of its key"

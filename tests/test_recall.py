@@ -109,7 +109,7 @@ def test_who_types_on_what_was_written_is_offered_the_rest() -> None:
         {"choice": 1},
         {"temperature": 0.9},
         {"rule": "match"},
-        {"reuse_key": "theirs"},
+        {"cache_salt": "theirs"},
         {"adjustments": Adjustments(repetition_penalty=1.3)},
         {"prediction": (1, 2, 3)},
     ],

@@ -125,7 +125,7 @@ class Request:
     rounds: bool = False  # what each round verified is kept for whoever asks
     prediction: tuple[int, ...] = ()  # what the caller expects to be written: drafted from, and nothing else
     recalled: tuple[int, ...] = ()  # what followed this prompt in an earlier text: drafted from as a prediction is
-    reuse_key: str | None = None  # keys and values are reused among requests of one key only
+    cache_salt: str | None = None  # keys and values are reused among requests of one key only
 
 
 class Row(NamedTuple):

@@ -86,7 +86,7 @@ class Cacheback(Grafter[CachebackState]):
         self._kept = kept_in(options.phrases, given, self._tables.shared)
 
     def open(self, request: Request) -> CachebackState:
-        state = CachebackState(request, list(request.prompt), table=self._tables.of(request.reuse_key))
+        state = CachebackState(request, list(request.prompt), table=self._tables.of(request.cache_salt))
         state.last = state.table.read((), request.prompt, PHRASE)
         return state
 

@@ -71,7 +71,7 @@ class Lookahead(Grafter[LookaheadState]):
         self._kept = kept_in(options.phrases, given, self._pools.shared)
 
     def open(self, request: Request) -> LookaheadState:
-        pool = self._pools.of(request.reuse_key) if self._kept is not None else self._pool()
+        pool = self._pools.of(request.cache_salt) if self._kept is not None else self._pool()
         state = LookaheadState(request, list(request.prompt), pool=pool)
         self._fill(state)
         self._read(state, request.prompt)

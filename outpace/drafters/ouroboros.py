@@ -100,7 +100,7 @@ class Ouroboros(Grafter[OuroborosState]):
         return self._grower.window or None
 
     def open(self, request: Request) -> OuroborosState:
-        pool = self._pools.of(request.reuse_key)
+        pool = self._pools.of(request.cache_salt)
         state = OuroborosState(request, list(request.prompt), session=self._grower.open(request), pool=pool)
         state.last = state.pool.read((), request.prompt, self._options.phrase)
         return state

@@ -57,7 +57,7 @@ class Recycle(Grafter[RecycleState]):
         self._tables: PerSalt[Successors] = PerSalt(dict)
 
     def open(self, request: Request) -> RecycleState:
-        return RecycleState(request, list(request.prompt), successors=self._tables.of(request.reuse_key))
+        return RecycleState(request, list(request.prompt), successors=self._tables.of(request.cache_salt))
 
     def propose(self, state: RecycleState, tree: TokenTree) -> None:
         """Best first; a successor's kind is its rank and whether it stands below the root."""

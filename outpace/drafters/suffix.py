@@ -67,7 +67,7 @@ class Suffix(Grafter[SuffixState]):
 
     def open(self, request: Request) -> SuffixState:
         state = SuffixState(request, list(request.prompt))
-        state.past = self._past.of(request.reuse_key) if self._past is not None else None
+        state.past = self._past.of(request.cache_salt) if self._past is not None else None
         state.index = Index(_LENGTHS, self._options.window)
         state.index.extend(request.prompt)
         return state

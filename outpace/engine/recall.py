@@ -38,7 +38,7 @@ class Recall:
         if not request.rule.keyed:
             return ()
         prompt, way = _packed(request.prompt), _way(request)
-        for kept in reversed(self._kept.of(request.reuse_key)):
+        for kept in reversed(self._kept.of(request.cache_salt)):
             if len(kept.text) > len(prompt) and kept.way == way and kept.text.startswith(prompt):
                 return tuple(array("i", kept.text[len(prompt) :]))
         return ()
@@ -48,7 +48,7 @@ class Recall:
         many."""
         if not (request.rule.keyed and len(request.prompt) < len(tokens) <= _TOKENS):
             return
-        kept, new = self._kept.of(request.reuse_key), _Kept(_way(request), _packed(tokens))
+        kept, new = self._kept.of(request.cache_salt), _Kept(_way(request), _packed(tokens))
         kept[:] = [one for one in kept if one.way != new.way or not new.text.startswith(one.text)]
         kept.append(new)
         held = sum(len(one.text) for one in kept)

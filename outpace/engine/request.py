@@ -93,7 +93,7 @@ class Running:
         self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
-        self.text = Text(self.committed, self.request.reuse_key)
+        self.text = Text(self.committed, self.request.cache_salt)
         self.text.hashes(len(self.committed))
 
     @property

@@ -74,7 +74,7 @@ def _prepared(llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: i
     own = job.own or OutpaceOptions()
     is_plain = own.speculation is False or own.method == PLAIN
     asked = llm.prepare(prompt, params, choice, is_plain, None if is_plain else own.drafter)
-    changes: dict[str, Any] = {"rounds": job.rounds, "nodes": own.nodes, "reuse_key": key or None}
+    changes: dict[str, Any] = {"rounds": job.rounds, "nodes": own.nodes, "cache_salt": key or None}
     if own.rule is not None:
         changes["rule"] = find_rule(own.rule, params.sampling)
     asked = replace(asked, request=replace(asked.request, **changes))
