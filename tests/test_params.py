@@ -15,7 +15,7 @@ from test_library import folder
 import outpace
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
-from outpace.cli.sampling_options import Writing
+from outpace.cli.sampling_options import SamplingFlags
 from outpace.models.load import Loaded, load_model
 
 
@@ -161,8 +161,8 @@ def test_the_new_names_do_not_warn(llm: LLM) -> None:
 
 def test_the_flags_are_fields_with_the_same_defaults() -> None:
     kept = {option.name: option for option in fields(SamplingParams)}
-    assert SamplingParams(**Writing().options()) == SamplingParams()
-    assert {option.name for option in fields(Writing)} < set(kept)
+    assert SamplingParams(**SamplingFlags().options()) == SamplingParams()
+    assert {option.name for option in fields(SamplingFlags)} < set(kept)
 
 
 def test_every_field_is_documented() -> None:

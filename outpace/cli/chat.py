@@ -11,7 +11,7 @@ import typer
 from outpace.cli import display, signals
 from outpace.cli.lines import open_lines
 from outpace.cli.options import Loading, System, flags
-from outpace.cli.sampling_options import MaxTokens, Writing
+from outpace.cli.sampling_options import MaxTokens, SamplingFlags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True)
-class ChatWriting(Writing):
+class ChatWriting(SamplingFlags):
     """As for one answer, with room for a longer one."""
 
     max_tokens: MaxTokens = 1024
@@ -83,7 +83,7 @@ def _check_afar(loading: Loading, extra: Collection[str]) -> None:
         raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
 
 
-def _chat_afar(remote: Remote, writing: Writing, system: str | None) -> None:
+def _chat_afar(remote: Remote, writing: SamplingFlags, system: str | None) -> None:
     with signals.at_safe_points():
         _talk(RemoteConversation(remote, writing, system), remote.model)
 
@@ -140,7 +140,7 @@ class Talk:
 class RemoteConversation(Talk):
     """With a model on a server."""
 
-    def __init__(self, remote: Remote, writing: Writing, system: str | None) -> None:
+    def __init__(self, remote: Remote, writing: SamplingFlags, system: str | None) -> None:
         super().__init__(system)
         self._remote = remote
         given, usual = writing.options(), ChatWriting().options()
@@ -168,7 +168,7 @@ class RemoteConversation(Talk):
 class Conversation(Talk):
     """With a model in this process. What it is asked goes back through its chat template each time."""
 
-    def __init__(self, llm: LLM, writing: Writing, system: str | None, color: bool) -> None:
+    def __init__(self, llm: LLM, writing: SamplingFlags, system: str | None, color: bool) -> None:
         super().__init__(system)
         self._llm, self._writing, self._color = llm, writing, color
         self._plain: float | None = None

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.options import Draft, Drafter, Json, Loading, Target, flags
-from outpace.cli.sampling_options import MaxTokens, Seed, Temperature, Writing
+from outpace.cli.sampling_options import MaxTokens, SamplingFlags, Seed, Temperature
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Compare four methods on two prompts: their speed, and whether their texts are equal."""
-    writing = Writing(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
+    writing = SamplingFlags(max_tokens=showing.max_tokens, temperature=showing.temperature, seed=showing.seed)
     writing.check()
     check_range("rounds", rounds, 1, 1000)
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def _drafters(names: str) -> list[Any]:
 class Show:
     """Runs the methods in turn over the same models, and shows the first round."""
 
-    def __init__(self, llms: Mapping[str, LLM], writing: Writing, drafter: str, rounds: int, quiet: bool) -> None:
+    def __init__(self, llms: Mapping[str, LLM], writing: SamplingFlags, drafter: str, rounds: int, quiet: bool) -> None:
         self._llms, self._drafter, self._rounds, self._quiet = llms, drafter, rounds, quiet
         self._first = next(iter(llms))
         self._options = writing.options()

@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import display, signals, standard_streams
 from outpace.cli.options import Json, Loading, System, flags
-from outpace.cli.sampling_options import TEXT, Writing
+from outpace.cli.sampling_options import TEXT, SamplingFlags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def generate(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")],
     loading: Loading,
-    writing: Writing,
+    writing: SamplingFlags,
     wanted: Asked,
     system: System = None,
     raw: Annotated[

@@ -53,7 +53,7 @@ class Structured:
 
 
 @dataclass(frozen=True)
-class Writing:
+class SamplingFlags:
     """How an answer is sampled, and where it ends."""
 
     max_tokens: MaxTokens = 256
