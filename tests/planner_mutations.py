@@ -16,9 +16,9 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _mean, _planner, _recent, _row_times, _sources
+from outpace.decoders import _chances, _mean, _planner, _recent, _sources
 from outpace.decoders.base import Place
-from outpace.planning import cost_model
+from outpace.planning import cost_model, latency_curve
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -221,17 +221,21 @@ PLANNER_MUTATIONS = [
     mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", _recent, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", cost_model.Costs, "round", with_its_drafting),
-    mutation("costs: more rows may be cheaper", _row_times.RowTimes, "_convex", falling),
-    mutation("costs: rows are free where few samples say so", _row_times.RowTimes, "_convex", medians_joined),
+    mutation("costs: more rows may be cheaper", latency_curve.RowTimes, "_convex", falling),
+    mutation("costs: rows are free where few samples say so", latency_curve.RowTimes, "_convex", medians_joined),
     mutation(
-        "costs: what a busy machine took is kept", _row_times.RowTimes, "_forget_old", lambda f: lambda self: None
+        "costs: what a busy machine took is kept", latency_curve.RowTimes, "_forget_old", lambda f: lambda self: None
     ),
     mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
     mutation("planner: copies' rows cost nothing", _planner.Planner, "_learn_copies", rows_unpaid),
     mutation("costs: reading is part of a step", cost_model.Costs, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", cost_model.Costs, "draft", of_one_request),
-    mutation("costs: rows that were never timed are free", _row_times.RowTimes, "_slope", lambda f: lambda *parts: 0.0),
-    mutation("costs: a prompt's pass says nothing of rows", _row_times.RowTimes, "read", lambda f: lambda *parts: None),
+    mutation(
+        "costs: rows that were never timed are free", latency_curve.RowTimes, "_slope", lambda f: lambda *parts: 0.0
+    ),
+    mutation(
+        "costs: a prompt's pass says nothing of rows", latency_curve.RowTimes, "read", lambda f: lambda *parts: None
+    ),
     mutation("costs: a second is worth what is written now", cost_model.Costs, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", _mean.Mean, "learn", never_forgetting),
     mutation("costs: a source was asked just now", cost_model.Costs, "idle", lambda f: lambda self, source: 0.0),

@@ -14,7 +14,7 @@ from outpace.core.carried import PassTimes
 from outpace.core.types import Source
 from outpace.decoders._mean import Mean
 from outpace.decoders._recent import Recent
-from outpace.decoders._row_times import RowTimes
+from outpace.planning.latency_curve import RowTimes
 
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
