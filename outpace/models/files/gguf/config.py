@@ -16,9 +16,9 @@ from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.gguf.rope import ROPE_TENSORS, read_scaling, shortest
 from outpace.models.files.model_kind import check_kind
 from outpace.models.llama import gemma, phi
+from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import llama_config as sizes
-from outpace.models.llama.families import GELU
 
 GEMMA_LARGEST = 62  # layers of Gemma 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding; the file does not say so, llama.cpp knows it
