@@ -29,7 +29,7 @@ from outpace.api.llm import LLM
 from outpace.api.load import load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
-from outpace.bench.own import Own
+from outpace.bench.own import MethodRunner
 from outpace.core.scores import Held
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part
@@ -137,7 +137,7 @@ def _open(parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: Se
         model = Turning(llm.draft.model, len(prompt) + turn if turn else 0)
         draft = replace(llm.draft, model=model, again=None)
     models: Any = SimpleNamespace(target=llm.target, draft=draft)
-    return parts.enter_context(closing(Own(contender, models, SamplingParams(), 1))).llm
+    return parts.enter_context(closing(MethodRunner(contender, models, SamplingParams(), 1))).llm
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from files import weights, write_gguf
 from outpace.api.load import load
 from outpace.bench import run as bench_run
 from outpace.bench.contenders import Contender
-from outpace.bench.own import Own, score_gap
+from outpace.bench.own import MethodRunner, score_gap
 from outpace.bench.run import Bench, BenchOptions, rotated
 from outpace.bench.store import ANSWERS, Store
 from outpace.cli.main import main
@@ -180,26 +180,26 @@ def test_peers_that_are_not_to_be_had_are_named(troubled: tuple[int, str, str]) 
 
 def test_a_bench_goes_on_with_what_is_there(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("--methods", "speculative", "--out", tmp_path / "out")
-    wrote = Own.answer
+    wrote = MethodRunner.answer
     left = [8]
 
-    def answer(self: Own, prompt: Any, max_tokens: int) -> Any:
+    def answer(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return wrote(self, prompt, max_tokens)
 
-    monkeypatch.setattr(Own, "answer", answer)
+    monkeypatch.setattr(MethodRunner, "answer", answer)
     code, out, _ = run(*arguments)
     assert code == 130
     assert sum(row["prompts"] for row in by_label(out).values()) == 4, "two warm-ups each, then what was finished"
-    monkeypatch.setattr(Own, "answer", wrote)
+    monkeypatch.setattr(MethodRunner, "answer", wrote)
     before = (tmp_path / "out" / ANSWERS).read_text()
     code, out, _ = run(*arguments)
     assert code == 0
     assert (tmp_path / "out" / ANSWERS).read_text().startswith(before), "nothing is measured twice"
     assert [row["prompts"] for row in by_label(out).values()] == [3, 3]
-    monkeypatch.setattr(Own, "answer", answer)
+    monkeypatch.setattr(MethodRunner, "answer", answer)
     assert run(*arguments)[0] == 0, "all is there: no answer is asked for"
     assert (tmp_path / "out" / "rows.json").exists()
     code, out, _ = run("--compare", tmp_path / "out", tmp_path / "out")
@@ -310,15 +310,15 @@ def test_what_cannot_be_written_is_said_after_the_line_of_json(
 
 
 def test_sigterm_shows_what_is_finished_and_ends_as_it_does(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote, left = Own.answer, [8]
+    wrote, left = MethodRunner.answer, [8]
 
-    def answer(self: Own, prompt: Any, max_tokens: int) -> Any:
+    def answer(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
         left[0] -= 1
         if left[0] < 0:
             signal.raise_signal(signal.SIGTERM)
         return wrote(self, prompt, max_tokens)
 
-    monkeypatch.setattr(Own, "answer", answer)
+    monkeypatch.setattr(MethodRunner, "answer", answer)
     before = signal.getsignal(signal.SIGTERM)
     code, out, _ = run("--methods", "speculative")
     assert code == 143
@@ -338,10 +338,10 @@ def test_prompts_that_are_all_too_long_are_refused(run: Run, tmp_path: Path) -> 
 
 
 def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Own, prompt: Any, max_tokens: int) -> Any:
+    def fail(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
         raise RuntimeError("out of paper")
 
-    monkeypatch.setattr(Own, "answer", fail)
+    monkeypatch.setattr(MethodRunner, "answer", fail)
     code, out, err = run("--methods", "speculative")
     assert code == 2
     assert by_label(out)["speculative"]["failed"] == 3, "the line of JSON is there all the same"

@@ -16,7 +16,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench import run as bench_run
 from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
-from outpace.bench.own import Own
+from outpace.bench.own import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import Key, Store
 from outpace.bench.tasks import Conversations, check_turns
@@ -86,7 +86,7 @@ def test_between_the_turns_stands_what_plain_decoding_answers(tiny: Path, talk: 
 def _spy(bench: Bench, asked: list[Sequence[int]], label: str = PLAIN, most: int = 1000) -> None:
     """Notes what a method is asked for; somebody presses Ctrl-C instead of the answer behind the first `most`."""
     method = bench._running[label]
-    assert isinstance(method, Own)
+    assert isinstance(method, MethodRunner)
     answer = method.answer
 
     def spied(prompt: Sequence[int], length: int) -> Any:

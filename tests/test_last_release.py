@@ -21,7 +21,7 @@ from distill_files import prompts_file, target_folder
 from files import write_gguf
 
 from outpace.api.llm import LLM
-from outpace.bench.own import Own
+from outpace.bench.own import MethodRunner
 from outpace.bench.store import Store, read_records, read_settings
 from outpace.cli.main import main
 from outpace.distill.shards import read_shards
@@ -92,13 +92,13 @@ def test_a_bench_goes_on_with_what_is_there(
     write_gguf(place / "tiny.gguf")
     shutil.copytree(RECORDED / "bench", place / "bench")
     before = (place / "bench" / "answers.jsonl").read_bytes()
-    measure, asked = Own.answer, []
+    measure, asked = MethodRunner.answer, []
 
-    def answer(self: Own, prompt: Any, max_tokens: int) -> Any:
+    def answer(self: MethodRunner, prompt: Any, max_tokens: int) -> Any:
         asked.append(self.name)
         return measure(self, prompt, max_tokens)
 
-    monkeypatch.setattr(Own, "answer", answer)
+    monkeypatch.setattr(MethodRunner, "answer", answer)
     models = ("--target", "tiny.gguf", "--draft", "tiny.gguf", "--runtime", "llama", "--dtype", "float32")
     tasks = ("--threads", 1, "--tasks", "bench/prompts.jsonl", "--max-tokens", 6, "--batch", "1,2", "--out", "bench")
     shown = run(capsys, "bench", *models, *tasks, "--methods", "card:worker=inline")

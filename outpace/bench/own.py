@@ -38,7 +38,7 @@ class OwnAnswered(Answered):
     sources: tuple[tuple[str, int, int], ...] = ()
 
 
-class Own:
+class MethodRunner:
     """One of our methods. Keys and values are not reused between answers, so each reads its own prompt; a planner knows
     nothing of earlier runs, unless its options say so."""
 

@@ -88,7 +88,9 @@ class Bench:
         most = max(options.batch, default=1)
         with ExitStack() as parts:  # a wrong option of a later method must not leave an earlier one's worker behind
             for contender in options.methods:
-                opened = parts.enter_context(closing(own.Own(contender, models, options.sampling_params, most)))
+                opened = parts.enter_context(
+                    closing(own.MethodRunner(contender, models, options.sampling_params, most))
+                )
                 self._running[contender.label] = opened
             self._parts = parts.pop_all()
 
@@ -169,11 +171,11 @@ class Bench:
     def _measured(self, known: Record, engine: Peer, contender: Contender, asked: Sequence[TaskPrompt]) -> Record:
         most = self.options.sampling_params.max_tokens
         prompts = [self.prompt(one) for one in asked]
-        if known.batch > 1 and isinstance(engine, own.Own):
+        if known.batch > 1 and isinstance(engine, own.MethodRunner):
             texts, seconds = engine.together(prompts, most)
             held = tuple((one.task, one.name) for one in asked)
             return replace(known, seconds=seconds, prompts=held, texts=tuple(texts))
-        if contender.guess and isinstance(engine, own.Own):
+        if contender.guess and isinstance(engine, own.MethodRunner):
             prediction = contender.prediction(self._said(asked[0], len(asked[0].before)))
             return replace(known, **answered(engine.answer(prompts[0], most, prediction)))
         return replace(known, **answered(engine.answer(prompts[0], most)))
