@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from torch import Tensor
 
 from outpace.api.llm import LLM

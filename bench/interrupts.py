@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from known import Known
-from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file

@@ -13,7 +13,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from pass_times import time_pass
 
 from outpace.core.machine import bandwidth

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.models.base import chain
 from outpace.models.files.find import locate

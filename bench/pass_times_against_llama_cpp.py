@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from llama_state import lengthen
 from long_context import PIECE, filled
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from rich.console import Console
 from rich.table import Table
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from outpace.models.llama.config.llama_config.llama_config import tensor_shapes
+from outpace.models.llama.config.llama_config import tensor_shapes
 from rich.console import Console
 from rich.table import Table
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
@@ -55,7 +55,7 @@ PHI = replace(
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32; norms around 1."""
-    from outpace.models.llama.config.llama_config.llama_config import tensor_shapes
+    from outpace.models.llama.config.llama_config import tensor_shapes
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 import transformers
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from files import model_folder, smollm2_file, weights, write_gguf
-from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from test_runtimes import needs_kernels
 
 from outpace.core.available import available_bytes

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, write
-from outpace.models.llama.config.llama_config.llama_config import FAMILIES, Family
+from outpace.models.llama.config.llama_config import FAMILIES, Family
 
 from outpace.core import registry
 from outpace.core.errors import UserError

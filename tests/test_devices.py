@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config.llama_config import tensor_shapes
+from outpace.models.llama.config.llama_config import tensor_shapes
 
 import outpace
 from outpace.card.thread import own_stream

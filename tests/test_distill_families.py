@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from distill_files import settings, silent, target_folder
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from test_architectures import CASES, Pair
 from test_architectures import pairs as pairs
 from test_four_bits import folders

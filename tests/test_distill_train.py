@@ -17,7 +17,7 @@ import reference
 import torch
 from distill_files import settings, silent, target_folder
 from doubles import QuickToy
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from test_waiting import Waits
 
 from outpace.core.errors import UserError

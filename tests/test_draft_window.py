@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from doubles import QuickToy, decode, make_request
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core import registry
 from outpace.core.errors import UserError

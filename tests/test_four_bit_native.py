@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from passes import branch, fresh, prefilled, random_parents, text
 from test_four_bits import CASES, CUT, folders
 from test_runtimes import PROMPT

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from files import CONFIG, model_folder, weights
-from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from passes import fresh, text
 from safetensors.numpy import load_file, save_file
 from test_runtimes import PROMPT, needs_kernels

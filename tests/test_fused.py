@@ -21,7 +21,7 @@ if torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import reference
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from test_llama import TINIES
 
 from outpace.core import compiled, fused_noise, noise

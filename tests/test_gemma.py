@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, model_folder, weights, write_gguf
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import branch, random_parents, text
 from test_llama import TINIES
 from turns import in_turn

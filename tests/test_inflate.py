@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import fresh, text
 from turns import in_turn
 

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import prefilled, random_parents, text
 from safetensors.numpy import load_file, save_file
 

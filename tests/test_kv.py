@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import text
 from test_runtimes import HAS_KERNELS, PROMPT
 

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from files import smollm2_file
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import assert_same, branch, fresh, prefilled, random_parents, text
 
 from outpace.core.errors import UserError

@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 from files import smollm2_file
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 from turns import in_turn

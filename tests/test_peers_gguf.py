@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder, write_gguf
-from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 from outpace.bench.peers import _gguf
 from outpace.core.errors import UserError

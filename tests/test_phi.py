@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from files import ARCHITECTURES, CONFIG, PHI_METADATA, weights, write_gguf
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel

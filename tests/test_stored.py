@@ -14,7 +14,7 @@ import pytest
 import torch
 from files import CONFIG, smollm2_file, weights, write_gguf
 from gguf import GGMLQuantizationType
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from passes import fresh, prefilled, random_parents, text
 from turns import in_turn
 

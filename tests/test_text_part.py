@@ -12,7 +12,7 @@ import torch
 import transformers
 from distill_files import settings, silent
 from files import TEMPLATE, folder_of, write_gguf
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from safetensors.torch import load_file, save_file
 
 import outpace

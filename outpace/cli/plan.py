@@ -212,7 +212,7 @@ def _read(name: str) -> Any:
     """The sizes in a model's files."""
     from outpace.models.files.find import locate
     from outpace.models.files.source import open_source
-    from outpace.models.llama.config.llama_config.llama_config import from_dict
+    from outpace.models.llama.config.llama_config import from_dict
     from outpace.models.llama.shapes import NAMED
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 from outpace.distill.report import read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
-from outpace.models.llama.config.llama_config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import from_dict
 
 STATE, NOTES = "run.json", "notes.md"
 

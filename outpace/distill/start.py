@@ -18,7 +18,7 @@ from outpace.models.files.find import shipped_model
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.source import open_folder
 from outpace.models.llama.config.fields import FULL, SLIDING
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.layer_kinds import BY_LAYER
 from outpace.models.llama.rope import LongScaling
 

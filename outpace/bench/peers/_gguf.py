@@ -22,7 +22,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
 FORMAT_VERSION = 1  # part of the file's name: a change of what is written must raise it
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -34,7 +34,7 @@ from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
-from outpace.models.llama.config.llama_config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.stored import Stored
 from outpace.models.options import silent
 

@@ -23,7 +23,7 @@ from outpace.core.scores import Scored, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.head_turns import Turns
 from outpace.models.llama.linear import padded
 from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape

@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.core.errors import check_whole
 from outpace.core.lazy import torch
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.stored import Stored
 from outpace.models.options import MOST_INFLATED
 

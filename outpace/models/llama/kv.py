@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 
 ENTRY_BYTES = {"float32": 4, "float16": 2, "int8": 1}
 SCALED = 32  # entries that share a scale

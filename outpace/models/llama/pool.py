@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outpace.core.arrays import power_of_two, uploaded
 from outpace.models.base import Session
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.static_inputs import seen_bits
 from outpace.models.llama.torch_session import Holding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from outpace.core.plan import Size
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 
 
 def _shape(layers: int, hidden: int, middle: int, heads: int, kv_heads: int, width: int, **more: bool) -> LlamaConfig:

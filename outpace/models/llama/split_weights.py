@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace.models.llama import phi
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.stored import Stored
 
 Fetch = Callable[[str], Any]  # a tensor, an array, or a matrix as its file has it

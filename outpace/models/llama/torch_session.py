@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outpace.core.arrays import uploaded
 from outpace.models.base import Session
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.kv import SCALED, num_scales
 from outpace.models.options import AUTO, INT8
 

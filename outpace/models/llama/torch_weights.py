@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.llama import gemma
-from outpace.models.llama.config.llama_config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.linear import Linear, Pack, pack
 
 Fetch = Callable[[str], Tensor]
