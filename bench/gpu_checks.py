@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from torch import Tensor
 
 from outpace.api.llm import LLM
@@ -16,6 +15,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.llama.batched import FUSED, KINDS
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.torch_runtime import Llama

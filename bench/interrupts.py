@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 from known import Known
-from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 WAYS = {
     "auto": (),

@@ -14,11 +14,10 @@ import statistics
 import time
 from collections import defaultdict
 
-from outpace.models.llama.config.llama_config import from_dict
-
 from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native_kernels import WEIGHTS, Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from llama_state import lengthen
 from long_context import PIECE, filled
-from outpace.models.llama.config.llama_config import from_dict
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from outpace.core.machine import bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native_kernels import Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.options import NATIVE_KV

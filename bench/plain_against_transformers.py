@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from outpace.models.llama.config.llama_config import tensor_shapes
 from rich.console import Console
 from rich.table import Table
 
 from outpace.api.llm import LLM
 from outpace.models.files.find import resolve
+from outpace.models.llama.config.llama_config import tensor_shapes
 from outpace.models.load import load_model
 
 PROMPTS = (

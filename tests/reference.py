@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from outpace.models.llama.config.llama_config import LlamaConfig
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.rope import LongScaling
 
 TINY = LlamaConfig(

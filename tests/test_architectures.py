@@ -13,7 +13,6 @@ import pytest
 import reference
 import torch
 import transformers
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.attention import FastAttention
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.head_turns import Rotary
 from outpace.models.llama.linear import can_pack
 from outpace.models.llama.rope import Rotation, YarnScaling

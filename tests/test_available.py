@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from files import model_folder, smollm2_file, weights, write_gguf
-from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from test_runtimes import needs_kernels
 
 from outpace.core.available import available_bytes
@@ -17,6 +16,7 @@ from outpace.core.errors import UserError
 from outpace.models import host
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.footprint import float_bytes, native_bytes
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama

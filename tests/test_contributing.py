@@ -13,13 +13,13 @@ from types import ModuleType
 import pytest
 import torch
 from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, write
-from outpace.models.llama.config.llama_config import FAMILIES, Family
 
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.core.types import Row
 from outpace.engine.engine import EngineOptions
+from outpace.models.llama.config.llama_config import FAMILIES, Family
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)

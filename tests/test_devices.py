@@ -14,7 +14,6 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import tensor_shapes
 
 import outpace
 from outpace.card.thread import own_stream
@@ -23,6 +22,7 @@ from outpace.distill.train import _has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
 from outpace.models.llama import torch_runtime
+from outpace.models.llama.config.llama_config import tensor_shapes
 from outpace.models.llama.linear import stock
 from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from distill_files import settings, silent, target_folder
-from outpace.models.llama.config.llama_config import from_dict
 from test_architectures import CASES, Pair
 from test_architectures import pairs as pairs
 from test_four_bits import folders
@@ -25,6 +24,7 @@ from outpace.distill.start import Shape, draft_config, new_student
 from outpace.distill.student import EMBEDDING, NORM, Packed, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.torch_runtime import Llama
 
 TEXTS = ([5, 80, 9, 33, 61, 12, 7, 44, 2, 19, 70, 3, 8, 55, 21, 90, 17], [4, 4, 71, 30, 12, 6, 88, 41, 9, 23, 50, 1])

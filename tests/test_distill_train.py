@@ -17,7 +17,6 @@ import reference
 import torch
 from distill_files import settings, silent, target_folder
 from doubles import QuickToy
-from outpace.models.llama.config.llama_config import from_dict
 from test_waiting import Waits
 
 from outpace.core.errors import UserError
@@ -41,6 +40,7 @@ from outpace.distill.run import distill, keep, train_stage, write_plot
 from outpace.distill.start import Shape, new_student
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.load import load_draft, load_model
 
 

@@ -12,7 +12,6 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from test_llama import TINIES
 from turns import in_turn
 
@@ -20,12 +19,13 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.core.orders import Orders
-from outpace.core.ranking import best_of
 from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.scores import best_of
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
 from outpace.models.llama import step_choice
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_mail import own_bit

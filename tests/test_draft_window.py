@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from doubles import QuickToy, decode, make_request
-from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core import registry
 from outpace.core.errors import UserError
@@ -16,6 +15,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Source
 from outpace.drafters.model import ModelDrafter, ModelState, Options
 from outpace.models.base import Part
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.rules.greedy import Greedy
 
 CONFIG = {

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outpace.models.llama.config.llama_config import from_dict
 from passes import branch, fresh, prefilled, random_parents, text
 from test_four_bits import CASES, CUT, folders
 from test_runtimes import PROMPT
@@ -19,6 +18,7 @@ from outpace.models.base import Part
 from outpace.models.files import four_bit_blocks
 from outpace.models.files.source import open_source
 from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.stored import Stored

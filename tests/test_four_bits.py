@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from files import CONFIG, model_folder, weights
-from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from passes import fresh, text
 from safetensors.numpy import load_file, save_file
 from test_runtimes import PROMPT, needs_kernels
@@ -21,6 +20,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files import four_bit_blocks
 from outpace.models.files.checkpoint import SINGLE
 from outpace.models.files.source import open_source
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model

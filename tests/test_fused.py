@@ -21,7 +21,6 @@ if torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import reference
-from outpace.models.llama.config.llama_config import LlamaConfig
 from test_llama import TINIES
 
 from outpace.core import compiled, fused_noise, noise
@@ -30,6 +29,7 @@ from outpace.models.base import Part, chain
 from outpace.models.llama import captures, fused, fused_attention
 from outpace.models.llama.attention import rotated
 from outpace.models.llama.batched import attend, tree_mask
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_fused import FusedLlama
 from outpace.models.llama.graph_steps import SteppingLlama

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import transformers
 from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, model_folder, weights, write_gguf
-from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.rope import LinearScaling
 
 GEMMA = ARCHITECTURES["gemma3"]

@@ -11,7 +11,6 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import branch, random_parents, text
 from test_llama import TINIES
 from turns import in_turn
@@ -21,6 +20,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama import batched, graph_exact
 from outpace.models.llama.attention import ExactAttention, exact_weights
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.linear import FIXED, Linear, rows_stay
 from outpace.models.llama.torch_runtime import Llama

@@ -12,7 +12,6 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import branch, random_parents, text
 from test_llama import TINIES
 from turns import in_turn
@@ -22,6 +21,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.attention import FastAttention, attend_folded
 from outpace.models.llama.captures import Captures, EagerCapture, HostRead
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import GraphSession
 from outpace.models.llama.sharing import shared

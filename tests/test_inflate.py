@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import fresh, text
 from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models import runtimes
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.inflate import added_layers, inflated
 from outpace.models.load import load_draft, load_model
 

@@ -11,13 +11,13 @@ import pytest
 import reference
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import prefilled, random_parents, text
 from safetensors.numpy import load_file, save_file
 
 from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.load import load_draft, load_model

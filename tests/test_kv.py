@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from files import model_folder
-from outpace.models.llama.config.llama_config import LlamaConfig
 from passes import text
 from test_runtimes import HAS_KERNELS, PROMPT
 
@@ -20,6 +19,7 @@ from outpace.api.llm import LLM
 from outpace.cli.options import Loading
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.kv import ENTRY_BYTES, held_as, token_bytes
 from outpace.models.llama.torch_session import Holding
 from outpace.models.load import load_model

@@ -13,7 +13,6 @@ import pytest
 import reference
 import torch
 from files import smollm2_file
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from passes import branch, fresh, prefilled, random_parents, text
 from torch import Tensor
 from turns import in_turn
@@ -26,6 +25,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
 from outpace.models.llama import native_kernels
 from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.native_kernels import Options, UnsupportedShape, check_supported
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.torch_runtime import Llama

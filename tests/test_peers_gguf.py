@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from files import model_folder, write_gguf
-from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 from outpace.bench.peers import _gguf
 from outpace.core.errors import UserError
@@ -18,6 +17,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.files.gguf.weights import write_weights
+from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from files import ARCHITECTURES, CONFIG, PHI_METADATA, weights, write_gguf
-from outpace.models.llama.config.llama_config import from_dict
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.phi import head_order
 from outpace.models.llama.rope import LongScaling
 

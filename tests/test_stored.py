@@ -14,7 +14,6 @@ import pytest
 import torch
 from files import CONFIG, smollm2_file, weights, write_gguf
 from gguf import GGMLQuantizationType
-from outpace.models.llama.config.llama_config import from_dict
 from passes import fresh, prefilled, random_parents, text
 from turns import in_turn
 
@@ -27,6 +26,7 @@ from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.gguf.types import COMMON
 from outpace.models.llama import native_runtime as native
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.llama.packing import Packing

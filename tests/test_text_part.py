@@ -12,7 +12,6 @@ import torch
 import transformers
 from distill_files import settings, silent
 from files import TEMPLATE, folder_of, write_gguf
-from outpace.models.llama.config.llama_config import from_dict
 from safetensors.torch import load_file, save_file
 
 import outpace
@@ -22,6 +21,7 @@ from outpace.distill.run import distill
 from outpace.distill.start import Shape, draft_config
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.load import load_model
 
 SIZES: dict[str, Any] = {
