@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import track
 
 from outpace.distill.shards import read_shards
-from outpace.drafters import _store, cacheback
+from outpace.drafters import cacheback
+from outpace.models.files import token_tables
 from outpace.models.load import load_model
 
 
@@ -32,7 +33,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--to", type=Path, default=_store.SHIPPED)
+    parser.add_argument("--to", type=Path, default=token_tables.SHIPPED)
     parser.add_argument("--target")
     parser.add_argument("--leaders", type=int, default=8192)
     parser.add_argument("--followers", type=int, default=8)
@@ -40,9 +41,9 @@ def main() -> None:
     target = load_model(asked.target)
     texts = answers(asked.text)
     options = cacheback.Options(leaders=asked.leaders, followers=asked.followers)
-    path = asked.to / _store.file_name("cacheback", target.tokenizer.fingerprint)
+    path = asked.to / token_tables.file_name("cacheback", target.tokenizer.fingerprint)
     made = cacheback.make(texts, target.model.vocab_size, options)
-    _store.write(path, "cacheback", target.tokenizer.fingerprint, made)
+    token_tables.write(path, "cacheback", target.tokenizer.fingerprint, made)
     path.chmod(0o644)
     phrases = int((made["phrases"][..., 0] >= 0).sum())
     print(f"{path}: {phrases:,} phrases of {sum(map(len, texts)):,} tokens, {path.stat().st_size / 1e6:.2f} MB")

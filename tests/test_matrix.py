@@ -28,8 +28,8 @@ from outpace.core.needs import NOTHING, Given
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters import _store
 from outpace.engine.build import build_drafter, check_rule, drafter_modules, find_rule
+from outpace.models.files import token_tables
 
 pytestmark = pytest.mark.filterwarnings("error:the drafter.*failed")
 
@@ -114,7 +114,7 @@ def runs_model(drafter: str) -> bool:
 def _file_of(drafter: str) -> str:
     module, path = registry.find("drafters", drafter), Path(FOLDER.name) / drafter
     texts = [[*prompt, *write(TARGET, make_request(prompt, "greedy", 60))] for prompt in PROMPTS]
-    _store.write(path, drafter, Letters.fingerprint, module.make(texts, TARGET.vocab_size, module.Options()))
+    token_tables.write(path, drafter, Letters.fingerprint, module.make(texts, TARGET.vocab_size, module.Options()))
     return str(path)
 
 

@@ -113,10 +113,10 @@ def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_frozen_table_is_no_file_of_phrases(tmp_path: Path) -> None:
-    from outpace.drafters import _store
+    from outpace.models.files import token_tables
 
     arrays = cacheback.make([[1, 2, 3, 4, 5]], 16, cacheback.Options())
-    _store.write(tmp_path / "table", "cacheback", Letters.fingerprint, arrays)
+    token_tables.write(tmp_path / "table", "cacheback", Letters.fingerprint, arrays)
     with pytest.raises(UserError, match="holds the tables of drafter cacheback, not of phrases"):
         lookahead.build(lookahead.Options(phrases=str(tmp_path / "table")), given=GIVEN)
 

@@ -16,7 +16,8 @@ from outpace.bench import tables
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
-from outpace.drafters import _store, cacheback, retrieval
+from outpace.drafters import cacheback, retrieval
+from outpace.models.files import token_tables
 from outpace.models.load import load_model
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -31,12 +32,12 @@ class Named:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     arrays = retrieval.make([[1, 2, 3, 4, 5, 1, 2, 3]], 16, retrieval.Options())
-    _store.write(tmp_path / "store", "retrieval", "mine", arrays)
+    token_tables.write(tmp_path / "store", "retrieval", "mine", arrays)
     return tmp_path / "store"
 
 
 def test_a_file_is_read_as_it_was_written(file: Path) -> None:
-    read = _store.read(file, "retrieval", "mine")
+    read = token_tables.read(file, "retrieval", "mine")
     assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1]
     assert all(isinstance(array, np.memmap) for array in read.values())
     assert not read["order"].flags.writeable
@@ -47,7 +48,7 @@ def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:
     for place in range(len(whole)):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            read = _store.read(file, "retrieval", "mine")
+            read = token_tables.read(file, "retrieval", "mine")
         except UserError:
             continue
         assert read["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], f"byte {place} was read wrongly"
@@ -57,14 +58,14 @@ def test_every_byte_that_is_changed_is_noticed(file: Path) -> None:
 def test_a_torn_file_is_refused(file: Path, length: int) -> None:
     file.write_bytes(file.read_bytes()[:length])
     with pytest.raises(UserError, match="build it again with outpace tune --drafter retrieval"):
-        _store.read(file, "retrieval", "mine")
+        token_tables.read(file, "retrieval", "mine")
 
 
 def test_a_file_of_another_kind_or_tokenizer_is_refused(file: Path) -> None:
     with pytest.raises(UserError, match="tables of drafter retrieval, not of cacheback"):
-        _store.read(file, "cacheback", "mine")
+        token_tables.read(file, "cacheback", "mine")
     with pytest.raises(UserError, match="another tokenizer than the target's"):
-        _store.read(file, "retrieval", "another")
+        token_tables.read(file, "retrieval", "another")
     options = retrieval.Options(datastore=str(file))
     with pytest.raises(UserError, match="another tokenizer"):
         retrieval.build(options, given=Given(tokenizer=Named("another")))
@@ -83,12 +84,12 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest
 
 def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_store, "SHIPPED", tmp_path)
+    monkeypatch.setattr(token_tables, "SHIPPED", tmp_path)
     given = Given(tokenizer=Named("mine"))
     for folder, token in ((tmp_path, 5), (tmp_path / "cache" / "tables", 7)):
         folder.mkdir(parents=True, exist_ok=True)
         arrays = cacheback.make([[token, 1, 2, 3]], 16, cacheback.Options())
-        _store.write(folder / _store.file_name("cacheback", "mine"), "cacheback", "mine", arrays)
+        token_tables.write(folder / token_tables.file_name("cacheback", "mine"), "cacheback", "mine", arrays)
         frozen = cacheback.build(cacheback.Options(), given=given)._frozen
         assert frozen is not None
         assert frozen.followers(token) == [(1, 2, 3)]
@@ -109,7 +110,7 @@ def test_the_shipped_table_is_for_the_shipped_model() -> None:
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, before = _store.read(file, "retrieval", "mine"), file.read_bytes()
+    opened, before = token_tables.read(file, "retrieval", "mine"), file.read_bytes()
     arrays = retrieval.make([[7, 8, 9] * 10], 16, retrieval.Options())
 
     def fail(*_: Any) -> None:
@@ -118,11 +119,11 @@ def test_a_file_is_replaced_whole_or_not_at_all(file: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         with pytest.raises(UserError, match="cannot be written"):
-            _store.write(file, "retrieval", "mine", arrays)
+            token_tables.write(file, "retrieval", "mine", arrays)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
-    _store.write(file, "retrieval", "mine", arrays)
-    assert _store.read(file, "retrieval", "mine")["tokens"][0] == 7
+    token_tables.write(file, "retrieval", "mine", arrays)
+    assert token_tables.read(file, "retrieval", "mine")["tokens"][0] == 7
     assert opened["tokens"].tolist() == [1, 2, 3, 4, 5, 1, 2, 3, -1], "who has the old one open keeps it"
 
 
@@ -168,7 +169,7 @@ def test_a_file_is_made_and_drafted_from(
 
 def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "store"
-    _store.write(path, "retrieval", "another", retrieval.make([[1, 2, 3]], 16, retrieval.Options()))
+    token_tables.write(path, "retrieval", "another", retrieval.make([[1, 2, 3]], 16, retrieval.Options()))
     with pytest.raises(UserError, match="another tokenizer"):
         outpace.load(tiny, method="speculative", drafter="retrieval", datastore=str(path))
 

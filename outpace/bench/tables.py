@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outpace.core import registry
 from outpace.core.errors import UserError, unknown
-from outpace.drafters import _store
+from outpace.models.files import token_tables
 from outpace.models.files.find import resolve
 from outpace.models.load import Progress
 from outpace.models.text.tokenizer import Tokenizer
@@ -40,10 +40,10 @@ def make(drafter: str | None, corpus: Sequence[Path], target: str | None, to: Pa
     for place, text in enumerate(texts):
         tokens.append(tokenizer.continuation(text))
         progress("corpus", (place + 1) / len(texts))
-    path = to or _store.place_of(drafter or "", tokenizer.fingerprint)
+    path = to or token_tables.place_of(drafter or "", tokenizer.fingerprint)
     arrays = module.make(tokens, tokenizer.size, module.Options())
     _make_folder(path.parent)
-    _store.write(path, drafter or "", tokenizer.fingerprint, arrays)
+    token_tables.write(path, drafter or "", tokenizer.fingerprint, arrays)
     return Made(drafter or "", path, len(texts), sum(map(len, tokens)), path.stat().st_size)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
-from outpace.drafters import _store
+from outpace.models.files import token_tables
 
 Phrase = tuple[int, ...]
 _END = -1  # fills the places behind a phrase in a file
@@ -74,7 +74,7 @@ class Kept:
 
     def __init__(self, path: str, given: Given | None) -> None:
         """UserError where nothing says which tokenizer the phrases are of, or no file can lie there."""
-        tokenizer = _store.tokenizer_of(given)
+        tokenizer = token_tables.tokenizer_of(given)
         if tokenizer is None:
             raise UserError(f"phrases are kept in {path} for one tokenizer, and the target's is not known here")
         self._path, self._tokenizer = Path(path).expanduser(), tokenizer
@@ -86,11 +86,11 @@ class Kept:
         torn, of another kind, or of another tokenizer."""
         if self._path.exists():
             again = "delete it, and the phrases are learnt anew"
-            table.recall(_store.read(self._path, _KIND, self._tokenizer, again))
+            table.recall(token_tables.read(self._path, _KIND, self._tokenizer, again))
 
     def write(self, table: Table) -> None:
         """Replaces the file as a whole."""
-        _store.write(self._path, _KIND, self._tokenizer, table.arrays())
+        token_tables.write(self._path, _KIND, self._tokenizer, table.arrays())
 
 
 def kept_in(path: str, given: Given | None, table: Table) -> Kept | None:

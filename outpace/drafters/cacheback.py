@@ -22,10 +22,10 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import _store
 from outpace.drafters._copies import check_limits
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._phrases import Phrase, Table, kept_in
+from outpace.models.files import token_tables
 
 STORE = "table"  # the option that names the file
 PHRASE = 3  # tokens of a follower
@@ -159,6 +159,6 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
 
 def build(options: Options, *, given: Given | None = None, **_: Any) -> Cacheback:
     """The drafter; a frozen table is read where there is one for the target's tokenizer."""
-    path = _store.find("cacheback", options.table, given)
-    frozen = Frozen(_store.read(path, "cacheback", _store.tokenizer_of(given))) if path else None
+    path = token_tables.find("cacheback", options.table, given)
+    frozen = Frozen(token_tables.read(path, "cacheback", token_tables.tokenizer_of(given))) if path else None
     return Cacheback(options, frozen, given)

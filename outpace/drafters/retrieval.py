@@ -18,10 +18,10 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
-from outpace.drafters import _store
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
 from outpace.drafters._index import BREAK
+from outpace.models.files import token_tables
 
 STORE = "datastore"  # the option that names the file
 DEPTH = 32  # tokens before a place by which places are sorted; a power of two
@@ -148,9 +148,9 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
 
 def build(options: Options, *, given: Given | None = None, **_: Any) -> Retrieval:
     """The drafter; UserError without a datastore for the target's tokenizer."""
-    path = _store.find("retrieval", options.datastore, given)
+    path = token_tables.find("retrieval", options.datastore, given)
     if path is None:
         raise UserError(
             "drafter retrieval needs a datastore: make one with outpace tune --drafter retrieval --corpus FILE"
         )
-    return Retrieval(options, Datastore(_store.read(path, "retrieval", _store.tokenizer_of(given))))
+    return Retrieval(options, Datastore(token_tables.read(path, "retrieval", token_tables.tokenizer_of(given))))
