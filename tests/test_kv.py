@@ -16,7 +16,7 @@ from test_runtimes import HAS_KERNELS, PROMPT
 
 import outpace
 from outpace.api.llm import LLM
-from outpace.cli.options import Loading
+from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -149,7 +149,9 @@ def test_what_cannot_hold_them_so_is_refused(folder: Path) -> None:
 
 
 def test_it_is_a_flag_and_goes_to_the_draft(folder: Path) -> None:
-    loading = Loading(target=str(folder), draft=str(folder), options=LoadOptions(kv_dtype="float16", dtype="float32"))
+    loading = ModelFlags(
+        target=str(folder), draft=str(folder), options=LoadOptions(kv_dtype="float16", dtype="float32")
+    )
     with loading.open({}, quiet=True) as llm:
         assert (llm.target.model.kv_dtype, llm.draft.model.kv_dtype) == ("float16", "float16")
     assert LoadOptions(kv_dtype="int8").of_draft("cpu", "float32").kv_dtype == "int8"

@@ -19,7 +19,7 @@ from turns import in_turn
 import outpace
 from outpace.cli.generate import generate
 from outpace.cli.main import main
-from outpace.cli.options import FLAGS, Loading
+from outpace.cli.options import FLAGS, ModelFlags
 from outpace.core.errors import UserError
 from outpace.engine.profile import subject
 from outpace.models.load import Loaded, load_draft, load_model
@@ -65,7 +65,7 @@ def test_a_draft_without_a_precision_has_its_targets(folder: Path) -> None:
 
 @needs_kernels
 def test_the_command_line_has_a_flag_for_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Loading(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
+    with ModelFlags(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
     arguments = ["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "4", "--json"]
     with pytest.raises(SystemExit) as end:

@@ -19,7 +19,7 @@ from turns import in_turn
 
 import outpace
 from outpace.api.llm import LLM
-from outpace.cli.options import Loading
+from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.models.hf.model import TransformersModel
@@ -155,10 +155,10 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
 
 def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path, capsys: Any) -> None:
     bloom = str(tiny.folder(tmp_path, "bloom"))
-    with Loading(target=bloom, options=LoadOptions(runtime="transformers"), method="speculative").open({}) as llm:
+    with ModelFlags(target=bloom, options=LoadOptions(runtime="transformers"), method="speculative").open({}) as llm:
         assert isinstance(llm.target.model, TransformersModel)
     assert f"{bloom}: chains only: every branch of a token tree costs a pass of its own" in capsys.readouterr().err
-    with Loading(target=bloom, options=LoadOptions(trust_remote_code=True)).open({}, quiet=True):
+    with ModelFlags(target=bloom, options=LoadOptions(trust_remote_code=True)).open({}, quiet=True):
         assert capsys.readouterr().err == ""
 
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from outpace.cli import display
 from outpace.cli.files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.measuring import Keeping, Measuring
-from outpace.cli.options import Loading, flags
+from outpace.cli.options import ModelFlags, flags
 from outpace.cli.signals import INTERRUPTED
 from outpace.cli.termination import as_interrupt
 from outpace.core.errors import UserError, check_whole
@@ -32,7 +32,7 @@ WIDTH = 120  # that the table takes at least; a narrower terminal breaks its lin
 
 @flags
 def bench(
-    loading: Loading,
+    loading: ModelFlags,
     measuring: Measuring,
     keeping: Keeping,
     compare: Annotated[
@@ -62,7 +62,7 @@ def _check_files(keeping: Keeping) -> None:
     check_plot("--plot", keeping.plot)
 
 
-def _options(loading: Loading, measuring: Measuring) -> Any:
+def _options(loading: ModelFlags, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
     from outpace.api.params import SamplingParams
     from outpace.bench import confined, contenders
@@ -98,10 +98,10 @@ def _options(loading: Loading, measuring: Measuring) -> Any:
     return options
 
 
-def _common(loading: Loading) -> dict[str, Any]:
+def _common(loading: ModelFlags) -> dict[str, Any]:
     """The flags that are options of every method with a drafter, where they were given."""
     names = ("drafter", "rule", "worker", "draft_threads", "nodes")
-    return {name: value for name in names if (value := getattr(loading, name)) != getattr(Loading, name)}
+    return {name: value for name in names if (value := getattr(loading, name)) != getattr(ModelFlags, name)}
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def _counts(text: str) -> tuple[int, ...]:
         raise UserError(f"--batch is {text!r}, it must be whole numbers joined by commas, as in 1,2,8") from None
 
 
-def _check_inflated(loading: Loading, options: Any) -> None:
+def _check_inflated(loading: ModelFlags, options: Any) -> None:
     """Layers that write nothing would be drafted with, or skipped: both would flatter us."""
     drafters = [str(contender.options.get("drafter", "")) for contender in options.methods]
     skips = next((name for name in drafters if "layer" in name), None)
@@ -121,7 +121,7 @@ def _check_inflated(loading: Loading, options: Any) -> None:
         raise UserError(f"--inflate does not go with {named}: its added layers cost time and write nothing")
 
 
-def _open(loading: Loading, options: Any) -> LLM:
+def _open(loading: ModelFlags, options: Any) -> LLM:
     extra = {"inflate": options.inflate, "profile": False}
     return replace(loading, nodes=None, rule="auto", worker=None, draft_threads=1).open(extra)
 

@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import display, signals
 from outpace.cli.lines import open_lines
-from outpace.cli.options import Loading, System, flags
+from outpace.cli.options import ModelFlags, System, flags
 from outpace.cli.sampling_options import MaxTokens, SamplingFlags
 from outpace.core.errors import UserError
 
@@ -40,7 +40,7 @@ class ChatWriting(SamplingFlags):
 @flags
 def chat(
     ctx: typer.Context,
-    loading: Loading,
+    loading: ModelFlags,
     writing: ChatWriting,
     system: System = None,
     color: Annotated[bool, typer.Option("--color", help="Show accepted draft tokens in colour.")] = False,
@@ -69,9 +69,9 @@ def chat(
         _talk(Conversation(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
 
 
-def _check_afar(loading: Loading, extra: Collection[str]) -> None:
+def _check_afar(loading: ModelFlags, extra: Collection[str]) -> None:
     """UserError for a flag that says how to load models or how to draft: the server has its own."""
-    usual = Loading(target=loading.target)
+    usual = ModelFlags(target=loading.target)
     pairs = ((loading, usual), (loading.options, usual.options))
     given = [
         field.name

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
-from outpace.cli.options import Draft, Drafter, Json, Loading, Target, flags
+from outpace.cli.options import Draft, Drafter, Json, ModelFlags, Target, flags
 from outpace.cli.sampling_options import MaxTokens, SamplingFlags, Seed, Temperature
 from outpace.core.errors import check_range
 
@@ -119,7 +119,7 @@ def _open(showing: Showing, extra: Mapping[str, Any], quiet: bool, stack: ExitSt
 
     first, *others = METHODS
     chosen = showing.drafter or ("model+ngram" if _has_draft(showing) else "ngram")
-    loading = Loading(target=showing.target, draft=showing.draft, drafter=chosen, method=first)
+    loading = ModelFlags(target=showing.target, draft=showing.draft, drafter=chosen, method=first)
     llm = stack.enter_context(loading.open(_known(extra, first, chosen), quiet=quiet, bar_after=0.0))
     llms = {first: llm}
     for name in others:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import display, signals, standard_streams
-from outpace.cli.options import Json, Loading, System, flags
+from outpace.cli.options import Json, ModelFlags, System, flags
 from outpace.cli.sampling_options import TEXT, SamplingFlags
 from outpace.core.errors import UserError
 
@@ -59,7 +59,7 @@ class Asked:
 def generate(
     ctx: typer.Context,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")],
-    loading: Loading,
+    loading: ModelFlags,
     writing: SamplingFlags,
     wanted: Asked,
     system: System = None,

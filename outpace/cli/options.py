@@ -91,7 +91,7 @@ FLAGS: dict[type, dict[str, Any]] = {  # of dataclasses that know no command lin
 
 
 @dataclass(frozen=True)
-class Loading:
+class ModelFlags:
     """Which models to load, and by which method they write."""
 
     target: Target = None
@@ -211,7 +211,7 @@ def one_or_all(drafts: Sequence[str] | None) -> str | Sequence[str] | None:
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Lets a command take dataclasses such as `Loading`: the fields of each become flags of the command."""
+    """Lets a command take dataclasses such as `ModelFlags`: the fields of each become flags of the command."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name in own and is_dataclass(kind)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import display
-from outpace.cli.options import Loading, flags
+from outpace.cli.options import ModelFlags, flags
 from outpace.core.errors import UserError
 from outpace.core.extras import install
 
@@ -84,7 +84,7 @@ class Bounds:
 
 
 @flags
-def serve(ctx: typer.Context, loading: Loading, listening: Listening, bounds: Bounds) -> None:
+def serve(ctx: typer.Context, loading: ModelFlags, listening: Listening, bounds: Bounds) -> None:
     """Answer the OpenAI and Anthropic APIs over HTTP.
 
     Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C it finishes running

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from outpace.cli import display
 from outpace.cli.files import check_file
-from outpace.cli.options import Json, Loading, flags
+from outpace.cli.options import Json, ModelFlags, flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @flags
 def tune(
-    loading: Loading,
+    loading: ModelFlags,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each timed answer.")] = 96,
     rounds: Annotated[int, typer.Option(help="How often each method answers each prompt.")] = 2,
     corpus: Annotated[
@@ -66,7 +66,7 @@ def tune(
     display.say(f"from now on method auto {does} for this pair; kept in {found.path}")
 
 
-def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) -> None:
+def _make(loading: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool) -> None:
     """The file of a drafter, and a line on what it was made of."""
     if not corpus:
         raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
@@ -84,7 +84,9 @@ def _make(loading: Loading, corpus: list[Path], to: Path | None, as_json: bool) 
     display.say(f"{made.path}: {size}, for --drafter {made.drafter}")
 
 
-def _search(loading: Loading, corpus: list[Path], to: Path | None, trials: int, max_tokens: int, as_json: bool) -> None:
+def _search(
+    loading: ModelFlags, corpus: list[Path], to: Path | None, trials: int, max_tokens: int, as_json: bool
+) -> None:
     """The sublayers that a draft of the target is to leave out, and a line on what they would bring."""
     if to is not None:
         raise UserError(f"--to is {to}, but --drafter layer_skip has no file: what is found are two options")
