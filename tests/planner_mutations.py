@@ -16,9 +16,9 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _mean, _planner, _recent, _sources
+from outpace.decoders import _chances, _mean, _planner, _sources
 from outpace.decoders.base import Place
-from outpace.planning import cost_model, latency_curve
+from outpace.planning import cost_model, estimators, latency_curve
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -219,7 +219,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: copies are asked as often as before", _sources.Copier, "asked", as_often),
     mutation("planner: no text repeats itself", _sources.Repeats, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
-    mutation("costs: means instead of medians", _recent, "median_low", lambda f: fmean),
+    mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", cost_model.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", latency_curve.RowTimes, "_convex", falling),
     mutation("costs: rows are free where few samples say so", latency_curve.RowTimes, "_convex", medians_joined),

@@ -6,7 +6,7 @@ import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from outpace.decoders._recent import KEPT, TRIED, Recent
+from outpace.planning.estimators import KEPT, TRIED, Recent
 
 _RENEWED = 4  # rounds after which medians are taken anew
 _STALE = 96  # rounds after which a row count is measured again
