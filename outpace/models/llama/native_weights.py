@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.llama import gemma
+from outpace.models.llama.config import gemma
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.footprint import FLOATS

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.models.llama import gemma
+from outpace.models.llama.config import gemma
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.linear import Linear, Pack, pack
 
