@@ -30,7 +30,7 @@ from rich.table import Table
 
 from outpace.bench.peer import PeerSettings
 from outpace.bench.peers._gguf import gguf_file
-from outpace.bench.peers._llama import open_llama
+from outpace.bench.peers.llama_cpp import open_llama
 from outpace.core.errors import UserError
 from outpace.core.machine import bandwidth
 from outpace.models.base import chain

@@ -142,7 +142,7 @@ def test_a_text_that_repeats_itself_is_looked_up(name: str, settings: PeerSettin
 
 def test_llama_cpp_writes_what_float32_writes(settings: PeerSettings, plain: tuple[int, ...]) -> None:
     pytest.importorskip("llama_cpp")
-    from outpace.bench.peers._llama import LlamaCpp
+    from outpace.bench.peers.llama_cpp import LlamaCpp
 
     with closing(LlamaCpp("exact", settings, "F32")) as peer:
         answer = peer.answer(PROMPT, TOKENS)

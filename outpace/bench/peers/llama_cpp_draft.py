@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from outpace.bench.peer import Peer, PeerSettings
 from outpace.bench.peers._gguf import gguf_file
-from outpace.bench.peers._llama import INSTALL, LlamaCpp, ModelDrafts, open_llama
 from outpace.bench.peers._rounds import check_draft, need
+from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp, ModelDrafts, open_llama
 
 NAME = "llama_cpp_draft"
 DRAFTED = 2  # tokens a round

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.peer import Peer, PeerSettings
-from outpace.bench.peers._llama import INSTALL, LlamaCpp
 from outpace.bench.peers._rounds import need
+from outpace.bench.peers.llama_cpp import INSTALL, LlamaCpp
 
 NAME = "llama_cpp_lookup"
 DRAFTED = 2  # tokens a round, what llama-cpp-python's documentation recommends on a CPU

@@ -6,7 +6,7 @@ llama.cpp, https://github.com/ggml-org/llama.cpp; its quantisation Q4_1 has a sc
 from __future__ import annotations
 
 from outpace.bench.peer import Peer, PeerSettings
-from outpace.bench.peers._llama import LlamaCpp
+from outpace.bench.peers.llama_cpp import LlamaCpp
 
 
 def build(settings: PeerSettings) -> Peer:
