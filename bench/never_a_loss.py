@@ -30,7 +30,7 @@ from outpace.api.load import load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.own import MethodRunner
-from outpace.core.scores import Held
+from outpace.core.logits import Held
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part
 

@@ -31,8 +31,8 @@ from outpace.bench.tasks import TaskPrompt, collect
 from outpace.core import registry
 from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError
+from outpace.core.logits import host_array
 from outpace.core.sampling import Sampling
-from outpace.core.scores import host_array
 from outpace.core.theory import expected_rejections, ideal_speedup, least_loss
 from outpace.core.tree import Drawn, TokenTree
 from outpace.core.types import Request, Row

@@ -26,8 +26,8 @@ from torch import Tensor, device
 
 from outpace.api.llm import PLANNED_NODES
 from outpace.core import registry
+from outpace.core.logits import Held, tensor_of
 from outpace.core.needs import Given
-from outpace.core.scores import Held, tensor_of
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters._combined import Combined

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from outpace.core import registry
 from outpace.core.errors import UserError
+from outpace.core.logits import Held
 from outpace.core.sampling import Sampling
-from outpace.core.scores import Held
 from outpace.core.tree import Siblings, TokenTree, best_nodes, path_to
 from outpace.core.types import Request, Row, Rule, tree_rows
 from outpace.drafters._drawn import Draws, draw_layer

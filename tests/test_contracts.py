@@ -15,8 +15,8 @@ from torch import Tensor
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
+from outpace.core.logits import Scored
 from outpace.core.needs import Needs, Seen
-from outpace.core.scores import Scored
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import card, speculative
 from outpace.drafters._combined import Combined

@@ -17,10 +17,10 @@ from turns import in_turn
 
 import outpace
 from outpace.core.errors import UserError
+from outpace.core.logits import best_of
 from outpace.core.needs import Given
 from outpace.core.orders import Orders
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.scores import best_of
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter

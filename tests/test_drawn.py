@@ -15,8 +15,8 @@ from enumerating import Enumerating
 from outpace.core.chance import Chance, Key
 from outpace.core.chances import Chances
 from outpace.core.errors import UserError
+from outpace.core.logits import Held
 from outpace.core.noise import DRAW, PURPOSES
-from outpace.core.scores import Held
 from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
 from outpace.core.types import Request, Row
 from outpace.drafters._drawn import Draws, draw_children, proposed

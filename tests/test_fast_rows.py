@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from turns import in_turn, one_of
 
+from outpace.core.logits import Held, largest
 from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import exponential, gumbel, gumbel_of, hashes, row_key
 from outpace.core.sampling import Sampling
-from outpace.core.scores import Held, largest
 from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.rules import _ranking, greedy, match
 from outpace.rules import gumbel as gumbel_rule

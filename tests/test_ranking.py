@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from outpace.core.logits import Held
 from outpace.core.noise import gumbel_of, halves, hashes, row_key, row_words
 from outpace.core.sampling import Sampling
-from outpace.core.scores import Held
 from outpace.core.types import Adjustments, Offer, Request, Row
 from outpace.rules import _ranking, greedy, gumbel, match
 from outpace.rules._race import clear_winner

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from outpace.core import noise
 from outpace.core.arrays import uploaded
+from outpace.core.logits import Held
 from outpace.core.logprobs import token_logprobs
 from outpace.core.sampling import Sampling, filtered
-from outpace.core.scores import Held
 from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
 from outpace.drafters.model import ModelDrafter, Options

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 
 from outpace.core.lazy import torch
-from outpace.core.scores import host_rows, tensor_of
+from outpace.core.logits import host_rows, tensor_of
 from outpace.core.types import Adjustments, Request, Row
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from outpace.core.adjust import adjusted
 from outpace.core.arrays import uploaded
 from outpace.core.lazy import torch
+from outpace.core.logits import best_of, largest, log_softmax, tensor_of
 from outpace.core.sampling import filtered
-from outpace.core.scores import best_of, largest, log_softmax, tensor_of
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from outpace.core.scores import Held
+    from outpace.core.logits import Held
 
 MOST_STEPS = 8
 LEAST_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares

@@ -13,11 +13,11 @@ from outpace.core.chance import Chance
 from outpace.core.chances import Chances
 from outpace.core.constraint import Constraint
 from outpace.core.errors import check_range, check_whole
+from outpace.core.logits import Held
+from outpace.core.logits import Offer as Offer
 from outpace.core.needs import NOTHING, Needs, Seen
 from outpace.core.orders import TakesOrders
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.scores import Held
-from outpace.core.scores import Offer as Offer
 from outpace.core.tree import Siblings, TokenTree
 
 if TYPE_CHECKING:

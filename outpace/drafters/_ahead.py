@@ -15,8 +15,8 @@ from heapq import nsmallest
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.core.logits import Held
 from outpace.core.noise import halves, row_key
-from outpace.core.scores import Held
 from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode, most_open
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request

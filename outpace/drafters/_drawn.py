@@ -13,8 +13,8 @@ from outpace.core.chance import Key
 from outpace.core.chances import UNSCALED, Chances, chances_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import torch
+from outpace.core.logits import Held, host_array
 from outpace.core.noise import DRAW
-from outpace.core.scores import Held, host_array
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Request, Row
 

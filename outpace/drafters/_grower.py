@@ -14,8 +14,8 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from outpace.core.carried import Growing
+from outpace.core.logits import Held, scores_of
 from outpace.core.orders import FREE, Orders
-from outpace.core.scores import Held, scores_of
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request
 from outpace.drafters._outcomes import for_outcomes

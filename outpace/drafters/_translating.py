@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.core.scores import Held
+from outpace.core.logits import Held
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
 from outpace.drafters._grower import most_bytes

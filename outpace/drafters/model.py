@@ -14,9 +14,9 @@ from typing import Any
 
 from outpace.core.carried import Carrier
 from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.logits import Held
 from outpace.core.needs import Given
 from outpace.core.orders import Orders
-from outpace.core.scores import Held
 from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source

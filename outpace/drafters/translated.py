@@ -18,8 +18,8 @@ import numpy as np
 
 from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.logits import Held, host_rows, tensor_of
 from outpace.core.needs import Given
-from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
 from outpace.drafters._chance import Choices, Rate

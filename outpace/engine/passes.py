@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from outpace.core.lazy import torch
+from outpace.core.logits import Scored, Scores, best_tokens, rows_at
 from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import Needs, Seen, pick_layers
-from outpace.core.scores import Scored, Scores, best_tokens, rows_at
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
 from outpace.engine.faults import apart

@@ -11,9 +11,9 @@ from outpace.core.alignment import Alignment
 from outpace.core.carried import Noise
 from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
+from outpace.core.logits import Scores
 from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import NOTHING, Needs
-from outpace.core.scores import Scores
 from outpace.core.stats import Step
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import (

@@ -10,8 +10,8 @@ import numpy as np
 
 from outpace.core.carried import Pairs
 from outpace.core.errors import UserError, check_whole
+from outpace.core.logits import Held, Scored
 from outpace.core.needs import Needs
-from outpace.core.scores import Held, Scored
 from outpace.core.steps import TakesSteps
 from outpace.core.tree import PREFIX
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.scores import Held, Scored, tensor_of
+from outpace.core.logits import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part, Session
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from outpace.core.carried import Noise
-from outpace.core.scores import Scores, tensor_of
+from outpace.core.logits import Scores, tensor_of
 from outpace.core.types import Request, Row, Rule
 
 F = TypeVar("F", bound=Callable[..., Any])

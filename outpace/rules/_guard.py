@@ -12,7 +12,7 @@ from typing import Any
 
 from outpace.core.constraint import Constraint
 from outpace.core.errors import UserError
-from outpace.core.scores import Scores
+from outpace.core.logits import Scores
 from outpace.core.types import Offer, Row
 from outpace.rules._arrays import reduced
 

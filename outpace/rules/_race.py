@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outpace.core.logits import largest
 from outpace.core.noise import gumbel_of, hashes
-from outpace.core.scores import largest
 
 REACH = 8.0
 _LUCKY = 1 << 23  # 2^31 / 256

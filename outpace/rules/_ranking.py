@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 
 from outpace.core.lazy import torch
+from outpace.core.logits import log_softmax
 from outpace.core.sampling import Sampling, filtered
-from outpace.core.scores import log_softmax
 from outpace.core.types import Offer
 
 """Tokens on the scale by which a rule's target will choose, best first, and their values there."""

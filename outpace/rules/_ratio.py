@@ -15,9 +15,9 @@ import numpy as np
 from outpace.core.adjust import adjusted
 from outpace.core.chance import Key
 from outpace.core.chances import UNSCALED, Chances, certain, chances_of
+from outpace.core.logits import host_array
 from outpace.core.noise import ACCEPT, RESIDUAL
 from outpace.core.sampling import processed
-from outpace.core.scores import host_array
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, Rule, Verdict
 from outpace.rules._arrays import takes_arrays

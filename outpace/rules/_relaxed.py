@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.adjust import adjusted
+from outpace.core.logits import Held
 from outpace.core.sampling import processed
-from outpace.core.scores import Held
 from outpace.core.tree import Role, Siblings, TokenTree, path_to
 from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules._arrays import takes_arrays

@@ -11,8 +11,8 @@ import numpy as np
 from outpace.core.adjust import adjusted_held
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
+from outpace.core.logits import Held, best_of, host_rows, largest
 from outpace.core.sampling import Sampling
-from outpace.core.scores import Held, best_of, host_rows, largest
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Verdict
 from outpace.rules._arrays import noise_of as noise_of

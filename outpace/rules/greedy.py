@@ -13,8 +13,8 @@ import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.lazy import torch
+from outpace.core.logits import Held, host_rows
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.scores import Held, host_rows
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules._arrays import by_score, takes_arrays

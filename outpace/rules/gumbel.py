@@ -13,9 +13,9 @@ import numpy as np
 
 from outpace.core.adjust import adjusted
 from outpace.core.lazy import torch
+from outpace.core.logits import Held, host_rows, tensor_of
 from outpace.core.noise import exponential, gumbel, row_key
 from outpace.core.sampling import Sampling, processed
-from outpace.core.scores import Held, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules._arrays import by_race, takes_arrays

@@ -17,9 +17,9 @@ from outpace.core.adjust import adjusted
 from outpace.core.arrays import uploaded
 from outpace.core.chances import chances_of
 from outpace.core.lazy import torch
+from outpace.core.logits import Held, host_array, host_rows, tensor_of
 from outpace.core.noise import uniform
 from outpace.core.sampling import Sampling, processed
-from outpace.core.scores import Held, host_array, host_rows, tensor_of
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Offer, Row, Rule, Verdict
 from outpace.rules._arrays import takes_arrays

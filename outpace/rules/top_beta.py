@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outpace.core.errors import check_range, check_whole
-from outpace.core.scores import largest
+from outpace.core.logits import largest
 from outpace.rules._ratio import Judged
 from outpace.rules._relaxed import Relaxed
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from outpace.core import registry
 from outpace.core.errors import UserError
+from outpace.core.logits import Held
 from outpace.core.needs import Given
 from outpace.core.sampling import GREEDY
-from outpace.core.scores import Held
 from outpace.core.stats import Step
 from outpace.core.types import Request
 from outpace.engine.build import build_drafter

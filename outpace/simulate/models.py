@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.scores import Held, largest
+from outpace.core.logits import Held, largest
 from outpace.core.types import Offer, Row
 from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.rules.base import offer_at

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outpace.core.scores import Scored
+from outpace.core.logits import Scored
 from outpace.models.base import Extra, Model, Part, check_forest
 from outpace.models.hf.passes import Passes, TransformersSession
 from outpace.models.hf.probe import Found

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outpace.core.arrays import power_of_two, uploaded
 from outpace.core.errors import unknown
-from outpace.core.scores import Scored, tensor_of
+from outpace.core.logits import Scored, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outpace.core.arrays import power_of_two, uploaded
-from outpace.core.scores import Held, tensor_of
+from outpace.core.logits import Held, tensor_of
 from outpace.core.steps import MOST_DEPTH, Asked, Expanded
 from outpace.core.tree import PREFIX
 from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama

@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
-from outpace.core.scores import Held, Offer, Scored
+from outpace.core.logits import Held, Offer, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.kv import held_as, token_bytes

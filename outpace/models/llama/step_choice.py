@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outpace.core.logits import best_of
 from outpace.core.noise import gumbel_of_words
-from outpace.core.scores import best_of
 from outpace.core.steps import LEAST_COVERAGE, most_open
 from outpace.models.llama.static_inputs import WORDS
 from outpace.models.llama.step_mail import Columns, Course, Goal, own_bit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError
-from outpace.core.scores import Held, Scored, tensor_of
+from outpace.core.logits import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config.families import GELU
