@@ -19,7 +19,7 @@ from outpace.core.orders import Orders
 from outpace.decoders import pearl, planned, ssd
 from outpace.decoders._ledger import Ledger
 from outpace.drafters import _grower
-from outpace.drafters._chance import ChoiceModel
+from outpace.drafters._calibration import ChoiceModel
 from outpace.drafters._choosing import Choosing
 from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter

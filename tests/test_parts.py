@@ -17,7 +17,7 @@ from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._chance import ChoiceModel, Rate
+from outpace.drafters._calibration import ChoiceModel, Rate
 from outpace.drafters._combined import Combined
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram

@@ -11,7 +11,7 @@ namespace outpace {
 
 constexpr int kNoParent = -1;  // of the root
 
-/// How the logarithms of the draft's shares become chances that the target picks a token (drafters/_chance.py).
+/// How the logarithms of the draft's shares become chances that the target picks a token (drafters/_calibration.py).
 struct ChoiceFit {
     double temperature;
     double open;      // what is left open, as a multiple of what the shares leave open; below 0: they are no shares

@@ -20,7 +20,7 @@ from outpace.core.noise import halves, row_key
 from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode, most_open
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request
-from outpace.drafters._chance import Choices
+from outpace.drafters._calibration import Choices
 from outpace.drafters._grower import Job
 from outpace.drafters._under_way import UnderWay, Walk
 from outpace.models.base import Model

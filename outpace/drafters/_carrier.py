@@ -12,7 +12,7 @@ from outpace.drafters._grower import CHUNK
 
 if TYPE_CHECKING:
     from outpace.core.types import Request
-    from outpace.drafters._chance import Choices
+    from outpace.drafters._calibration import Choices
     from outpace.drafters._grower import Grower
 
 Parts = Sequence[tuple[Carrying, Reading]]

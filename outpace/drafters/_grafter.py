@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request
 from outpace.drafters._allowed import allowed
-from outpace.drafters._chance import Rate
+from outpace.drafters._calibration import Rate
 
 _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
 _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure

@@ -15,7 +15,7 @@ from heapq import nlargest
 from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
-from outpace.drafters._chance import Rate
+from outpace.drafters._calibration import Rate
 
 _LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
 

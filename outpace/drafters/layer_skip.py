@@ -17,7 +17,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Source
-from outpace.drafters._chance import Choices
+from outpace.drafters._calibration import Choices
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._rows import rows_of
 from outpace.drafters._sublayers import Sublayers, agreements, check_target, read

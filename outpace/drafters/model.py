@@ -21,8 +21,8 @@ from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._ahead import SPARE, Ahead, Burst
+from outpace.drafters._calibration import ChoiceModel, Choices
 from outpace.drafters._carrier import ModelCarrier
-from outpace.drafters._chance import ChoiceModel, Choices
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job

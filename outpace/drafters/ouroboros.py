@@ -20,7 +20,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Offer, Request, Source
-from outpace.drafters._chance import Choices
+from outpace.drafters._calibration import Choices
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._phrases import Table, kept_in

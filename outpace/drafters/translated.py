@@ -22,7 +22,7 @@ from outpace.core.logits import Held, host_rows, tensor_of
 from outpace.core.needs import Given
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
-from outpace.drafters._chance import Choices, Rate
+from outpace.drafters._calibration import Choices, Rate
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
