@@ -12,7 +12,7 @@ import torch
 from distill_files import prompts_file, target_folder
 from safetensors.torch import load_file, save_file
 
-from outpace.cli.durations import seconds
+from outpace.cli.distill import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models.files.cache_place import only_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -12,11 +13,21 @@ import typer
 
 from outpace.cli import display
 from outpace.cli.distill_flags import Amount, Draft, Judging, Storing, Training
-from outpace.cli.durations import seconds
 from outpace.cli.options import Json, Target, flags
 from outpace.cli.sampling_options import Seed
 from outpace.cli.termination import as_interrupt
 from outpace.core.errors import UserError, check_range, check_whole
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str) -> float:
+    """A time such as 90s, 30m or 1.5h, in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if match is None:
+        raise UserError(f"budget is {text!r}, it must be a time such as 90s, 30m or 2h")
+    return float(match[1]) * UNITS[match[2]]
+
 
 CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once; a GPU takes fewer where its memory does
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU many small steps learn more than few large ones
