@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from outpace.core.types import Source
-from outpace.decoders._mean import Mean
 from outpace.engine import profile as profiles
 from outpace.models.load import Loaded
 from outpace.models.toy import Toy
 from outpace.planning.cost_model import Costs
+from outpace.planning.estimators import Mean
 
 
 def costs_of(*rounds: tuple[int, float]) -> Costs:

@@ -14,9 +14,9 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import _planner, auto
-from outpace.decoders._mean import Mean
 from outpace.decoders.base import Load, Place
 from outpace.planning.cost_model import Costs
+from outpace.planning.estimators import Mean
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.types import Source
-from outpace.decoders._mean import Mean
 from outpace.decoders.base import Place
 from outpace.planning.cost_model import LAYERS
+from outpace.planning.estimators import Mean
 
 _SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source that gains nothing is asked again: at first, and at last
 _REPEATED, _KNOWN = 4, 8192  # tokens that stood before are a repetition; tokens of the text in which they are sought

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from outpace.core.carried import PassTimes
 from outpace.core.types import Source
-from outpace.decoders._mean import Mean
-from outpace.planning.estimators import Recent
+from outpace.planning.estimators import Mean, Recent
 from outpace.planning.latency_curve import RowTimes
 
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
