@@ -81,7 +81,7 @@ def test_the_readme_keeps_its_order() -> None:
     heads = ("Install", "Five lines", "Commands", "The text is the same", "What it supports", "What it cannot do yet")
     places = [text.index(f"\n## {head}\n") for head in (*heads, "Papers")]
     assert places == sorted(places)
-    assert text.index("--method auto") < text.index("needs a device of its own") < places[0]
+    assert text.index("--method auto") < text.index("\n## CARD\n") < places[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
