@@ -14,7 +14,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.phi import head_order
+from outpace.models.llama.config.phi import head_order
 from outpace.models.llama.rope import LongScaling
 
 PHI = ARCHITECTURES["phi3"]

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import phi
-from outpace.models.llama.config import gemma
+from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported
 
 BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types

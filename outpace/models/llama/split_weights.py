@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.models.llama import phi
+from outpace.models.llama.config import phi
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.stored import Stored
 

@@ -15,8 +15,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.gguf.rope import ROPE_TENSORS, read_scaling, shortest
 from outpace.models.files.model_kind import check_kind
-from outpace.models.llama import phi
-from outpace.models.llama.config import gemma
+from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import llama_config as sizes

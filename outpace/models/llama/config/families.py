@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import phi
-from outpace.models.llama.config import gemma
+from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.fields import unsupported
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama import phi
-from outpace.models.llama.config import gemma
+from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.families import ACTIVATIONS, FAMILIES, SILU, Family, model_type_of
 from outpace.models.llama.config.fields import flag, number, size, unsupported
 from outpace.models.llama.layer_kinds import read_local_layers, read_rotary_layers, read_windows
