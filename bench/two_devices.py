@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from outpace.bench.paced import Paced, paced_drafter
+from outpace.bench.paced import SlowedModel, paced_drafter
 from outpace.bench.tasks import collect
 from outpace.card.process import ProcessWorker
 from outpace.core import registry
@@ -136,7 +136,7 @@ def main() -> None:
     found, plain = [], Measured(0.0, 0.0, 0.0, 0.0, [])
     for setup in setups(args):
         chosen = with_length(setup, recorded, costs.by_ratio(args.ratio))
-        its = measure(chosen, Paced(target.model, seconds), draft, requests, seconds / args.ratio)
+        its = measure(chosen, SlowedModel(target.model, seconds), draft, requests, seconds / args.ratio)
         plain = its if setup.method == PLAIN else plain
         times = costs.by_ratio(plain.round / its.turn)
         *_, predicted = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), chosen], [times])

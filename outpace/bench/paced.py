@@ -16,7 +16,7 @@ from outpace.models.load import Loaded
 T = TypeVar("T")
 
 
-class Paced:
+class SlowedModel:
     """A model whose passes last `seconds` at least: it sleeps for the rest, and needs no core meanwhile."""
 
     def __init__(self, model: Any, seconds: float) -> None:
@@ -48,4 +48,4 @@ def paced_drafter(
         os.sched_setaffinity(0, {core})
     draft = again()
     draft.model.vocab_size = vocab_size
-    return build_drafter("model", Given(Paced(draft.model, seconds)), options)
+    return build_drafter("model", Given(SlowedModel(draft.model, seconds)), options)
