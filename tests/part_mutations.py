@@ -19,7 +19,7 @@ from outpace.core.orders import Orders
 from outpace.decoders import pearl, planned, ssd
 from outpace.decoders._ledger import Ledger
 from outpace.drafters import _grower
-from outpace.drafters._calibration import ChoiceModel
+from outpace.drafters._calibration import PickModel
 from outpace.drafters._choosing import Choosing
 from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
@@ -206,7 +206,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "chances: one coverage for all places",
-        ChoiceModel,
+        PickModel,
         "log_chances",
         one_coverage,
         "test_parts.py::test_a_sure_draft_leaves_less_open_than_another",

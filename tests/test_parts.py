@@ -17,7 +17,7 @@ from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._calibration import ChoiceModel, Rate
+from outpace.drafters._calibration import PickModel, Rate
 from outpace.drafters._combined import Combined
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
@@ -69,7 +69,7 @@ def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
 
 
 def test_the_estimated_chances_follow_what_was_picked() -> None:
-    choice = ChoiceModel()
+    choice = PickModel()
     values = [0.0, -1.0, -2.0]
     for turn in range(200):
         choice.learn(values, turn % 3)  # all alike, whatever q says
@@ -87,7 +87,7 @@ def test_the_estimated_chances_follow_what_was_picked() -> None:
 def test_a_sure_draft_leaves_less_open_than_another() -> None:
     chance = random.Random(3)
     sure, vague = [math.log(q) for q in (0.97, 0.02)], [math.log(q) for q in (0.3, 0.2)]
-    told, blind = ChoiceModel(has_shares=True), ChoiceModel()
+    told, blind = PickModel(has_shares=True), PickModel()
     for _ in range(600):
         for values in (sure, vague):  # the target picks as the draft says
             picked = chance.choices((0, 1, None), [*map(math.exp, values), 1.0 - sum(map(math.exp, values))])[0]
@@ -96,7 +96,7 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
     for values in (sure, vague):
         assert told.log_chances(values) == pytest.approx(values, abs=0.15)
     assert blind.log_chances(vague)[0] > vague[0] + 0.3, "one coverage for all places overrates the vague ones"
-    again = ChoiceModel(has_shares=True)
+    again = PickModel(has_shares=True)
     again.recall(told.remember())
     assert again.log_chances(vague) == pytest.approx(told.log_chances(vague), abs=0.1)
     again.recall({"coverage": 0.9, "temperature": 1.0})  # a profile of before

@@ -21,7 +21,7 @@ _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _SURE = 20.0  # trials that a remembered share counts as
 _DOUBT = 4.0  # nats by which a temperature e times as high or low must explain the picks better, at first
 _TOGETHER = 6  # picks
-_Pick = tuple["ChoiceModel", Sequence[float], int | None]  # what was proposed, and which of it the target took
+_Pick = tuple["PickModel", Sequence[float], int | None]  # what was proposed, and which of it the target took
 _LEAST = 0.05  # of what is left open as a share of what the draft leaves, in a profile
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
@@ -49,7 +49,7 @@ class Rate:
         self.value = self._successes / self._trials
 
 
-class ChoiceModel:
+class PickModel:
     """P(the target picks the i-th best proposal) = coverage * softmax(values / temperature)_i, fitted.
 
     Coverage is the chance that it picks any of them: the same everywhere; or, where the values are shares (log q), one
@@ -127,10 +127,10 @@ class Choices:
     """What a draft model's proposals were worth: one choice model for greedy requests, one for sampled ones."""
 
     def __init__(self) -> None:
-        self._models = {"greedy": ChoiceModel(has_shares=True), "sampled": ChoiceModel()}
+        self._models = {"greedy": PickModel(has_shares=True), "sampled": PickModel()}
         self._picks = Together[_Pick](_learn, _TOGETHER)
 
-    def of(self, request: Request) -> ChoiceModel:
+    def of(self, request: Request) -> PickModel:
         """That of a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
@@ -143,7 +143,7 @@ class Choices:
                 picks.append((choice, values, tokens.index(written) if written in tokens else None))
         self._picks.add(picks)
 
-    def note(self, choice: ChoiceModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
+    def note(self, choice: PickModel, picked: Iterable[tuple[Sequence[float], int]]) -> None:
         """The target picked the proposal of this number, of those of these values; below 0: none of them."""
         self._picks.add([(choice, values, number if number >= 0 else None) for values, number in picked])
 

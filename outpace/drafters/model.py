@@ -21,7 +21,7 @@ from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._ahead import SPARE, Ahead, Burst
-from outpace.drafters._calibration import ChoiceModel, Choices
+from outpace.drafters._calibration import Choices, PickModel
 from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
@@ -69,7 +69,7 @@ class ModelState(GrowState):
 
     offers: dict[int, Offer] = field(default_factory=dict)
     ahead: Burst = field(default_factory=Burst)
-    choice: ChoiceModel = field(default_factory=ChoiceModel)  # that of such requests
+    choice: PickModel = field(default_factory=PickModel)  # that of such requests
     is_drawn: bool = field(init=False)  # its children are
     adjusting: Any = None  # the kernels' own adjustments of this request's scores, where they carry out its rounds
 
