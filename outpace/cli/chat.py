@@ -66,7 +66,7 @@ def chat(
     with signals.at_safe_points(), loading.open(ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
-        _talk(Conversation(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
+        _talk(LocalChat(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
 
 
 def _check_afar(loading: ModelFlags, extra: Collection[str]) -> None:
@@ -165,7 +165,7 @@ class RemoteConversation(Talk):
             display.say(f"{self._remote.model}: {', '.join(parts)}")
 
 
-class Conversation(Talk):
+class LocalChat(Talk):
     """With a model in this process. What it is asked goes back through its chat template each time."""
 
     def __init__(self, llm: LLM, writing: SamplingFlags, system: str | None, color: bool) -> None:
