@@ -17,7 +17,6 @@ from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.orders import Orders
 from outpace.decoders import pearl, planned, ssd
-from outpace.decoders._ledger import Ledger
 from outpace.drafters import _grower
 from outpace.drafters._calibration import PickModel
 from outpace.drafters._choosing import Choosing
@@ -28,6 +27,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.passes import Passes
 from outpace.engine.request import Running
 from outpace.models.llama import batched
+from outpace.planning.estimators import Ledger
 from outpace.rules import base as rules_base
 
 HERE = Path(__file__).parent

@@ -9,10 +9,10 @@ import pytest
 from doubles import make_request
 
 from outpace.card.cache import CandidateCache
-from outpace.decoders._ledger import Ledger
 from outpace.decoders.base import Place
 from outpace.decoders.planned import Options, _Planner
 from outpace.planning.cost_model import Costs, best_rows
+from outpace.planning.estimators import Ledger
 from outpace.simulate import costs
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.script import scripts_of

@@ -17,10 +17,9 @@ from outpace.card.cache import CandidateCache
 from outpace.core.errors import check_range, check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Source, Verify
-from outpace.decoders._ledger import Ledger
 from outpace.decoders.base import Coroutine, Place
 from outpace.planning.cost_model import Costs
-from outpace.planning.estimators import Mean
+from outpace.planning.estimators import Ledger, Mean
 
 LOSSLESS = True
 COST = "a pass with the draft running beside it, and waits for the draft where these pay; host time for planning"
