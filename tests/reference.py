@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.rope import LongScaling
+from outpace.models.llama.config.rope import LongScaling
 
 TINY = LlamaConfig(
     vocab_size=97,

@@ -21,9 +21,9 @@ from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.attention import FastAttention
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.rope import Rotation, YarnScaling
 from outpace.models.llama.head_turns import Rotary
 from outpace.models.llama.linear import can_pack
-from outpace.models.llama.rope import Rotation, YarnScaling
 from outpace.models.llama.torch_runtime import Llama
 
 CPU = torch.device("cpu")

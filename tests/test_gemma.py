@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.rope import LinearScaling
+from outpace.models.llama.config.rope import LinearScaling
 
 GEMMA = ARCHITECTURES["gemma3"]
 FIELDS = CONFIG | GEMMA

@@ -15,7 +15,7 @@ from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.config.phi import head_order
-from outpace.models.llama.rope import LongScaling
+from outpace.models.llama.config.rope import LongScaling
 
 PHI = ARCHITECTURES["phi3"]
 FIELDS = CONFIG | PHI

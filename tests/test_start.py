@@ -24,8 +24,8 @@ from outpace.core.types import Request, Row
 from outpace.models.files import mapped
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.mapped import is_finite
+from outpace.models.llama.config.rope import LinearScaling, Llama3Scaling, Rotation, Scaling, YarnScaling
 from outpace.models.llama.head_turns import Rotary
-from outpace.models.llama.rope import LinearScaling, Llama3Scaling, Rotation, Scaling, YarnScaling
 from outpace.models.llama.turns import Turns
 from outpace.rules import greedy, gumbel
 from outpace.rules.base import reduce_rows

@@ -19,8 +19,8 @@ from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.source import open_folder
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.llama.config.rope import LongScaling
 from outpace.models.llama.layer_kinds import BY_LAYER
-from outpace.models.llama.rope import LongScaling
 
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"

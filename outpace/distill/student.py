@@ -14,8 +14,8 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.gemma import FEED_NORM, MIX_NORM
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.phi import GATE_UP, QKV
+from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.head_turns import frequencies_of
-from outpace.models.llama.rope import Rotation
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

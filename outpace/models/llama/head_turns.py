@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.rope import BLOCK, Rotation
+from outpace.models.llama.config.rope import BLOCK, Rotation
 
 Turns = dict[int | None, Tensor]
 """By the number of a rotation, None for layers that know no positions: [rows, heads + 2 kv_heads, head_dim / 2]

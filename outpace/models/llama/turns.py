@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outpace.models.llama.rope import BLOCK, Rotation
+from outpace.models.llama.config.rope import BLOCK, Rotation
 
 
 class Turns:
