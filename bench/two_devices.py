@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from outpace.bench.paced import SlowedModel, paced_drafter
+from outpace.bench.paced import SlowedModel, slowed_drafter
 from outpace.bench.tasks import collect
 from outpace.card.process import ProcessWorker
 from outpace.core import registry
@@ -70,7 +70,7 @@ def setups(args: argparse.Namespace) -> list[Setup]:
 def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request], seconds: float) -> Measured:
     """All requests, one after the other, in one engine; without the time of reading prompts."""
     decoder, drafter, worker = setup.decoder, None, None
-    recipe = partial(paced_drafter, draft.again, draft.model.vocab_size, dict(setup.options), seconds)
+    recipe = partial(slowed_drafter, draft.again, draft.model.vocab_size, dict(setup.options), seconds)
     if decoder.NEEDS == "worker":
         worker = ProcessWorker(partial(recipe, DRAFT_CORE))
         until_ready(worker)

@@ -40,7 +40,7 @@ class SlowedModel:
         return result
 
 
-def paced_drafter(
+def slowed_drafter(
     again: Callable[[], Loaded], vocab_size: int, options: Mapping[str, Any], seconds: float, core: int | None
 ) -> Drafter:
     """A draft model's drafter, in whatever process this is called; `core` is the only one that it then runs on."""
