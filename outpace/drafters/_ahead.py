@@ -20,7 +20,7 @@ from outpace.core.noise import halves, row_key
 from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode, most_open
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request
-from outpace.drafters._calibration import Choices
+from outpace.drafters._calibration import PickModels
 from outpace.drafters._grower import Job
 from outpace.drafters._under_way import UnderWay, Walk
 from outpace.models.base import Model
@@ -105,7 +105,7 @@ class Burst:
 class Ahead:
     """Takes steps ahead, and hands out their proposals one step at a time."""
 
-    def __init__(self, model: Model, choices: Choices, options: Any) -> None:
+    def __init__(self, model: Model, choices: PickModels, options: Any) -> None:
         """`options`: those of the drafter `model`. UserError for steps that its model cannot take at once."""
         if model.several_steps is None and options.steps not in (None, 1):
             raise UserError(

@@ -123,7 +123,7 @@ def _learn(pick: _Pick) -> None:
     choice.learn(values, picked)
 
 
-class Choices:
+class PickModels:
     """What a draft model's proposals were worth: one choice model for greedy requests, one for sampled ones."""
 
     def __init__(self) -> None:

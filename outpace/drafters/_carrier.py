@@ -12,7 +12,7 @@ from outpace.drafters._grower import CHUNK
 
 if TYPE_CHECKING:
     from outpace.core.types import Request
-    from outpace.drafters._calibration import Choices
+    from outpace.drafters._calibration import PickModels
     from outpace.drafters._grower import Grower
 
 Parts = Sequence[tuple[Carrying, Reading]]
@@ -40,7 +40,7 @@ class ModelCarrier(Carrier):
 
     copied: Collection[str] = ()
 
-    def __init__(self, pair: Pair, grower: Grower, choices: Choices) -> None:
+    def __init__(self, pair: Pair, grower: Grower, choices: PickModels) -> None:
         self.pair, self._grower, self._choices = pair, grower, choices
 
     def carry(

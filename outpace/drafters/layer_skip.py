@@ -17,7 +17,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Source
-from outpace.drafters._calibration import Choices
+from outpace.drafters._calibration import PickModels
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._rows import rows_of
 from outpace.drafters._sublayers import Sublayers, agreements, check_target, read
@@ -86,7 +86,7 @@ class LayerSkip(Drafter):
         self._target, self._options, self.search = target, options, search
         self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
         self._grower = Grower(target, options.width, options.tree_nodes, on_base=True)
-        self._choices = Choices()
+        self._choices = PickModels()
         self._choose(sublayers)
 
     def weight_bytes(self, source: Source) -> int | None:

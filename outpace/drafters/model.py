@@ -21,7 +21,7 @@ from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._ahead import SPARE, Ahead, Burst
-from outpace.drafters._calibration import Choices, PickModel
+from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
@@ -89,7 +89,7 @@ class ModelDrafter(Drafter):
         count = options.width + SPARE
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = Draws.read(options.draws)
-        self._choices = Choices()
+        self._choices = PickModels()
         self._ahead = Ahead(model, self._choices, options)
         self.shares_time = self._ahead.takes_several
 

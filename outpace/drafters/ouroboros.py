@@ -20,7 +20,7 @@ from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Offer, Request, Source
-from outpace.drafters._calibration import Choices
+from outpace.drafters._calibration import PickModels
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._phrases import Table, kept_in
@@ -87,7 +87,7 @@ class Ouroboros(Grafter[OuroborosState]):
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
-        self._choices = Choices()
+        self._choices = PickModels()
         self._pools = PerSalt(lambda: Table(options.leaders, options.followers))
         self._kept = kept_in(options.phrases, given, self._pools.shared)
 

@@ -22,7 +22,7 @@ from outpace.core.logits import Held, host_rows, tensor_of
 from outpace.core.needs import Given
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
-from outpace.drafters._calibration import Choices, Rate
+from outpace.drafters._calibration import PickModels, Rate
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
@@ -73,7 +73,7 @@ class ByTokens(Translating):
         self._to_draft = dict(pairs.tolist())
         self._ids: np.ndarray | None = None  # of them those that the draft's output layer has, the target's ids
         self._columns = np.empty(0, np.int64)  # where the draft's scores have them
-        self._choices, self._width = Choices(), options.width
+        self._choices, self._width = PickModels(), options.width
 
     def open(self, request: Request) -> ByTokensState:
         state: ByTokensState = self.begin(request, ByTokensState)
