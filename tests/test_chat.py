@@ -19,7 +19,7 @@ from files import write_gguf
 
 from outpace.api.stream import Result
 from outpace.api.text import Piece
-from outpace.cli.chat import ChatWriting, LocalChat
+from outpace.cli.chat import ChatFlags, LocalChat
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.stats import fold
@@ -85,7 +85,7 @@ class CannedStream:
 
 
 def talk(llm: Any, *lines: str, system: str | None = None) -> LocalChat:
-    conversation = LocalChat(llm, ChatWriting(), system, color=False)
+    conversation = LocalChat(llm, ChatFlags(), system, color=False)
     for line in lines:
         assert conversation.take(line)
     return conversation

@@ -31,7 +31,7 @@ HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
 
 @dataclass(frozen=True)
-class ChatWriting(SamplingFlags):
+class ChatFlags(SamplingFlags):
     """As for one answer, with room for a longer one."""
 
     max_tokens: MaxTokens = 1024
@@ -41,7 +41,7 @@ class ChatWriting(SamplingFlags):
 def chat(
     ctx: typer.Context,
     loading: ModelFlags,
-    writing: ChatWriting,
+    writing: ChatFlags,
     system: System = None,
     color: Annotated[bool, typer.Option("--color", help="Show accepted draft tokens in colour.")] = False,
     url: Annotated[
@@ -143,7 +143,7 @@ class RemoteConversation(Talk):
     def __init__(self, remote: Remote, writing: SamplingFlags, system: str | None) -> None:
         super().__init__(system)
         self._remote = remote
-        given, usual = writing.options(), ChatWriting().options()
+        given, usual = writing.options(), ChatFlags().options()
         always = ("max_tokens", "temperature", "seed")
         self._fields = {name: value for name, value in given.items() if name in always or value != usual[name]}
 
