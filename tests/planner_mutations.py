@@ -16,9 +16,9 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _planner, _sources
+from outpace.decoders import _chances, _planner
 from outpace.decoders.base import Place
-from outpace.planning import cost_model, estimators, latency_curve
+from outpace.planning import cost_model, estimators, latency_curve, sources
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -179,7 +179,7 @@ def never_forgetting(learn: Original) -> Original:
 def as_often(asked: Original) -> Original:
     def mutated(self: Any, gains: bool, repeats: Any) -> None:
         asked(self, gains, repeats)
-        self._wait = _sources._SKIPS
+        self._wait = sources._SKIPS
 
     return mutated
 
@@ -187,7 +187,7 @@ def as_often(asked: Original) -> Original:
 def never_in_vain(asked: Original) -> Original:
     def mutated(self: Any, gains: bool, repeats: Any) -> None:
         asked(self, gains, repeats)
-        self._enough = _sources._REPEATED
+        self._enough = sources._REPEATED
 
     return mutated
 
@@ -213,12 +213,12 @@ PLANNER_MUTATIONS = [
         lambda f: lambda *parts, pays: None,
     ),
     mutation("planner: the whole tree is verified", _planner.Planner, "chosen", whole_trees),
-    mutation("planner: any prompt is worth reading", _sources.Grower, "is_worth_reading", lambda f: lambda self: True),
-    mutation("planner: nothing is explored", _sources.Grower, "explores", lambda f: lambda self: False),
-    mutation("planner: it explores whatever that gave", _sources.Grower, "judged", lambda f: lambda self, price: None),
-    mutation("planner: copies are asked as often as before", _sources.Copier, "asked", as_often),
-    mutation("planner: no text repeats itself", _sources.Repeats, "follow", lambda f: lambda self: 0),
-    mutation("planner: a repetition in vain says nothing", _sources.Copier, "asked", never_in_vain),
+    mutation("planner: any prompt is worth reading", sources.Grower, "is_worth_reading", lambda f: lambda self: True),
+    mutation("planner: nothing is explored", sources.Grower, "explores", lambda f: lambda self: False),
+    mutation("planner: it explores whatever that gave", sources.Grower, "judged", lambda f: lambda self, price: None),
+    mutation("planner: copies are asked as often as before", sources.Copier, "asked", as_often),
+    mutation("planner: no text repeats itself", sources.Repeats, "follow", lambda f: lambda self: 0),
+    mutation("planner: a repetition in vain says nothing", sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", cost_model.Costs, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", latency_curve.RowTimes, "_convex", falling),

@@ -13,9 +13,10 @@ from test_planner import place_of
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders import _sources, auto
-from outpace.decoders._sources import Repeats
+from outpace.decoders import auto
+from outpace.planning import sources
 from outpace.planning.cost_model import Costs
+from outpace.planning.sources import Repeats
 
 COPIES = Source("ngram", False, is_fitted=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking
@@ -85,7 +86,7 @@ def test_copies_that_never_come_true_are_asked_for_ever_more_seldom() -> None:
     ratio = told.run()
     waits = [later - one for one, later in itertools.pairwise(told.asked)]
     assert ratio > 0.99
-    assert max(waits) >= _sources._MOST_SKIPS
+    assert max(waits) >= sources._MOST_SKIPS
     assert sum(place > 400 for place in told.asked) < 800 / 32
     assert sum(waits[-5:]) > sum(waits[:5])
 
@@ -98,10 +99,10 @@ def test_where_the_text_repeats_itself_nothing_is_lost(monkeypatch: pytest.Monke
     told = Told(text + text)
     told.run()
     first = next(place for place in told.asked if place >= new + 2)
-    assert first <= new + _sources._REPEATED + 1
+    assert first <= new + sources._REPEATED + 1
     before = [place for place in told.asked if place < new]
-    monkeypatch.setattr(_sources, "_SKIPS", 1)
-    monkeypatch.setattr(_sources, "_MOST_SKIPS", 1)
+    monkeypatch.setattr(sources, "_SKIPS", 1)
+    monkeypatch.setattr(sources, "_MOST_SKIPS", 1)
     always = Told(text + text)
     always.run()
     assert told.seconds < always.seconds
@@ -140,7 +141,7 @@ def slow_length(text: Sequence[int]) -> int:
 
 
 def test_only_the_last_of_a_long_prompt_is_read() -> None:
-    text = [*range(5), *[9] * (_sources._KNOWN - 3)]
+    text = [*range(5), *[9] * (sources._KNOWN - 3)]
     repeats = Repeats(text)
     text += range(5)
     assert repeats.follow() == 0, "what stood further back is not known"

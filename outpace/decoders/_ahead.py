@@ -13,8 +13,8 @@ from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
 from outpace.decoders._planner import UNPLANNED, Planner
-from outpace.decoders._sources import Grower
 from outpace.planning.cost_model import GROWS, Costs
+from outpace.planning.sources import Grower
 
 
 def note_forward(costs: Costs, source: Source, forward: Forward, requests: int) -> None:

@@ -13,9 +13,9 @@ from math import inf, log
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.decoders._chances import Chances
-from outpace.decoders._sources import Copier, Grower, Repeats
 from outpace.decoders.base import Place
 from outpace.planning.cost_model import GROWS, Costs
+from outpace.planning.sources import Copier, Grower, Repeats
 
 LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
