@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import outpace
 from outpace.models.base import chain
-from outpace.models.llama.draft_vocab import FILE
+from outpace.models.llama.config.draft_vocab import FILE
 from outpace.models.load import load_model
 
 IDS = list(range(0, CONFIG["vocab_size"], 3))

@@ -205,8 +205,8 @@ def _read(
     a file's that are taken."""
     from outpace.models.files.find import locate, resolve
     from outpace.models.files.source import open_source
+    from outpace.models.llama.config.draft_vocab import read_draft_vocab
     from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-    from outpace.models.llama.draft_vocab import read_draft_vocab
     from outpace.models.text.source import tokenizer_of
 
     path = (locate if in_place and not converted else resolve)(None if spec is None else str(spec), progress=progress)

@@ -24,9 +24,9 @@ from outpace.core.errors import UserError
 from outpace.core.logits import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part
 from outpace.models.llama.attention import ExactAttention, FastAttention
+from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.draft_vocab import checked_ids
 from outpace.models.llama.head_turns import HeadTurns, Turns
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
 from outpace.models.llama.quantized import packer
