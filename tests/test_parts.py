@@ -17,7 +17,7 @@ from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._calibration import PickModel, Rate
+from outpace.drafters._calibration import AcceptanceRate, PickModel
 from outpace.drafters._combined import Combined
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
@@ -78,7 +78,7 @@ def test_the_estimated_chances_follow_what_was_picked() -> None:
     for _ in range(800):  # four times the memory
         choice.learn(values, 0)
     assert math.exp(choice.log_chances(values)[0]) > 0.85
-    rate = Rate(0.5)
+    rate = AcceptanceRate(0.5)
     for _ in range(100):
         rate.learn(False)
     assert rate.value < 0.1

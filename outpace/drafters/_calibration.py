@@ -26,7 +26,7 @@ _LEAST = 0.05  # of what is left open as a share of what the draft leaves, in a 
 _MEMORY = 0.995  # weight of the past after one more observation: some 200 observations count
 
 
-class Rate:
+class AcceptanceRate:
     """A running share of successes that starts from a prior worth `weight` trials."""
 
     def __init__(self, prior: float, weight: float = 4.0) -> None:
@@ -58,8 +58,8 @@ class PickModel:
 
     def __init__(self, has_shares: bool = False) -> None:
         self._has_shares = has_shares
-        self._coverage = Rate(0.9)
-        self._open = Rate(1.0, 0.5)  # picks of what is not proposed, over the shares that are left open
+        self._coverage = AcceptanceRate(0.9)
+        self._open = AcceptanceRate(1.0, 0.5)  # picks of what is not proposed, over the shares that are left open
         self._begin(1.0)  # q as it is
 
     def remember(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class PickModel:
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
         self._coverage.recall(float(kept["coverage"]))
-        self._open = Rate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
+        self._open = AcceptanceRate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
         self._begin(min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"]))))
 
     def _begin(self, temperature: float) -> None:

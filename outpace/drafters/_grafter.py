@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request
 from outpace.drafters._allowed import allowed
-from outpace.drafters._calibration import Rate
+from outpace.drafters._calibration import AcceptanceRate
 
 _LENGTHS = (0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65)  # where the next kind begins
 _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  # by length, where the source is sure
@@ -52,7 +52,7 @@ class GraftState(DraftState):
     request's own."""
 
     planted: dict[int, dict[int, int]] = field(default_factory=dict)
-    rates: dict[int, Rate] = field(default_factory=dict)
+    rates: dict[int, AcceptanceRate] = field(default_factory=dict)
 
 
 State = TypeVar("State", bound=GraftState)
@@ -67,7 +67,7 @@ class Grafter(Drafter, Generic[State]):
     def __init__(self, origins: int = 1) -> None:
         """`origins`: places of different worth that it copies from."""
         priors = [prior * _SHARES[grade] for prior in _PRIORS for grade in Grade] * origins
-        self._rates = [Rate(prior) for prior in priors]
+        self._rates = [AcceptanceRate(prior) for prior in priors]
 
     def open(self, request: Request) -> State:
         raise NotImplementedError
@@ -160,7 +160,7 @@ class Grafter(Drafter, Generic[State]):
         for node, written in zip(seen.path, seen.tokens, strict=False):
             for token, kind in state.planted.get(node, _NOTHING).items():
                 if kind not in own:
-                    own[kind] = Rate(rates[kind].value, _OWN)
+                    own[kind] = AcceptanceRate(rates[kind].value, _OWN)
                 own[kind].learn(token == written)
                 rates[kind].learn(token == written)
         planted = state.planted

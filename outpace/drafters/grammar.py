@@ -15,7 +15,7 @@ from heapq import nlargest
 from outpace.core.errors import UserError, check_whole
 from outpace.core.tree import TokenTree, path_to
 from outpace.core.types import Drafter, DraftState, Observation, Request, Source
-from outpace.drafters._calibration import Rate
+from outpace.drafters._calibration import AcceptanceRate
 
 _LEAST, _MOST = 0.01, 0.99  # no branch is free of doubt
 
@@ -50,7 +50,7 @@ class Grammar(Drafter):
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._rates = {True: Rate(0.8), False: Rate(0.9)}  # by: is it the first of a forced text
+        self._rates = {True: AcceptanceRate(0.8), False: AcceptanceRate(0.9)}  # by: is it the first of a forced text
 
     def sources_for(self, request: Request) -> Sequence[Source]:
         """None for a request without a constraint."""

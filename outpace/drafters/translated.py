@@ -22,7 +22,7 @@ from outpace.core.logits import Held, host_rows, tensor_of
 from outpace.core.needs import Given
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
-from outpace.drafters._calibration import PickModels, Rate
+from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
@@ -141,7 +141,7 @@ class ByText(Translating):
 
     def __init__(self, given: Given) -> None:
         super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
-        self._rate = Rate(_LIKELY)
+        self._rate = AcceptanceRate(_LIKELY)
 
     def open(self, request: Request) -> ByTextState:
         state: ByTextState = self.begin(request, ByTextState)
