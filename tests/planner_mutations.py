@@ -16,9 +16,9 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _chances, _planner
+from outpace.decoders import _planner
 from outpace.decoders.base import Place
-from outpace.planning import cost_model, estimators, latency_curve, sources
+from outpace.planning import acceptance, cost_model, estimators, latency_curve, sources
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -197,13 +197,13 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 PLANNER_MUTATIONS = [
-    mutation("planner: a drafter's chances are taken at their word", _chances.Chances, "of", blindly_trusting),
-    mutation("planner: fitted chances are corrected too", _chances.Chances, "__init__", corrected_in_any_case),
+    mutation("planner: a drafter's chances are taken at their word", acceptance.Chances, "of", blindly_trusting),
+    mutation("planner: fitted chances are corrected too", acceptance.Chances, "__init__", corrected_in_any_case),
     mutation("planner: a few bad rounds end a draft", cost_model.Costs, "trust_of_one", of_a_few_rounds),
     mutation("planner: unlikely leaves add up", _planner.Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", _planner.Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", _planner.Planner, "pays", always_deeper),
-    mutation("planner: all nodes are the first source's", _chances.Chances, "learn", of_one_source),
+    mutation("planner: all nodes are the first source's", acceptance.Chances, "learn", of_one_source),
     mutation("planner: nothing is tried again", _planner.Planner, "_is_due", lambda f: lambda self, grower: False),
     mutation("planner: what failed is tried as often as before", _planner.Planner, "learn", as_often_as_before),
     mutation(

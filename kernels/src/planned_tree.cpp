@@ -15,7 +15,7 @@ constexpr int kUnknown = 2;
 constexpr int kFirst = 4;
 constexpr int kChildren = 2;
 constexpr double kLeastCoverage = 0.05;
-constexpr double kOn = 0.97;  // decoders/_chances.py
+constexpr double kOn = 0.97;  // planning/acceptance.py
 
 /// Rows beside a request's root that may be tried.
 int most_more(const PassTimes& times, int others) { return std::max(kFirst, 2 * times.widest - others - 1); }

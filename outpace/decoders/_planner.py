@@ -12,8 +12,8 @@ from math import inf, log
 
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
-from outpace.decoders._chances import Chances
 from outpace.decoders.base import Place
+from outpace.planning.acceptance import Chances
 from outpace.planning.cost_model import GROWS, Costs
 from outpace.planning.sources import Copier, Grower, Repeats
 
