@@ -16,8 +16,8 @@ from outpace.core.errors import UserError
 from outpace.models import host
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
+from outpace.models.llama.config.footprint import float_bytes, native_bytes
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.footprint import float_bytes, native_bytes
 from outpace.models.llama.native_kernels import Options
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.load import load_model

@@ -20,7 +20,7 @@ from outpace.models.files import mapped
 from outpace.models.files.cache_place import new_folder
 from outpace.models.files.model_kind import has_text_part, text_config, text_names
 from outpace.models.files.reading import check_file, is_there, read_json
-from outpace.models.llama.footprint import FLOATS, Held
+from outpace.models.llama.config.footprint import FLOATS, Held
 from outpace.models.llama.stored import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from outpace.models.files.four_bit_blocks import INPUTS, blocks_of, held_bytes, 
 from outpace.models.files.four_bits import AWQ, GPTQ, Matrix, Scheme, read_groups, read_matrix, read_scheme, shape_of
 from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import is_there, read_json
-from outpace.models.llama.footprint import Held
+from outpace.models.llama.config.footprint import Held
 from outpace.models.llama.stored import Stored
 
 ORDER = "g_idx"

@@ -24,7 +24,7 @@ from outpace.models.files.gguf.parts import open_model
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.types import COMMON, type_of
 from outpace.models.files.gguf.weights import check_types, half_rotary, read_values, rotary_unit
-from outpace.models.llama.footprint import Held
+from outpace.models.llama.config.footprint import Held
 from outpace.models.llama.stored import Stored
 
 
