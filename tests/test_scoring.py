@@ -13,7 +13,7 @@ from outpace.bench import answers, confined, scoring, tasks
 from outpace.bench.scoring import Reference, is_right
 from outpace.core.errors import UserError
 
-CONFINES = confined.can_run()
+CONFINES = confined.is_available()
 needs_confinement = pytest.mark.skipif(not CONFINES, reason="programs cannot be confined here")
 
 

@@ -55,7 +55,7 @@ CALLS = {
 }
 
 
-def can_run() -> bool:
+def is_available() -> bool:
     """Whether programs can be confined here: tried with one that ends, and with one that opens a socket."""
     return passes("pass") and not passes("import socket\nsocket.socket()")
 
