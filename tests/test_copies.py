@@ -15,7 +15,7 @@ from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._index import BREAK, Index, Match
+from outpace.drafters._ngram_index import BREAK, Index, Match
 from outpace.rules.greedy import Greedy
 
 

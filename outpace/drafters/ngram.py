@@ -17,7 +17,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._carrier import CopiesText
 from outpace.drafters._grafter import NEVER, Grade, Grafter, GraftState
-from outpace.drafters._index import Index
+from outpace.drafters._ngram_index import Index
 
 LONGEST = 3  # tokens of an n-gram that the kernels hold
 _LENGTH = itemgetter(0)  # of a match

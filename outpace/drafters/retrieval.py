@@ -20,7 +20,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
-from outpace.drafters._index import BREAK
+from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
 
 STORE = "datastore"  # the option that names the file

@@ -17,7 +17,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
-from outpace.drafters._index import BREAK, Index
+from outpace.drafters._ngram_index import BREAK, Index
 
 _LENGTHS = (1, 2, 4)  # n-grams that are looked up; what is longer is compared token by token
 
