@@ -16,9 +16,8 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders import _planner
 from outpace.decoders.base import Place
-from outpace.planning import acceptance, cost_model, estimators, latency_curve, sources
+from outpace.planning import acceptance, cost_model, estimators, latency_curve, planner, sources
 
 
 def calls_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
@@ -200,19 +199,19 @@ PLANNER_MUTATIONS = [
     mutation("planner: a drafter's chances are taken at their word", acceptance.Chances, "of", blindly_trusting),
     mutation("planner: fitted chances are corrected too", acceptance.Chances, "__init__", corrected_in_any_case),
     mutation("planner: a few bad rounds end a draft", cost_model.Costs, "trust_of_one", of_a_few_rounds),
-    mutation("planner: unlikely leaves add up", _planner.Planner, "_reach", adding_up),
-    mutation("planner: rows cost nothing", _planner.Planner, "_best", rows_for_nothing),
-    mutation("planner: one more layer whatever it costs", _planner.Planner, "pays", always_deeper),
+    mutation("planner: unlikely leaves add up", planner.Planner, "_reach", adding_up),
+    mutation("planner: rows cost nothing", planner.Planner, "_best", rows_for_nothing),
+    mutation("planner: one more layer whatever it costs", planner.Planner, "pays", always_deeper),
     mutation("planner: all nodes are the first source's", acceptance.Chances, "learn", of_one_source),
-    mutation("planner: nothing is tried again", _planner.Planner, "_is_due", lambda f: lambda self, grower: False),
-    mutation("planner: what failed is tried as often as before", _planner.Planner, "learn", as_often_as_before),
+    mutation("planner: nothing is tried again", planner.Planner, "_is_due", lambda f: lambda self, grower: False),
+    mutation("planner: what failed is tried as often as before", planner.Planner, "learn", as_often_as_before),
     mutation(
         "planner: a crowd's trials start anew with each request",
         cost_model.Costs,
         "tried",
         lambda f: lambda *parts, pays: None,
     ),
-    mutation("planner: the whole tree is verified", _planner.Planner, "chosen", whole_trees),
+    mutation("planner: the whole tree is verified", planner.Planner, "chosen", whole_trees),
     mutation("planner: any prompt is worth reading", sources.Grower, "is_worth_reading", lambda f: lambda self: True),
     mutation("planner: nothing is explored", sources.Grower, "explores", lambda f: lambda self: False),
     mutation("planner: it explores whatever that gave", sources.Grower, "judged", lambda f: lambda self, price: None),
@@ -227,7 +226,7 @@ PLANNER_MUTATIONS = [
         "costs: what a busy machine took is kept", latency_curve.RowTimes, "_forget_old", lambda f: lambda self: None
     ),
     mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
-    mutation("planner: copies' rows cost nothing", _planner.Planner, "_learn_copies", rows_unpaid),
+    mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_copies", rows_unpaid),
     mutation("costs: reading is part of a step", cost_model.Costs, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", cost_model.Costs, "draft", of_one_request),
     mutation(

@@ -18,12 +18,13 @@ from torch import Tensor
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
-from outpace.decoders import _planner, auto
+from outpace.decoders import auto
 from outpace.decoders.base import Coroutine, Place
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
 from outpace.models.toy import ToySession
+from outpace.planning import planner
 from outpace.rules.greedy import Greedy
 
 WHOLE = EngineOptions(nodes=12, rows=256, chunk=64, reuse=False)
@@ -216,13 +217,13 @@ def test_a_planner_seldom_asks_a_draft_that_is_no_good() -> None:
 
 def test_the_time_of_planning_is_held_against_rounds_that_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither the draft's nor free: what a plain round does not need counts with the rows that it brings."""
-    watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), _planner.Planner.pays
+    watch, target, asked = Stopwatch(), QuickToy(16, 3, 0), planner.Planner.pays
 
     def pays(planner: Any, tree: TokenTree, grower: Any) -> bool:
         watch.now += 0.4
         return asked(planner, tree, grower)
 
-    monkeypatch.setattr(_planner.Planner, "pays", pays)
+    monkeypatch.setattr(planner.Planner, "pays", pays)
     drafter = ModelDrafter(Timed(target, watch, 0.5, 0.0), Options(width=1))
     with Engine(Timed(target, watch, 6.0, 0.1), drafter, options=WHOLE, clock=watch) as engine:
         run = engine.submit(requests_of(1, 100)[0], auto, auto.Options(deepest=4))

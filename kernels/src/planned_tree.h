@@ -1,5 +1,5 @@
 // A round's token tree while it is planned: which nodes the draft expands next, whether one more layer of them pays, and
-// which nodes are verified. What outpace/decoders/_planner.py and outpace/drafters/model.py do in Python, number by number.
+// which nodes are verified. What outpace/planning/planner.py and outpace/drafters/model.py do in Python, number by number.
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
-from outpace.decoders._planner import UNPLANNED, Planner
 from outpace.planning.cost_model import GROWS, Costs
+from outpace.planning.planner import UNPLANNED, Planner
 from outpace.planning.sources import Grower
 
 

@@ -21,9 +21,9 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
 from outpace.decoders._ahead import PlannerAhead
-from outpace.decoders._planner import UNPLANNED, Planner
-from outpace.decoders._planner import Options as Options
 from outpace.decoders.base import Coroutine, Place
+from outpace.planning.planner import UNPLANNED, Planner
+from outpace.planning.planner import Options as Options
 
 LOSSLESS = True
 COST = "as speculative, while that pays; host time for planning"
