@@ -17,10 +17,10 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import shipped_model
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.source import open_folder
+from outpace.models.llama.config.families import BY_LAYER
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LongScaling
-from outpace.models.llama.layer_kinds import BY_LAYER
 
 INITS = ("layers", "fresh")
 SHIPPED = "shipped"

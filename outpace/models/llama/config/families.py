@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config.fields import unsupported
+from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # what an MLP's gates go through
 ACTIVATIONS = {SILU: ("silu", "swish"), GELU: ("gelu_pytorch_tanh",)}  # their names in a config.json
@@ -90,3 +90,86 @@ def model_type_of(config: Mapping[str, Any]) -> str:
         expected = FAMILIES[model_type].architecture
         raise unsupported(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
     return model_type
+
+
+BY_LAYER = ("qwen2", "qwen3", "smollm3", gemma.MODEL_TYPE)  # architectures that read layer_types
+ALL_LAYERS = ("mistral", phi.MODEL_TYPE)  # those whose layers all see a window where there is one
+ALWAYS = (*ALL_LAYERS, gemma.MODEL_TYPE)  # those whose window is in use, whatever use_sliding_window says
+
+
+def read_rotary_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer's queries and keys turn; () where all do. Only SmolLM3 has layers without positions."""
+    listed = fields.get("no_rope_layers")
+    if model_type != "smollm3":
+        if listed not in (None, []):
+            raise unsupported(f"no_rope_layers {listed!r:.200} of the model_type {model_type!r}")
+        return ()
+    if listed is None:
+        interval = size(fields, "no_rope_layer_interval", 4)
+        rotates = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    else:
+        if not isinstance(listed, list) or len(listed) < num_layers or any(entry not in (0, 1) for entry in listed):
+            raise UserError(f"no_rope_layers is {listed!r:.200}, it must be a list of 1 (turns) and 0, one a layer")
+        rotates = tuple(entry == 1 for entry in listed[:num_layers])
+    return () if all(rotates) else rotates
+
+
+def read_local_layers(model_type: str, fields: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer turns by a rotary base of its own; () where none does. Gemma 3's sliding layers do, however
+    long their window is."""
+    if model_type != gemma.MODEL_TYPE:
+        return ()
+    types = _layer_types(fields, num_layers)
+    slides = gemma.sliding_layers(fields, num_layers) if types is None else [kind == SLIDING for kind in types]
+    return tuple(slides) if any(slides) else ()
+
+
+def read_windows(
+    model_type: str, fields: Mapping[str, Any], num_layers: int, max_positions: int, rotary_layers: Sequence[bool]
+) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, None where it sees all of them; () where all layers do."""
+    window = _window(model_type, fields, max_positions)
+    types = _layer_types(fields, num_layers)
+    slides = _default(model_type, fields, num_layers, rotary_layers)
+    if types is not None:
+        named = [kind == SLIDING for kind in types]
+        if any(named) and (window is None if model_type in BY_LAYER else named != slides):
+            used = "no sliding_window in use" if window is None else f"sliding_window {window}"
+            raise unsupported(f"layer_types {types!r:.200} of the model_type {model_type!r} with {used}")
+        slides = named if model_type in BY_LAYER else slides
+    if window is None or window >= max_positions or not any(slides):
+        return ()
+    return tuple(window if slid else None for slid in slides)
+
+
+def _window(model_type: str, fields: Mapping[str, Any], max_positions: int) -> int | None:
+    if fields.get("sliding_window") is None:
+        return None
+    window = size(fields, "sliding_window")
+    is_used = flag(fields, "use_sliding_window", model_type not in BY_LAYER)
+    if model_type == "llama" and is_used and window < max_positions:
+        raise unsupported(f"sliding_window {window} of the model_type 'llama'")
+    return window if is_used or model_type in ALWAYS else None
+
+
+def _default(model_type: str, fields: Mapping[str, Any], num_layers: int, rotary_layers: Sequence[bool]) -> list[bool]:
+    """Which layers slide where the config has no layer_types."""
+    if model_type in ("qwen2", "qwen3"):
+        first = size(fields, "max_window_layers", 28, smallest=0)
+        return [layer >= first for layer in range(num_layers)]
+    if model_type == "smollm3":
+        return [bool(rotary_layers) and not rotary_layers[layer] for layer in range(num_layers)]
+    if model_type == gemma.MODEL_TYPE:
+        return gemma.sliding_layers(fields, num_layers)
+    return [model_type in ALL_LAYERS] * num_layers
+
+
+def _layer_types(fields: Mapping[str, Any], num_layers: int) -> list[str] | None:
+    types = fields.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
+        raise unsupported(f"layer_types {types!r:.200} (only {FULL} and {SLIDING})")
+    if len(types) != num_layers:
+        raise UserError(f"layer_types has {len(types)} entries, it must have one for each of {num_layers} layers")
+    return types

@@ -11,10 +11,18 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config.families import ACTIVATIONS, FAMILIES, SILU, Family, model_type_of
+from outpace.models.llama.config.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    SILU,
+    Family,
+    model_type_of,
+    read_local_layers,
+    read_rotary_layers,
+    read_windows,
+)
 from outpace.models.llama.config.fields import flag, number, size, unsupported
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
-from outpace.models.llama.layer_kinds import read_local_layers, read_rotary_layers, read_windows
 
 # Fields that change the arithmetic, with the values under which they change nothing.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
