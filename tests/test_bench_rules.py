@@ -194,7 +194,7 @@ def test_a_bench_of_rules_judges_its_texts_and_goes_on(run: Run, tiny: Path, tmp
 
 
 def test_programs_are_not_run_where_they_cannot_be_confined(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.bench.confined.is_available", lambda: False)
+    monkeypatch.setattr("outpace.bench.sandbox.is_available", lambda: False)
     code, _, err = run("--methods", "speculative", "--run-tests")
     assert code == 2
     assert "error: --run-tests confines programs by Linux's seccomp, which does not work here" in err

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from outpace.bench import answers, confined, scoring, tasks
+from outpace.bench import answers, sandbox, scoring, tasks
 from outpace.bench.scoring import Reference, is_right
 from outpace.core.errors import UserError
 
-CONFINES = confined.is_available()
+CONFINES = sandbox.is_available()
 needs_confinement = pytest.mark.skipif(not CONFINES, reason="programs cannot be confined here")
 
 
@@ -95,7 +95,7 @@ PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
 def test_programs_are_right_where_they_pass_the_tests(
     answer: str, right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confined.passes, "__defaults__", (2.0,) if "while" in answer else (30.0,))
+    monkeypatch.setattr(sandbox.passes, "__defaults__", (2.0,) if "while" in answer else (30.0,))
     assert is_right(PROGRAM, answer, runs_tests=True) is right
     assert is_right(PROGRAM, answer) is None, "nothing is run unless that is asked for"
 
@@ -120,27 +120,25 @@ REFUSED = {
 def test_a_confined_program_may_not(what: str, tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("as it was")
     program = REFUSED[what].format(folder=tmp_path)
-    assert not confined.passes(program, 30)
-    assert confined.passes(
-        f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)", 30
-    )
+    assert not sandbox.passes(program, 30)
+    assert sandbox.passes(f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)", 30)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept", "as it was")]
 
 
 @needs_confinement
 def test_a_confined_program_computes_and_reads_within_its_bounds() -> None:
     program = "import math, json, re, hashlib\nassert sum(range(10**6))\nassert not open('/dev/null').read()"
-    assert confined.passes(program, 30)
-    assert confined.passes("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
-    assert not confined.passes("import time; time.sleep(60)", 1.0)
-    assert not confined.passes("not a program", 30)
-    assert not confined.passes("\udcff", 30)
+    assert sandbox.passes(program, 30)
+    assert sandbox.passes("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
+    assert not sandbox.passes("import time; time.sleep(60)", 1.0)
+    assert not sandbox.passes("not a program", 30)
+    assert not sandbox.passes("\udcff", 30)
 
 
 def test_nothing_is_run_where_programs_cannot_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confined, "CALLS", {})
+    monkeypatch.setattr(sandbox, "CALLS", {})
     with pytest.raises(OSError, match="no filter for"):
-        confined.confine(1)
+        sandbox.confine(1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from outpace.bench import confined
+from outpace.bench import sandbox
 from outpace.core.errors import UserError
 
 NUMBER, CHOICE, TEXT, PROGRAM = "number", "choice", "text", "program"
@@ -80,7 +80,7 @@ def is_right(reference: Reference, answer: str, runs_tests: bool = False) -> boo
         return choice_in(answer, reference.choices) == reference.value
     if reference.kind == TEXT:
         return _plain(answer) == _plain(reference.value)
-    return confined.passes(program_of(reference, answer)) if runs_tests else None
+    return sandbox.passes(program_of(reference, answer)) if runs_tests else None
 
 
 def number_in(answer: str) -> Fraction | None:

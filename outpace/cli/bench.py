@@ -65,7 +65,7 @@ def _check_files(keeping: Keeping) -> None:
 def _options(loading: ModelFlags, measuring: Measuring) -> Any:
     """The `BenchOptions` that the flags mean; names are checked before a model is loaded."""
     from outpace.api.params import SamplingParams
-    from outpace.bench import confined, contenders
+    from outpace.bench import contenders, sandbox
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
@@ -73,7 +73,7 @@ def _options(loading: ModelFlags, measuring: Measuring) -> Any:
         raise UserError(f"--method is {loading.method!r}, a bench takes several: write --methods {loading.method}")
     check_whole("inflate", measuring.inflate, 1, 64)
     common = _common(loading)
-    if measuring.run_tests and not confined.is_available():
+    if measuring.run_tests and not sandbox.is_available():
         raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
     sampling = SamplingParams(max_tokens=measuring.max_tokens, temperature=measuring.temperature, seed=measuring.seed)
     methods = contenders.parse_methods(measuring.methods, common)
