@@ -15,7 +15,7 @@ from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._ngram_index import BREAK, Index, Match
+from outpace.drafters._ngram_index import BREAK, Match, NgramIndex
 from outpace.rules.greedy import Greedy
 
 
@@ -47,7 +47,7 @@ def matches_slowly(
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (2, 4, 8, 16)])
 def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple[int, ...]) -> None:
     chance = random.Random(seed)
-    index, whole, memory = Index(lengths, 200), [], 200
+    index, whole, memory = NgramIndex(lengths, 200), [], 200
     for turn in range(120):
         if whole and turn % 3:
             start = chance.randrange(max(len(whole) - 300, 0), len(whole))
@@ -65,13 +65,13 @@ def test_the_index_finds_what_looking_everywhere_finds(seed: int, lengths: tuple
             assert index.after(match.place, 7) == whole[match.place : match.place + 7]
 
 
-def index_reach(index: Index, whole: Sequence[int], place: int) -> int:
+def index_reach(index: NgramIndex, whole: Sequence[int], place: int) -> int:
     """Tokens before a place that are still held."""
     return place - (len(whole) - len(index))
 
 
 def test_texts_that_end_are_not_copied_beyond_their_end() -> None:
-    index = Index((1, 2), 100)
+    index = NgramIndex((1, 2), 100)
     index.extend([1, 2, 3, BREAK, 1, 2, 9, 9, BREAK])
     assert [index.after(place, 5) for _, place in index.matches([1, 2], 3)] == [[9, 9], [3]]
     assert index.matches([7, 3], 3) == [Match(1, 3)]
@@ -94,7 +94,7 @@ class CountedDict(dict[int, int]):
 
 @pytest.mark.parametrize("text", ["random", "periodic", "one token"])
 def test_memory_and_work_are_bounded_over_a_long_text(text: str) -> None:
-    chance, index, asked = random.Random(1), Index((2, 4, 8, 16), 4096), Counter()
+    chance, index, asked = random.Random(1), NgramIndex((2, 4, 8, 16), 4096), Counter()
     for chains in index._chains:
         chains.heads = CountedDict()
         chains.heads.asked = asked

@@ -31,7 +31,7 @@ class _Chains:
     before: array[int] = field(default_factory=lambda: array("q"))  # by place
 
 
-class Index:
+class NgramIndex:
     """The last `memory` tokens. A place is known once a token stands there, so a text never finds its own end."""
 
     def __init__(self, lengths: Sequence[int], memory: int) -> None:

@@ -17,7 +17,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._carrier import CopiesText
 from outpace.drafters._grafter import NEVER, Grade, Grafter, GraftState
-from outpace.drafters._ngram_index import Index
+from outpace.drafters._ngram_index import NgramIndex
 
 LONGEST = 3  # tokens of an n-gram that the kernels hold
 _LENGTH = itemgetter(0)  # of a match
@@ -52,7 +52,7 @@ class NgramState(GraftState):
     """Where each n-gram stood so far, of as much of the text as was asked about; `made`: the kernels' own index of the
     same text, where they copy."""
 
-    index: Index = field(default_factory=lambda: Index((1,), 1))
+    index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
     indexed: int = 0  # tokens that the index has
     made: Any = None
 
@@ -69,7 +69,7 @@ class Ngram(Grafter[NgramState], CopiesText):
 
     def open(self, request: Request) -> NgramState:
         state = NgramState(request, list(request.prompt))
-        state.index = Index(range(1, self._options.longest + 1), self._options.window)
+        state.index = NgramIndex(range(1, self._options.longest + 1), self._options.window)
         return state
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:

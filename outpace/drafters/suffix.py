@@ -17,7 +17,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
 from outpace.drafters._grafter import Grafter, GraftState
-from outpace.drafters._ngram_index import BREAK, Index
+from outpace.drafters._ngram_index import BREAK, NgramIndex
 
 _LENGTHS = (1, 2, 4)  # n-grams that are looked up; what is longer is compared token by token
 
@@ -51,8 +51,8 @@ class Options:
 class SuffixState(GraftState):
     """Where the text's n-grams stood in it."""
 
-    index: Index = field(default_factory=lambda: Index((1,), 1))
-    past: Index | None = None  # answers of the same reuse key
+    index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
+    past: NgramIndex | None = None  # answers of the same reuse key
 
 
 class Suffix(Grafter[SuffixState]):
@@ -63,12 +63,12 @@ class Suffix(Grafter[SuffixState]):
     def __init__(self, options: Options) -> None:
         super().__init__(origins=2)
         self._options = options
-        self._past = PerSalt(lambda: Index(_LENGTHS, options.past)) if options.past else None
+        self._past = PerSalt(lambda: NgramIndex(_LENGTHS, options.past)) if options.past else None
 
     def open(self, request: Request) -> SuffixState:
         state = SuffixState(request, list(request.prompt))
         state.past = self._past.of(request.cache_salt) if self._past is not None else None
-        state.index = Index(_LENGTHS, self._options.window)
+        state.index = NgramIndex(_LENGTHS, self._options.window)
         state.index.extend(request.prompt)
         return state
 
