@@ -20,9 +20,8 @@ from outpace.core.carried import Carried
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
-from outpace.decoders._ahead import PlannerAhead
 from outpace.decoders.base import Coroutine, Place
-from outpace.planning.planner import UNPLANNED, Planner
+from outpace.planning.planner import UNPLANNED, Planner, PlannerAhead
 from outpace.planning.planner import Options as Options
 
 LOSSLESS = True

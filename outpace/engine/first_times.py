@@ -21,10 +21,10 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
-from outpace.decoders._ahead import note_forward
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
+from outpace.planning.planner import note_forward
 
 NEEDS = "drafter"
 SECONDS = 0.2  # after which no further round begins
