@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from outpace.models.base import chain
-from outpace.models.llama.kv import ENTRY_BYTES
+from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.load import load_model
 from outpace.models.runtimes import Loaded
 

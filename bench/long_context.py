@@ -19,8 +19,8 @@ from outpace.core.machine import bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
+from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.llama.native_kernels import Options, usable_cores
 from outpace.models.llama.native_runtime import NativeLlama, NativeSession
 

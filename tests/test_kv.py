@@ -19,8 +19,8 @@ from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
 from outpace.core.errors import UserError
 from outpace.models.base import chain
+from outpace.models.llama.config.footprint import ENTRY_BYTES, held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.kv import ENTRY_BYTES, held_as, token_bytes
 from outpace.models.llama.torch_session import Holding
 from outpace.models.load import load_model
 from outpace.models.options import KV_DTYPES, LoadOptions

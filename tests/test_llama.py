@@ -16,8 +16,8 @@ from passes import assert_same, branch, fresh, prefilled, random_parents, text
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX, depths
 from outpace.models.base import Part, chain
+from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.kv import ENTRY_BYTES
 from outpace.models.llama.torch_runtime import Llama
 from outpace.models.load import load_model
 

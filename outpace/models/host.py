@@ -8,10 +8,9 @@ from typing import Any
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.models.devices import GIB
-from outpace.models.llama.config.footprint import Held, float_bytes, has_blocks, native_bytes
+from outpace.models.llama.config.footprint import Held, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.inflate import source_of
-from outpace.models.llama.kv import token_bytes
 from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
 from outpace.models.options import AUTO, FILE, FP8, INT4, INT8, NATIVE_KV, LoadOptions
 

@@ -20,8 +20,8 @@ from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.logits import Held, Offer, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
+from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.kv import held_as, token_bytes
 from outpace.models.llama.native_forest import Forest, array_of
 from outpace.models.llama.native_kernels import (
     INSTALL,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outpace.core.arrays import uploaded
 from outpace.models.base import Session
+from outpace.models.llama.config.footprint import SCALED, num_scales
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.kv import SCALED, num_scales
 from outpace.models.options import AUTO, INT8
 
 MOST_HALF = 65504.0  # the largest number in half precision: nothing becomes infinite

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from outpace.core.errors import UserError
+from outpace.models.llama.config.llama_config import LlamaConfig
 
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
 FLOAT_BYTES = 4
@@ -62,3 +65,27 @@ def float_bytes(shapes: Shapes, itemsize: int) -> int:
     """By the torch runtime, which holds all weights in one type and lays out one tensor at a time."""
     counts = [math.prod(shape) for shape in shapes.values()]
     return itemsize * (sum(counts) + max(counts))
+
+
+ENTRY_BYTES = {"float32": 4, "float16": 2, "int8": 1}
+SCALED = 32  # entries that share a scale
+
+
+def num_scales(head_dim: int) -> int:
+    """Scales of one head's key, or value, in int8."""
+    return -(-head_dim // SCALED)
+
+
+def token_bytes(config: LlamaConfig, kv_dtype: str) -> int:
+    """Bytes of keys and values a token, all layers together."""
+    scales = 2 * num_scales(config.head_dim) if kv_dtype == "int8" else 0
+    return config.kv_entries // config.head_dim * (config.head_dim * ENTRY_BYTES[kv_dtype] + scales)
+
+
+def held_as(kernels: Any, kv_dtype: str) -> str | bool:
+    """What the native kernels call it; UserError where they are older than int8."""
+    if hasattr(kernels, "KV_DTYPES"):
+        return kv_dtype
+    if kv_dtype == "int8":
+        raise UserError("kv_dtype int8 needs newer kernels: `pip install ./kernels` in a checkout")
+    return kv_dtype == "float16"
