@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from files import smollm2_file, tokens, write_gguf
 
-from outpace.bench.tune import Tuned, TuneOptions
+from outpace.bench.tune import TuneOptions, TuneResult
 from outpace.cli import doctor as doctor_file
 from outpace.cli.main import main
 from outpace.core import registry
@@ -273,7 +273,7 @@ def test_each_help_is_one_line_and_each_paper_its_own() -> None:
 def test_tune_says_what_comes_of_it(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, path: Path | None, said: str
 ) -> None:
-    found = Tuned({1: 0.01}, None, {"autoregressive": 100.0}, chosen, path, {}, TuneOptions())
+    found = TuneResult({1: 0.01}, None, {"autoregressive": 100.0}, chosen, path, {}, TuneOptions())
     monkeypatch.setattr("outpace.bench.tune.tune", lambda *given: found)
     code, _, err = run("tune", "--target", str(tiny))
     assert (code, said in err) == (0, True)

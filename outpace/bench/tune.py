@@ -46,7 +46,7 @@ class TuneOptions:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """Seconds by rows of a round and of the draft's step, tokens a second by way, and the way that was chosen. Of
     several drafts, `drafts` has the tokens a second of each alone, the fastest first."""
 
@@ -59,7 +59,7 @@ class Tuned:
     options: TuneOptions = field(repr=False, default_factory=TuneOptions)
 
 
-def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> Tuned:
+def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: Progress) -> TuneResult:
     """Measures, chooses, and writes the profile with which method "auto" will begin."""
     drafter = default_drafter(PLANNED, draft is not None)
     alone = _each(draft)
@@ -88,7 +88,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
     rounds = {int(rows): seconds for rows, seconds in learnt["rounds"].items()}
     drafts = {one.name: rates.pop(f"{ALONE}{one.name}") for one in alone}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
-    return Tuned(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, ranked, options)
+    return TuneResult(dict(sorted(rounds.items())), learnt["draft"].get("model"), rates, chosen, path, ranked, options)
 
 
 def _each(draft: Loaded | None) -> list[Loaded]:

@@ -15,7 +15,7 @@ from outpace.cli.options import Json, ModelFlags, flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.bench.tune import Tuned
+    from outpace.bench.tune import TuneResult
 
 
 @flags
@@ -109,13 +109,13 @@ def _search(
     display.say(f"{what} and is predicted to write {found.speed:.2f} times as fast as plain decoding{loss}")
 
 
-def _record(found: Tuned) -> dict[str, Any]:
+def _record(found: TuneResult) -> dict[str, Any]:
     record = asdict(found)
     del record["options"]
     return record | {"path": str(found.path) if found.path else None}
 
 
-def _table(found: Tuned) -> Table:
+def _table(found: TuneResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), title="measured on this machine", title_justify="left")
     table.add_column("", style="cyan")
     table.add_column("", justify="right")
