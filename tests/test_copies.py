@@ -15,7 +15,7 @@ from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
 from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._ngram_index import BREAK, Match, NgramIndex
+from outpace.drafters._ngram_index import BREAK, NgramIndex, NgramMatch
 from outpace.rules.greedy import Greedy
 
 
@@ -33,14 +33,14 @@ def common(text: Sequence[int], whole: Sequence[int], place: int) -> int:
 
 def matches_slowly(
     whole: Sequence[int], text: Sequence[int], lengths: Sequence[int], memory: int, count: int
-) -> list[Match]:
+) -> list[NgramMatch]:
     """All places that are remembered, by the longest of the lengths that fits, then the latest first."""
     found = []
     for place in range(max(len(whole) - memory, min(lengths)), len(whole)):
         known = [length for length in lengths if length <= common(text, whole, place)]
         if known:
             found.append((max(known), place))
-    return [Match(min(common(text, whole, place), 64), place) for _, place in sorted(found, reverse=True)[:count]]
+    return [NgramMatch(min(common(text, whole, place), 64), place) for _, place in sorted(found, reverse=True)[:count]]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -74,7 +74,7 @@ def test_texts_that_end_are_not_copied_beyond_their_end() -> None:
     index = NgramIndex((1, 2), 100)
     index.extend([1, 2, 3, BREAK, 1, 2, 9, 9, BREAK])
     assert [index.after(place, 5) for _, place in index.matches([1, 2], 3)] == [[9, 9], [3]]
-    assert index.matches([7, 3], 3) == [Match(1, 3)]
+    assert index.matches([7, 3], 3) == [NgramMatch(1, 3)]
     assert index.after(3, 5) == []
 
 

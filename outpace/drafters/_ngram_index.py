@@ -15,7 +15,7 @@ BREAK = -1  # ends a text: no token is equal to it
 _SLACK = 1024  # tokens beyond the memory that are let go together
 
 
-class Match(NamedTuple):
+class NgramMatch(NamedTuple):
     """`length` tokens that stand before `place` are the text's last ones."""
 
     length: int
@@ -77,7 +77,7 @@ class NgramIndex:
             self._forget(place)
         self._trim()
 
-    def matches(self, text: Sequence[int], count: int, longest: int = 0, is_alone: bool = False) -> list[Match]:
+    def matches(self, text: Sequence[int], count: int, longest: int = 0, is_alone: bool = False) -> list[NgramMatch]:
         """At most `count` places where the last tokens of `text` stood: those with the longest n-gram first, of these
         the latest first; `is_alone`: those of the longest n-gram alone. Lengths are told up to `longest`, or the
         longest n-gram."""
@@ -98,7 +98,7 @@ class NgramIndex:
                 place, left = chains.before[here], left - 1
             if is_alone and found:
                 break
-        return [Match(length, place) for place, length in found.items()]
+        return [NgramMatch(length, place) for place, length in found.items()]
 
     def after(self, place: int, count: int) -> list[int]:
         """The tokens that stand at a place and behind it, as far as their text goes."""
