@@ -25,10 +25,10 @@ from outpace.drafters._combined import Combined
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine import profile as profiles
 from outpace.engine.build import Parts, build_engine
 from outpace.engine.engine import EngineOptions
 from outpace.models.load import Loaded, load_draft, load_model, silent
+from outpace.planning import profile as profiles
 
 TARGET = QuickToy(16, 3, 0)
 GARBAGE = QuickToy(16, 2, 99)

@@ -220,7 +220,7 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """XDG_CACHE_HOME=/dev/null, for one."""
-    monkeypatch.setattr("outpace.engine.profile.cache_folder", lambda: Path("/dev/null/outpace"))
+    monkeypatch.setattr("outpace.planning.profile.cache_folder", lambda: Path("/dev/null/outpace"))
     code, _, err = run("generate", PROMPT, "--target", str(tiny), "--draft", str(tiny), "--max-tokens", "4")
     assert code == 0
     (line,) = (line for line in err.splitlines() if "profile" in line)

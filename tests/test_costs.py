@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from outpace.core.types import Source
-from outpace.engine import profile as profiles
 from outpace.models.load import Loaded
 from outpace.models.toy import Toy
+from outpace.planning import profile as profiles
 from outpace.planning.cost_model import Costs
 from outpace.planning.estimators import Mean
 

@@ -13,10 +13,10 @@ import outpace
 from outpace.core import setups
 from outpace.decoders import auto
 from outpace.engine import first_times
-from outpace.engine import profile as profiles
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.first_times import time_rounds
 from outpace.models.load import load_model
+from outpace.planning import profile as profiles
 
 WHOLE = 60.0  # seconds, more than any of these take
 

@@ -25,10 +25,10 @@ from outpace.bench.own import MethodRunner
 from outpace.bench.store import Store, read_records, read_settings
 from outpace.cli.main import main
 from outpace.distill.shards import read_shards
-from outpace.engine import profile
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.packed import whole
 from outpace.models.load import load_model
+from outpace.planning import profile
 from outpace.simulate import trace
 
 RECORDED = Path(__file__).parent / "release_0_1"

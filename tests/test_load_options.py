@@ -21,9 +21,9 @@ from outpace.cli.generate import generate
 from outpace.cli.main import main
 from outpace.cli.options import FLAGS, ModelFlags
 from outpace.core.errors import UserError
-from outpace.engine.profile import subject
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import FLOATS, LoadOptions
+from outpace.planning.profile import subject
 
 METHODS = {
     "chain": {"method": "speculative", "drafter": "model", "width": 1},

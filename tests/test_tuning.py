@@ -14,8 +14,8 @@ from outpace.api.llm import LLM
 from outpace.bench.tune import TuneOptions, _race, tune
 from outpace.cli.main import app
 from outpace.core.errors import UserError
-from outpace.engine import profile as profiles
 from outpace.models.load import Loaded, load_draft, load_model, silent
+from outpace.planning import profile as profiles
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 

@@ -40,10 +40,10 @@ from outpace.engine.build import (
 )
 from outpace.engine.first_times import time_rounds
 from outpace.engine.options import BURST, EngineOptions
-from outpace.engine.profile import Profile, subject
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
+from outpace.planning.profile import Profile, subject
 
 PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 

@@ -12,8 +12,8 @@ from typing import Any
 from outpace.api.llm import LLM, Result
 from outpace.core.errors import UserError, check_whole
 from outpace.engine.build import PLANNED, default_drafter
-from outpace.engine.profile import Profile, subject
 from outpace.models.load import Loaded, Progress
+from outpace.planning.profile import Profile, subject
 
 PROMPTS = (
     "Explain to a child of ten why the sea is salty.",
