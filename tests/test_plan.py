@@ -28,7 +28,7 @@ from outpace.core.plan import (
     passes,
 )
 from outpace.core.theory import expected_tokens
-from outpace.models.llama.shapes import NAMED, size_of
+from outpace.models.llama.config.footprint import NAMED, size_of
 
 SMALL = Machine("small", 10 * GIB, 1e9, 1e12)
 MODEL = Size("model", 100, 100, 2.0, 10)

@@ -200,7 +200,7 @@ def _too_large(asked: Planning, target: Size, draft: Size | None, machine: Machi
 
 
 def _size(name: str, asked: Planning) -> Size:
-    from outpace.models.llama.shapes import NAMED, size_of
+    from outpace.models.llama.config.footprint import NAMED, size_of
 
     config = NAMED.get(name.upper())
     if config is None:
@@ -212,8 +212,8 @@ def _read(name: str) -> Any:
     """The sizes in a model's files."""
     from outpace.models.files.find import locate
     from outpace.models.files.source import open_source
+    from outpace.models.llama.config.footprint import NAMED
     from outpace.models.llama.config.llama_config import from_dict
-    from outpace.models.llama.shapes import NAMED
 
     try:
         with open_source(locate(name)) as source:
