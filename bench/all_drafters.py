@@ -199,7 +199,7 @@ def main() -> None:
     datastore = args.out / DATASTORE
     args.out.mkdir(parents=True, exist_ok=True)
     if not datastore.exists():
-        tables.make("retrieval", [args.data / name for name in CORPUS], args.target, datastore, lambda *_: None)
+        tables.make_table("retrieval", [args.data / name for name in CORPUS], args.target, datastore, lambda *_: None)
     ways = parse_methods(args.ways.replace(";", ",").replace("{datastore}", str(datastore)), {})
     if args.prompts:
         measure(args, ways, lambda text: console.print(text))

@@ -11,7 +11,7 @@ import pytest
 from files import write_gguf
 
 from outpace.api.llm import LLM
-from outpace.bench.tables import make
+from outpace.bench.tables import make_table
 from outpace.cli.sampling_options import Structured
 from outpace.cli.standard_streams import reading
 from outpace.core.errors import UserError
@@ -85,7 +85,7 @@ def test_a_corpus_is_for_some_drafters(drafter: str | None, says: str, tmp_path:
 
     progress: Progress = silent
     with pytest.raises(UserError, match=says):
-        make(drafter, [tmp_path / "none.txt"], None, None, progress)
+        make_table(drafter, [tmp_path / "none.txt"], None, None, progress)
 
 
 @pytest.mark.parametrize("content", [None, []])

@@ -210,7 +210,7 @@ def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"text": "hello"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2"):
-        tables.make("retrieval", [file], None, None, lambda stage, fraction: None)
+        tables.make_table("retrieval", [file], None, None, lambda stage, fraction: None)
 
 
 def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ class Made(NamedTuple):
     bytes: int
 
 
-def make(drafter: str | None, corpus: Sequence[Path], target: str | None, to: Path | None, progress: Progress) -> Made:
+def make_table(
+    drafter: str | None, corpus: Sequence[Path], target: str | None, to: Path | None, progress: Progress
+) -> Made:
     """Reads a corpus, cuts it into tokens, and replaces the drafter's file by what it makes of them. UserError for a
     drafter without a file, and for a corpus that cannot be read or is empty."""
     module = _maker(drafter)
