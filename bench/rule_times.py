@@ -25,7 +25,7 @@ from outpace.core.logits import Held
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings, TokenTree, best_nodes, path_to
 from outpace.core.types import Request, Row, Rule, tree_rows
-from outpace.drafters._drawn import Draws, draw_layer
+from outpace.drafters._sampled import Draws, draw_layer
 from outpace.rules.base import best_rows, reduce_rows
 
 PROMPT = tuple(range(32))

@@ -16,7 +16,7 @@ from outpace.core.stats import fold
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Request, Rule
 from outpace.decoders import autoregressive, speculative
-from outpace.drafters._drawn import Draws
+from outpace.drafters._sampled import Draws
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 

@@ -19,7 +19,7 @@ from outpace.core.logits import Held
 from outpace.core.noise import DRAW, PURPOSES
 from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
 from outpace.core.types import Request, Row
-from outpace.drafters._drawn import Draws, draw_children, proposed
+from outpace.drafters._sampled import Draws, draw_children, proposed
 from outpace.drafters.model import Options
 
 Q = Chances(np.array([0.5, 0.3, 0.2, 0.0]))

@@ -24,9 +24,9 @@ from outpace.drafters._ahead import SPARE, Ahead, Burst
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._choosing import Choosing
-from outpace.drafters._drawn import Draws, draw_layer, is_drawn
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._rows import rows_of
+from outpace.drafters._sampled import Draws, draw_layer, is_drawn
 from outpace.drafters._under_way import Walk
 from outpace.models.base import Model
 from outpace.rules.base import best_rows

@@ -23,7 +23,7 @@ from outpace.core.needs import Given
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
 from outpace.drafters._calibration import AcceptanceRate, PickModels
-from outpace.drafters._drawn import Draws, draw_layer, is_drawn
+from outpace.drafters._sampled import Draws, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
 from outpace.rules.base import best_rows
