@@ -22,7 +22,6 @@ from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
-from outpace.engine.admission import Admission
 from outpace.engine.carrying import Carriers
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.drafting import Drafting
@@ -33,6 +32,7 @@ from outpace.engine.passes import Judged, Passes, note_logprobs
 from outpace.engine.reading import ReadingCosts, Span
 from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
+from outpace.engine.scheduler import Admission
 from outpace.engine.sharing import Unread, share_prompt_room
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
