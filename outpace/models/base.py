@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -298,3 +299,15 @@ def check_forest(model: Model, forest: Sequence[Part]) -> None:
         for value, extra in ((part.length, Extra.LENGTH), (part.steer, Extra.STEER), (part.inputs, Extra.INPUTS)):
             if value is not None and extra not in model.extras:
                 raise lacking(model, extra)
+
+
+def row_numbers(forest: Sequence[Part]) -> list[int]:
+    """Those that are wanted."""
+    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
+    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.wanted]
+
+
+def shown_numbers(forest: Sequence[Part]) -> list[int]:
+    """Those whose hidden states are shown."""
+    starts = itertools.accumulate((len(part.tokens) for part in forest), initial=0)
+    return [start + node for part, start in zip(forest, starts, strict=False) for node in part.shown]

@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
 from outpace.core.logits import Held, Offer, Scored
-from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking
+from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native_forest import Forest, array_of
@@ -35,7 +35,6 @@ from outpace.models.llama.native_kernels import (
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
 from outpace.models.llama.packing import Packing
-from outpace.models.llama.rows import shown_numbers
 from outpace.models.llama.split_weights import split
 from outpace.models.llama.stored import Stored
 from outpace.models.llama.turns import Turns

@@ -22,7 +22,7 @@ from torch import Tensor
 from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError
 from outpace.core.logits import Held, Scored, tensor_of
-from outpace.models.base import Extra, Model, Part
+from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
@@ -30,7 +30,6 @@ from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.head_turns import HeadTurns, Turns
 from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
 from outpace.models.llama.quantized import packer
-from outpace.models.llama.rows import row_numbers, shown_numbers
 from outpace.models.llama.span import Span
 from outpace.models.llama.split_weights import split
 from outpace.models.llama.torch_session import Holding, LlamaSession
