@@ -28,7 +28,7 @@ from rich.table import Table
 
 from outpace.api.load import load
 from outpace.api.params import SamplingParams
-from outpace.bench import report, tables
+from outpace.bench import report, table_files
 from outpace.bench.contenders import PLAIN, Contender, parse_methods
 from outpace.bench.figures import ALL, TableRow, rows
 from outpace.bench.run import Bench, BenchOptions
@@ -199,7 +199,9 @@ def main() -> None:
     datastore = args.out / DATASTORE
     args.out.mkdir(parents=True, exist_ok=True)
     if not datastore.exists():
-        tables.make_table("retrieval", [args.data / name for name in CORPUS], args.target, datastore, lambda *_: None)
+        table_files.make_table(
+            "retrieval", [args.data / name for name in CORPUS], args.target, datastore, lambda *_: None
+        )
     ways = parse_methods(args.ways.replace(";", ",").replace("{datastore}", str(datastore)), {})
     if args.prompts:
         measure(args, ways, lambda text: console.print(text))

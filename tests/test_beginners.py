@@ -11,7 +11,7 @@ import pytest
 from files import write_gguf
 
 from outpace.api.llm import LLM
-from outpace.bench.tables import make_table
+from outpace.bench.table_files import make_table
 from outpace.cli.sampling_options import Structured
 from outpace.cli.standard_streams import reading
 from outpace.core.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 from files import model_folder, smollm2_file
 
 import outpace
-from outpace.bench import tables
+from outpace.bench import table_files
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
@@ -210,14 +210,14 @@ def test_a_line_of_another_form_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text('{"text": "hello"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2"):
-        tables.make_table("retrieval", [file], None, None, lambda stage, fraction: None)
+        table_files.make_table("retrieval", [file], None, None, lambda stage, fraction: None)
 
 
 def test_a_text_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
     """Only a line feed ends a line of JSON."""
     texts, file = ["one\u2028two", "three\x85four", "five\x0c"], tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    assert tables.texts_of([file]) == texts
+    assert table_files.texts_of([file]) == texts
 
 
 def test_a_tokenizers_name_is_its_vocabularys(tiny: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
-from outpace.bench.tables import texts_of
+from outpace.bench.table_files import texts_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.extras import install
 from outpace.core.types import Request

@@ -71,7 +71,7 @@ def _make(loading: ModelFlags, corpus: list[Path], to: Path | None, as_json: boo
     if not corpus:
         raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
     check_file("--to", to)
-    from outpace.bench.tables import make_table
+    from outpace.bench.table_files import make_table
 
     with display.LoadingBar(as_json, 0.0) as progress:
         made = make_table(loading.drafter, corpus, loading.target, to, progress)
