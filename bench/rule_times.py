@@ -25,7 +25,7 @@ from outpace.core.logits import Held
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings, TokenTree, best_nodes, path_to
 from outpace.core.types import Request, Row, Rule, tree_rows
-from outpace.drafters._sampled import Draws, draw_layer
+from outpace.drafters._sampled import DrawCounts, draw_layer
 from outpace.rules.base import best_rows, reduce_rows
 
 PROMPT = tuple(range(32))
@@ -72,7 +72,7 @@ def _pick(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> 
 
 def _draw(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> None:
     """Node by node, as many draws as a tree of this size has."""
-    draws, node, drawn = Draws.read("3,2,1"), 0, 1
+    draws, node, drawn = DrawCounts.read("3,2,1"), 0, 1
     while node < len(tree) and drawn < nodes + request.rule.leaf_q:
         row = _row(request, tree, node)
         draw_layer(tree, [node], Held(drafts[node : node + 1], None, drafts.shape[1]), [row], draws)

@@ -16,7 +16,7 @@ from outpace.core.stats import fold
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Request, Rule
 from outpace.decoders import autoregressive, speculative
-from outpace.drafters._sampled import Draws
+from outpace.drafters._sampled import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     by_token: bool = False
 
 
-class ByToken(Draws):
+class ByToken(DrawCounts):
     """One child below even tokens, two below odd ones."""
 
     def below(self, tree: TokenTree, node: int, request: Request) -> int:

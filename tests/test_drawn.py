@@ -19,7 +19,7 @@ from outpace.core.logits import Held
 from outpace.core.noise import DRAW, PURPOSES
 from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
 from outpace.core.types import Request, Row
-from outpace.drafters._sampled import Draws, draw_children, proposed
+from outpace.drafters._sampled import DrawCounts, draw_children, proposed
 from outpace.drafters.model import Options
 
 Q = Chances(np.array([0.5, 0.3, 0.2, 0.0]))
@@ -120,7 +120,7 @@ def test_a_token_that_was_drawn_twice_stands_for_two_branches() -> None:
     tree = TokenTree(9)
     tree.draw(0, Drawn(Q, (1, 0, 1)))
     request = request_of("multi_round")
-    draws = Draws.read("3, 2")
+    draws = DrawCounts.read("3, 2")
     assert [draws.below(tree, node, request) for node in range(3)] == [3, 4, 2]
     assert draws.below(tree, 1, request_of("rejection")) == 1
 

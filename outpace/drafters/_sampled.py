@@ -20,14 +20,14 @@ from outpace.core.types import Request, Row
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawCounts:
     """How many children are drawn below a node, by its depth; the last number holds for all deeper ones. With a rule
     that takes chains it is one."""
 
     by_depth: tuple[int, ...]
 
     @classmethod
-    def read(cls, text: str) -> Draws:
+    def read(cls, text: str) -> DrawCounts:
         """From whole numbers with commas between them; UserError for anything else."""
         parts = str(text).split(",")
         if not all(part.strip().isdecimal() for part in parts):
@@ -50,7 +50,7 @@ def is_drawn(request: Request) -> bool:
     return request.rule.siblings is not Siblings.PICKED
 
 
-def draw_layer(tree: TokenTree, frontier: Sequence[int], scores: Held, rows: Sequence[Row], draws: Draws) -> int:
+def draw_layer(tree: TokenTree, frontier: Sequence[int], scores: Held, rows: Sequence[Row], draws: DrawCounts) -> int:
     """Draws the children of these nodes of one request, whose scores [nodes, held] the draft gives; the number of nodes
     added."""
     request = rows[0].request

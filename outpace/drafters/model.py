@@ -26,7 +26,7 @@ from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._choosing import Choosing
 from outpace.drafters._grower import Grower, GrowState, Job
 from outpace.drafters._rows import rows_of
-from outpace.drafters._sampled import Draws, draw_layer, is_drawn
+from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._under_way import Walk
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
@@ -60,7 +60,7 @@ class Options:
             check_whole("draft_window", self.draft_window, 0)
         if self.steps is not None:
             check_whole("steps", self.steps, 1, MOST_STEPS)
-        Draws.read(self.draws)
+        DrawCounts.read(self.draws)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class ModelDrafter(Drafter):
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
         self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
-        self._draws = Draws.read(options.draws)
+        self._draws = DrawCounts.read(options.draws)
         self._choices = PickModels()
         self._ahead = Ahead(model, self._choices, options)
         self.shares_time = self._ahead.takes_several

@@ -23,12 +23,12 @@ from outpace.core.needs import Given
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Offer, Request, Row
 from outpace.drafters._calibration import AcceptanceRate, PickModels
-from outpace.drafters._sampled import Draws, draw_layer, is_drawn
+from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._translating import BROKEN, TranslatedState, Translating
 from outpace.models.text.shared import shared_tokens
 from outpace.rules.base import best_rows
 
-_ONE = Draws((1,))  # child that is drawn below a node
+_ONE = DrawCounts((1,))  # child that is drawn below a node
 _ANCHOR = 4  # tokens before the draft's: how they are spelled may depend on what stands before
 _LIKELY = 0.6  # that a re-encoded token is what the target writes, until it is known
 WAYS = ("tokens", "text")
