@@ -38,7 +38,7 @@ from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
 from outpace.engine import engine, passes
-from outpace.engine.carrying import Carriers
+from outpace.engine.native_rounds import Carriers
 from outpace.engine.request import Running
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules import greedy, gumbel

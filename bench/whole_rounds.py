@@ -25,8 +25,8 @@ from rich.table import Table
 from short_answers import as_prompt, end, new_llm, read_prompts, shipped_pair
 
 from outpace.core.errors import UserError
-from outpace.engine.carrying import Carriers
 from outpace.engine.engine import Engine
+from outpace.engine.native_rounds import Carriers
 from outpace.models.llama.native_pair import NativePair
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.models.load import Loaded

@@ -24,9 +24,9 @@ from outpace.decoders import auto, autoregressive
 from outpace.drafters import _carrier, _grower, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._combined import Combined
-from outpace.engine.carrying import Carriers
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.history import TARGET
+from outpace.engine.native_rounds import Carriers
 from outpace.engine.request import Running
 from outpace.models.base import chain
 from outpace.models.llama import turns

@@ -22,11 +22,11 @@ from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
-from outpace.engine.carrying import Carriers
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.drafting import Drafting
 from outpace.engine.faults import apart
 from outpace.engine.memory import Memory
+from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.passes import Judged, Passes, note_logprobs
 from outpace.engine.reading import ReadingCosts, Span
