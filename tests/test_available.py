@@ -13,7 +13,7 @@ from test_runtimes import needs_kernels
 
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
-from outpace.models import host
+from outpace.models import devices
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config.footprint import float_bytes, native_bytes
@@ -94,7 +94,7 @@ def quantised(folder: Path) -> Path:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Says that so many bytes are free."""
-    return lambda count: monkeypatch.setattr(host, "available_bytes", lambda: count)
+    return lambda count: monkeypatch.setattr(devices, "available_bytes", lambda: count)
 
 
 def needs(path: Path, kept: bool) -> int:
@@ -134,7 +134,7 @@ def test_what_int8_would_need_is_told_as_the_kernels_read_it(tmp_path: Path, fre
         shapes = tensor_shapes(from_dict(source.config))
         small, large = (native_bytes(shapes, source.held, formats, False) for formats in (("F32",), ()))
     assert small < large
-    text = host.LEAST * load_model(folder, dtype="int8").model.token_bytes
+    text = devices.LEAST * load_model(folder, dtype="int8").model.token_bytes
     free((small + large) // 2 + text)
     with pytest.raises(UserError, match=r"of memory in float32, .* are free: dtype int8 needs"):
         load_model(folder, dtype="float32")
@@ -143,7 +143,7 @@ def test_what_int8_would_need_is_told_as_the_kernels_read_it(tmp_path: Path, fre
 @needs_kernels
 def test_too_little_memory_is_told_before_loading(tmp_path: Path, free: Callable[[int], None]) -> None:
     path = quantised(tmp_path)
-    text = host.LEAST * load_model(path).model.token_bytes
+    text = devices.LEAST * load_model(path).model.token_bytes
     file, whole = needs(path, True) + text, needs(path, False) + text
     assert file < whole
     free(whole)
@@ -174,7 +174,7 @@ def test_torch_is_told_of_the_native_way(tmp_path: Path, free: Callable[[int], N
 @needs_kernels
 def test_an_inflated_model_needs_more(tmp_path: Path, free: Callable[[int], None]) -> None:
     path = quantised(tmp_path)
-    free(needs(path, True) + host.LEAST * load_model(path).model.token_bytes)
+    free(needs(path, True) + devices.LEAST * load_model(path).model.token_bytes)
     assert load_model(path, dtype="file").precision == "file"
     with pytest.raises(UserError, match="GiB of memory in file"):
         load_model(path, dtype="file", inflate=8)

@@ -19,8 +19,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.extras import install
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
-from outpace.models.devices import check_memory
-from outpace.models.host import check_host
+from outpace.models.devices import check_host, check_memory
 from outpace.models.llama.inflate import inflated, label, notice
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
