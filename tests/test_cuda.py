@@ -213,7 +213,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     """Its own tokens lie there, and so do the steps that a checkpoint hands to the optimizer; it is timed there too."""
     from distill_files import settings, silent, target_folder
 
-    from outpace.distill.judge import JudgeOptions
+    from outpace.distill.evaluate import JudgeOptions
     from outpace.distill.report import read_curve
     from outpace.distill.run import distill
 

@@ -22,8 +22,7 @@ from test_waiting import Waits
 from outpace.core.errors import UserError
 from outpace.distill import training_state
 from outpace.distill.batches import Packer, read_samples
-from outpace.distill.export import VOCAB_FILE, read_ids
-from outpace.distill.judge import (
+from outpace.distill.evaluate import (
     POSITIONS,
     REACHED,
     Acceptance,
@@ -34,6 +33,7 @@ from outpace.distill.judge import (
     _told,
     predicted_speedups,
 )
+from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, keep, train_stage, write_plot
@@ -290,7 +290,7 @@ def test_a_timed_pass_is_one_that_the_device_has_ended(monkeypatch: pytest.Monke
     """The clock tells how often the host has waited for scores."""
     with Waits() as waits:
         timed = _pass(QuickToy(16, 3, 0), 4)
-        monkeypatch.setattr("outpace.distill.judge.time.perf_counter", lambda: waits.count)
+        monkeypatch.setattr("outpace.distill.evaluate.time.perf_counter", lambda: waits.count)
         assert [timed() for _ in range(3)] == [1, 1, 1]
 
 

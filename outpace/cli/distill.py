@@ -131,7 +131,7 @@ def _options(
     seed: int,
 ) -> Any:
     """The `DistillOptions` that the flags mean."""
-    from outpace.distill.judge import JudgeOptions
+    from outpace.distill.evaluate import JudgeOptions
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outpace.distill.judge import CHAIN, TREE, Judgement
+from outpace.distill.evaluate import CHAIN, TREE, Judgement
 from outpace.distill.report import PLOT, times
 
 POINTS = 12  # of the learning curve

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.distill.judge import JudgeOptions
+from outpace.distill.evaluate import JudgeOptions
 from outpace.distill.prompts import BUILT_IN
 from outpace.distill.start import Shape
 from outpace.distill.text import TEMPERATURES, check_temperatures

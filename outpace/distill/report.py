@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
 from outpace.core.extras import install
-from outpace.distill.judge import CHAIN, POSITIONS, TREE, Judgement
+from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Judgement
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,9 +15,9 @@ from outpace.distill.alone import alone
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.card import Making, model_card
 from outpace.distill.check import check
+from outpace.distill.evaluate import Judgement, judge
 from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, settled_ids, write_draft
 from outpace.distill.facts import facts, licence, notes, read_state, record
-from outpace.distill.judge import Judgement, judge
 from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions
 from outpace.distill.progress import StageProgress
 from outpace.distill.prompts import to_judge
