@@ -19,7 +19,7 @@ from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._grower import Grower
 from outpace.engine import memory, passes
 from outpace.engine import request as running
-from outpace.engine.drafting import Drafting
+from outpace.engine.draft_runner import Drafting
 from outpace.rules import _ratio, greedy, gumbel, match
 
 ADJUSTING = (greedy, gumbel, match, _ratio, logprobs)

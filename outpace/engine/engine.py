@@ -23,7 +23,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
 from outpace.engine.checks import check_request, check_rule_needs
-from outpace.engine.drafting import Drafting
+from outpace.engine.draft_runner import Drafting
 from outpace.engine.faults import apart
 from outpace.engine.memory import Memory
 from outpace.engine.native_rounds import Carriers

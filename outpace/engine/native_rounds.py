@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
-from outpace.engine.drafting import Drafting
+from outpace.engine.draft_runner import Drafting
 from outpace.engine.faults import apart
 from outpace.engine.request import Running
 from outpace.engine.scheduler import Admission
