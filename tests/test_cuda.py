@@ -213,7 +213,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     """Its own tokens lie there, and so do the steps that a checkpoint hands to the optimizer; it is timed there too."""
     from distill_files import settings, silent, target_folder
 
-    from outpace.distill.evaluate import JudgeOptions
+    from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.report import read_curve
     from outpace.distill.run import distill
 
@@ -224,7 +224,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
     first, second = read_curve(options.out / "training" / "curve.jsonl")
     assert 300 <= first["tokens"] < 600 <= second["tokens"]
     assert second["loss"] < 2 * first["loss"]
-    judging = JudgeOptions(prompts=2, max_tokens=16)
+    judging = EvaluationOptions(prompts=2, max_tokens=16)
     found = distill(replace(options, stage="judge", tasks=options.prompts, judge=judging), silent)
     assert found is not None
     assert found.speed.cost > 0

@@ -26,8 +26,8 @@ from outpace.distill.evaluate import (
     POSITIONS,
     REACHED,
     Acceptance,
+    EvaluationOptions,
     Judgement,
-    JudgeOptions,
     Speed,
     _pass,
     _told,
@@ -316,7 +316,7 @@ def test_transformers_loads_the_draft(made: Path) -> None:
 
 
 def test_judgement_and_its_files(target: Path, made: Path) -> None:
-    tasks, judge = [str(made.parent / "asked.jsonl")], JudgeOptions(prompts=12, max_tokens=64)
+    tasks, judge = [str(made.parent / "asked.jsonl")], EvaluationOptions(prompts=12, max_tokens=64)
     found = distill(settings(target, made, stage="judge", tasks=tasks, judge=judge), silent)
     assert found is not None
     assert {row.temperature for row in found.rows} == {0.0, 0.8}

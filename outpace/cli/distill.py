@@ -131,7 +131,7 @@ def _options(
     seed: int,
 ) -> Any:
     """The `DistillOptions` that the flags mean."""
-    from outpace.distill.evaluate import JudgeOptions
+    from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
@@ -174,7 +174,7 @@ def _options(
             part_bytes=None if training.part_size is None else int(training.part_size * 1e6),
             loss=losses,
         ),
-        judge=JudgeOptions(judging.judged, seed=seed),
+        judge=EvaluationOptions(judging.judged, seed=seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )
 

@@ -28,7 +28,7 @@ CONTEXT = 200  # tokens that stand before a timed pass
 
 
 @dataclass(frozen=True)
-class JudgeOptions:
+class EvaluationOptions:
     """`prompts` of each task are answered, with at most `max_tokens` each."""
 
     prompts: int = 20
@@ -85,7 +85,7 @@ class Judgement:
 
 
 def judge(
-    target: Loaded, draft: Loaded, tasks: Mapping[str, Sequence[str]], options: JudgeOptions, progress: Progress
+    target: Loaded, draft: Loaded, tasks: Mapping[str, Sequence[str]], options: EvaluationOptions, progress: Progress
 ) -> Judgement:
     """Decodes every task's prompts (texts; chat messages where the target has a template) and times both models."""
     rows: list[Acceptance] = []
@@ -119,7 +119,7 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: Speed) -> dict[int, fl
 
 
 def _row(
-    target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: JudgeOptions
+    target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: EvaluationOptions
 ) -> Acceptance:
     def decode(nodes: int, width: int, depth: int) -> Figures:
         shape = {"nodes": nodes + 1, "width": width, "draft_length": depth}
@@ -150,7 +150,7 @@ def _decode(
     shape: Mapping[str, int],
     *,
     temperature: float,
-    options: JudgeOptions,
+    options: EvaluationOptions,
 ) -> Figures:
     """All answers' rounds together. The last round of an answer offers what does not fit any more: it counts too."""
     with LLM(target, draft, method="speculative", drafter="model", batch=4, floor=0.0, **shape) as llm:  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.distill.evaluate import JudgeOptions
+from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.prompts import BUILT_IN
 from outpace.distill.start import Shape
 from outpace.distill.text import TEMPERATURES, check_temperatures
@@ -38,7 +38,7 @@ class DistillOptions:
     shape: Shape = field(default_factory=Shape)
     writer: WriterOptions = field(default_factory=WriterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
-    judge: JudgeOptions = field(default_factory=JudgeOptions)
+    judge: EvaluationOptions = field(default_factory=EvaluationOptions)
     command: str = ""  # for the model card
 
     def __post_init__(self) -> None:
