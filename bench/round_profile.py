@@ -37,7 +37,7 @@ from outpace.card.thread import ThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
-from outpace.engine import engine, passes
+from outpace.engine import engine, target_runner
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.request import Running
 from outpace.models.load import Loaded, load_draft, load_model
@@ -120,7 +120,7 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
         yield rule, "walk", "walk"
         yield rule, "reduce", "reduce"
     yield model_drafter.ModelDrafter, "_offers", "rank"
-    yield passes.Passes, "run", "parts, rows"
+    yield target_runner.Passes, "run", "parts, rows"
     yield Running, "commit", "commit, record"
     yield Running, "note_step", "commit, record"
     yield TextAssembler, "_say", "text"

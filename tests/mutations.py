@@ -32,8 +32,8 @@ from outpace.card import cache
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.engine import passes
 from outpace.engine import request as running
+from outpace.engine import target_runner
 from outpace.models import base as models
 from outpace.rules import greedy, gumbel, match
 
@@ -222,8 +222,8 @@ def without_temperature(processed: Original) -> Original:
 MUTATIONS = [
     Mutation("drop the recovery token", [running.Running], "commit", drop_own_token(True)),
     Mutation("drop the bonus token", [running.Running], "commit", drop_own_token(False)),
-    Mutation("shift scores by one", [passes], "reduce_apart", shift_scores),
-    Mutation("batch rows handed to the wrong request", [passes], "reduce_apart", swap_requests),
+    Mutation("shift scores by one", [target_runner], "reduce_apart", shift_scores),
+    Mutation("batch rows handed to the wrong request", [target_runner], "reduce_apart", swap_requests),
     Mutation("gumbel: reuse noise across seeds", [gumbel], "row_key", key_without(0)),
     Mutation("gumbel: reuse noise across choices", [gumbel], "row_key", key_without(1)),
     Mutation("gumbel: reuse noise across positions", [gumbel], "row_key", key_without(2)),
@@ -236,7 +236,7 @@ MUTATIONS = [
     Mutation("forget to keep the accepted path", [models.Session], "keep", keep_root_only),
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
-    Mutation("positions off by one in rows", [passes], "tree_rows", positions_off_by_one),
+    Mutation("positions off by one in rows", [target_runner], "tree_rows", positions_off_by_one),
     Mutation("accept a child without looking at its token", RULES, "follow", accept_any_child),
     Mutation("accept a late child whose token differs", RULES, "follow", accept_any_late_child),
     Mutation("recovery token taken from the root's row", RULES, "follow", recover_from_root),

@@ -17,7 +17,7 @@ from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._grower import Grower
-from outpace.engine import memory, passes
+from outpace.engine import memory, target_runner
 from outpace.engine import request as running
 from outpace.engine.draft_runner import Drafting
 from outpace.rules import _ratio, greedy, gumbel, match
@@ -227,10 +227,13 @@ OPTION_MUTATIONS = [
     mutation("options: no penalty for repetition", adjust, "_penalised", without("repetition_penalty", 1.0)),
     mutation("options: every token is allowed", adjust, "_adjust", without("allowed", None)),
     mutation(
-        "options: draft rows without the path", passes, "tree_rows", lambda f: lambda r, c, t: [Row(r, c)] * len(t)
+        "options: draft rows without the path",
+        target_runner,
+        "tree_rows",
+        lambda f: lambda r, c, t: [Row(r, c)] * len(t),
     ),
-    mutation("logprobs: of the wrong row", passes, "token_logprobs", of_the_next_row),
-    mutation("logprobs: raw where processed ones are asked", passes, "token_logprobs", always_raw),
+    mutation("logprobs: of the wrong row", target_runner, "token_logprobs", of_the_next_row),
+    mutation("logprobs: raw where processed ones are asked", target_runner, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.Running, "commit", not_cut),
     mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),

@@ -24,8 +24,8 @@ from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine.engine import Engine
-from outpace.engine.passes import Passes
 from outpace.engine.request import Running
+from outpace.engine.target_runner import Passes
 from outpace.models.llama import batched
 from outpace.planning.estimators import Ledger
 from outpace.rules import base as rules_base

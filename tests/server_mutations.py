@@ -9,7 +9,7 @@ from mutation_checks import Original
 from part_mutations import mutation, nothing
 
 from outpace.core.types import Row
-from outpace.engine import passes
+from outpace.engine import target_runner
 from outpace.grammar import matcher, schema
 from outpace.server import reading
 from outpace.server.admission import Admission, Place
@@ -49,7 +49,7 @@ def of_any_text(holds: Original) -> Original:
 SERVER_MUTATIONS = [
     mutation(
         "server: a text under load differs",
-        passes,
+        target_runner,
         "reduce_apart",
         to_one_another,
         "test_server_life.py::test_many_at_once_get_the_texts_that_each_gets_alone",

@@ -20,7 +20,7 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import Ngram
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.engine import passes
+from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.request import Running
 from outpace.models.llama.torch_runtime import Llama
@@ -76,7 +76,7 @@ def test_a_long_prompt_stalls_nobody() -> None:
 def test_a_pass_of_which_nobody_reads_a_score_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU would else work on it while the clock has stopped."""
     waits: list[object] = []
-    monkeypatch.setattr(passes, "_wait_for", waits.append)
+    monkeypatch.setattr(target_runner, "_wait_for", waits.append)
     with Engine(TARGET, options=EngineOptions(chunk=4)) as engine:
         run = engine.submit(request(11, 3), autoregressive, autoregressive.Options())
         counts = []

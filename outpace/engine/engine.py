@@ -28,12 +28,12 @@ from outpace.engine.faults import apart
 from outpace.engine.memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.passes import Judged, Passes, note_logprobs
 from outpace.engine.reading import ReadingCosts, Span
 from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
 from outpace.engine.scheduler import Admission
 from outpace.engine.sharing import Unread, share_prompt_room
+from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import Costs
