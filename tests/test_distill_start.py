@@ -12,7 +12,7 @@ from distill_files import target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.export import save_ids, write_draft
-from outpace.distill.start import Shape, chosen_shape, draft_config, new_student, pick_layers
+from outpace.distill.start import Shape, draft_config, new_student, pick_layers, shape_from_options
 from outpace.distill.student import EMBEDDING, _attended
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.packed import pack
@@ -69,7 +69,7 @@ def test_training_goes_on_from_a_draft_whole_or_packed(target: Path, tmp_path: P
     write_draft(tmp_path / "draft", student, config, target)
     pack(tmp_path / "draft", target, tmp_path / "packed")
     for name in ("draft", "packed"):
-        going_on = chosen_shape("3", None, str(tmp_path / name), 0, str(target))
+        going_on = shape_from_options("3", None, str(tmp_path / name), 0, str(target))
         assert going_on == Shape("0,1", 64, "layers", 40, tmp_path / name)
         found = new_student(target, going_on, ids, 0)
         assert found.trained.keys() == student.trained.keys()
@@ -80,7 +80,7 @@ def test_training_goes_on_from_a_draft_whole_or_packed(target: Path, tmp_path: P
 
 
 def test_the_shipped_draft_can_be_trained_further() -> None:
-    shape = chosen_shape("3", None, "shipped", 0, "SmolLM2-135M-Instruct")
+    shape = shape_from_options("3", None, "shipped", 0, "SmolLM2-135M-Instruct")
     assert shape == Shape("0,14,29", 576, "layers", 10240, SHIPPED_FOLDER / "smollm2-135m-instruct")
 
 
@@ -92,7 +92,7 @@ def test_a_draft_to_go_on_from_that_does_not_fit(target: Path, tmp_path: Path) -
     with pytest.raises(UserError, match="300"):
         Shape.of_draft(tmp_path / "draft")
     with pytest.raises(UserError, match="no draft comes with outpace for elsewhere"):
-        chosen_shape("3", None, "shipped", 0, "elsewhere")
+        shape_from_options("3", None, "shipped", 0, "elsewhere")
 
 
 def test_attention_on_a_cpu_is_that_of_torch() -> None:

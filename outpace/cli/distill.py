@@ -135,7 +135,7 @@ def _options(
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.start import chosen_shape, named_draft
+    from outpace.distill.start import named_draft, shape_from_options
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
@@ -161,7 +161,7 @@ def _options(
         device=device,
         evaluate=None if judging.evaluate is None else named_draft("evaluate", judging.evaluate, target),
         tasks=tuple(judging.tasks or ()),
-        shape=chosen_shape(draft.layers, draft.hidden, draft.init, draft.vocab, target),
+        shape=shape_from_options(draft.layers, draft.hidden, draft.init, draft.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=amount.answer_tokens, seed=seed),
         train=TrainOptions(
             learning_rate=training.learning_rate,

@@ -66,7 +66,7 @@ class Shape:
         return cls(named, sizes.hidden_size, "layers" if layers else "fresh", vocab, folder)
 
 
-def chosen_shape(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> Shape:
+def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> Shape:
     """What these flags mean. `init` may also be a draft's folder, or `shipped`: the draft that comes with outpace for
     the target of this name. UserError where a shape is named beside a draft, which has its own."""
     if init in INITS:
