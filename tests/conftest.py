@@ -38,7 +38,7 @@ def _memory_asked_once() -> Iterator[None]:
     all of them. How fast memory is read is told by `outpace doctor`; no test asks how much it is, so a little is read.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.engine.memory.available_bytes", cache(available_bytes))
+        patch.setattr("outpace.engine.kv_memory.available_bytes", cache(available_bytes))
         patch.setattr(machine, "BUFFER", 2**20)
         yield
 

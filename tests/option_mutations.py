@@ -17,7 +17,7 @@ from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._grower import Grower
-from outpace.engine import memory, target_runner
+from outpace.engine import kv_memory, target_runner
 from outpace.engine import request as running
 from outpace.engine.draft_runner import Drafting
 from outpace.rules import _ratio, greedy, gumbel, match
@@ -252,12 +252,12 @@ OPTION_MUTATIONS = [
     mutation("rejection: reuse noise across choices", chance, "uniform", key_without(1)),
     mutation("rejection: reuse noise across seeds", chance, "uniform", key_without(0)),
     mutation("rejection: draws return in a later round", chance.Chance, "number", draw_key_of_a_place),
-    mutation("reuse: a prefix copied one token too far", memory.Memory, "_best_start", one_too_far),
-    mutation("reuse: what an end cut off is kept", memory.Memory, "close", not_cut_off),
-    mutation("reuse: what a broken round left", memory.Memory, "close", forget_that_it_broke),
-    mutation("reuse: what was accepted before a pause", memory.Memory, "release", with_what_was_accepted),
-    mutation("reuse: slots beyond the budget", memory.Memory, "fit", beyond_the_budget),
+    mutation("reuse: a prefix copied one token too far", kv_memory.Memory, "_best_start", one_too_far),
+    mutation("reuse: what an end cut off is kept", kv_memory.Memory, "close", not_cut_off),
+    mutation("reuse: what a broken round left", kv_memory.Memory, "close", forget_that_it_broke),
+    mutation("reuse: what was accepted before a pause", kv_memory.Memory, "release", with_what_was_accepted),
+    mutation("reuse: slots beyond the budget", kv_memory.Memory, "fit", beyond_the_budget),
     mutation("reuse: drafts count nothing", Drafting, "stored_bytes", lambda f: lambda self, texts: 0),
     mutation("reuse: a pause leaves the draft its session", Grower, "pause", lambda f: lambda self, state: None),
-    mutation("reuse: a prompt that is reported on", memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
+    mutation("reuse: a prompt that is reported on", kv_memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
 ]

@@ -235,7 +235,7 @@ def _here(asked: Planning) -> Machine:
     import torch
 
     from outpace.core import machine
-    from outpace.engine.memory import free_bytes
+    from outpace.engine.kv_memory import free_bytes
 
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()

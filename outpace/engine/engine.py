@@ -25,7 +25,7 @@ from outpace.decoders.base import Load
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.faults import apart
-from outpace.engine.memory import Memory
+from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.reading import ReadingCosts, Span

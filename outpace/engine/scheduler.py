@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from outpace.engine.draft_runner import Drafting
-from outpace.engine.memory import Memory
+from outpace.engine.kv_memory import Memory
 from outpace.engine.recall import Recall
 from outpace.engine.request import Running
 
