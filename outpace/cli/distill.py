@@ -135,7 +135,7 @@ def _options(
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
-    from outpace.distill.start import named_draft, shape_from_options
+    from outpace.distill.start import resolve_draft, shape_from_options
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
 
@@ -159,7 +159,7 @@ def _options(
         seconds=None if amount.budget is None else seconds(amount.budget),
         epochs=amount.epochs,
         device=device,
-        evaluate=None if judging.evaluate is None else named_draft("evaluate", judging.evaluate, target),
+        evaluate=None if judging.evaluate is None else resolve_draft("evaluate", judging.evaluate, target),
         tasks=tuple(judging.tasks or ()),
         shape=shape_from_options(draft.layers, draft.hidden, draft.init, draft.vocab, target),
         writer=WriterOptions(rows=answers, max_tokens=amount.answer_tokens, seed=seed),

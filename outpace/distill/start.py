@@ -71,13 +71,13 @@ def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, t
     the target of this name. UserError where a shape is named beside a draft, which has its own."""
     if init in INITS:
         return Shape(layers, hidden, init, vocab)
-    shape = Shape.of_draft(Path(named_draft("init", init, target)))
+    shape = Shape.of_draft(Path(resolve_draft("init", init, target)))
     if Shape(layers, hidden, vocab=vocab) != Shape():
         raise UserError(f"the draft {init} has a shape of its own: leave out --layers, --hidden and --vocab")
     return shape
 
 
-def named_draft(option: str, draft: str, target: str | None) -> str:
+def resolve_draft(option: str, draft: str, target: str | None) -> str:
     """The draft as it is named; `shipped` is the one that comes with outpace for this target. UserError where none
     does: it names the option."""
     if draft != SHIPPED:
