@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.engine.prefixes import Holders, Text
+from outpace.engine.prefix_index import Holders, Text
 from outpace.engine.request import Running
 from outpace.models.base import Model, Session
 

@@ -30,7 +30,7 @@ from outpace.core.types import (
 from outpace.core.untold import Untold
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.history import TARGET, UNKNOWN, History, Round
-from outpace.engine.prefixes import Text
+from outpace.engine.prefix_index import Text
 from outpace.engine.storage import Storage
 from outpace.planning.cost_model import Costs
 from outpace.rules.base import noise_of
