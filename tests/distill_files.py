@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from outpace.distill.options import DistillOptions
-from outpace.distill.start import Shape
+from outpace.distill.start import DraftShape
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 
@@ -58,7 +58,7 @@ def settings(target: Path, out: Path, **changes: Any) -> DistillOptions:
         out=out,
         prompts=[str(prompts_file(out.parent / "asked.jsonl", 800))],
         tokens=TOKENS,
-        shape=Shape(layers="0,1", vocab=120),
+        shape=DraftShape(layers="0,1", vocab=120),
         writer=WriterOptions(rows=24, max_tokens=10, top=4),
         train=TrainOptions(rows=2, length=64, warmup=2, tokens=3000, save_every=1e9, learning_rate=3e-3),
     )

@@ -20,7 +20,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.distill.export import write_draft
 from outpace.distill.run import distill
-from outpace.distill.start import Shape, draft_config, new_student
+from outpace.distill.start import DraftShape, draft_config, new_student
 from outpace.distill.student import EMBEDDING, NORM, Packed, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
@@ -66,7 +66,7 @@ def test_a_student_scores_as_transformers_does(name: str, pairs: Callable[[str],
     pair = pairs(name)
     with Checkpoint.open(pair.folder) as checkpoint:
         count = from_dict(checkpoint.config).num_layers
-    student = new_student(pair.folder, Shape(str(count)), None, 0)
+    student = new_student(pair.folder, DraftShape(str(count)), None, 0)
     for text, found in zip(TEXTS, logits_of(student, TEXTS), strict=True):
         expected = pair.logits(text)
         assert expected.std() > 0.1
@@ -77,7 +77,7 @@ def test_a_student_scores_as_transformers_does(name: str, pairs: Callable[[str],
 def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_path: Path) -> None:
     """Of layers whose kinds differ where the target's do."""
     folder = pairs(name).folder
-    shape = Shape("1,2,3")
+    shape = DraftShape("1,2,3")
     with Checkpoint.open(folder) as checkpoint:
         config = draft_config(checkpoint.config, shape, None)
         sizes = from_dict(checkpoint.config)
@@ -104,8 +104,8 @@ def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_
 
 @pytest.mark.parametrize("name", ["qwen3", "smollm3", "biased", "gemma3"])
 def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str], Pair]) -> None:
-    target = new_student(pairs(name).folder, Shape("2"), None, 0)
-    narrow = new_student(pairs(name).folder, Shape("2", hidden=target.config.hidden_size // 2), None, 0)
+    target = new_student(pairs(name).folder, DraftShape("2"), None, 0)
+    narrow = new_student(pairs(name).folder, DraftShape("2", hidden=target.config.hidden_size // 2), None, 0)
     for weight, value in narrow.tensors.items():
         if "q_norm" in weight or "k_norm" in weight:
             assert torch.equal(value, target.tensors[weight])
@@ -114,8 +114,8 @@ def test_a_narrow_student_keeps_the_heads_norms(name: str, pairs: Callable[[str]
 
 def test_what_goes_into_a_narrow_gemma_is_as_large_as_it_was(pairs: Callable[[str], Pair]) -> None:
     folder = pairs("gemma3").folder
-    target = new_student(folder, Shape("2"), None, 0)
-    narrow = new_student(folder, Shape("2", hidden=48), None, 0)
+    target = new_student(folder, DraftShape("2"), None, 0)
+    narrow = new_student(folder, DraftShape("2", hidden=48), None, 0)
     sizes = [
         float((student.tensors[EMBEDDING].detach() * student.config.embedding_scale).norm())
         for student in (target, narrow)
@@ -124,7 +124,7 @@ def test_what_goes_into_a_narrow_gemma_is_as_large_as_it_was(pairs: Callable[[st
 
 
 def test_fresh_norms_of_gemma_are_one(pairs: Callable[[str], Pair]) -> None:
-    student = new_student(pairs("gemma3").folder, Shape("2", init="fresh"), None, 0)
+    student = new_student(pairs("gemma3").folder, DraftShape("2", init="fresh"), None, 0)
     norms = {name: value for name, value in student.tensors.items() if "norm" in name and name != NORM}
     assert len(norms) == 12
     assert all(bool((value == 0).all()) for value in norms.values()), "they hold their weights less one"
@@ -133,7 +133,7 @@ def test_fresh_norms_of_gemma_are_one(pairs: Callable[[str], Pair]) -> None:
 def test_a_narrow_draft_for_longrope_is_refused(pairs: Callable[[str], Pair]) -> None:
     """transformers would not load it: it counts pairs by the hidden size."""
     with Checkpoint.open(pairs("phi3_part").folder) as checkpoint, pytest.raises(UserError, match="leave it out"):
-        draft_config(checkpoint.config, Shape("1", hidden=32), None)
+        draft_config(checkpoint.config, DraftShape("1", hidden=32), None)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "qwen3", "mistral", "gemma3", "gptq", "awq"])
@@ -160,4 +160,4 @@ def test_a_draft_of_a_config_with_an_empty_list_of_layers(tmp_path: Path) -> Non
     """It says what its target says, which is nothing."""
     folder = target_folder(tmp_path / "target", no_rope_layers=[])
     with Checkpoint.open(folder) as checkpoint:
-        assert from_dict(draft_config(checkpoint.config, Shape("1"), None)).num_layers == 1
+        assert from_dict(draft_config(checkpoint.config, DraftShape("1"), None)).num_layers == 1

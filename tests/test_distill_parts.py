@@ -12,7 +12,7 @@ from distill_files import settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.run import distill
-from outpace.distill.start import Shape, new_student
+from outpace.distill.start import DraftShape, new_student
 from outpace.distill.train import Trainer, TrainOptions
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.packed import pack, unpack
@@ -36,7 +36,7 @@ def test_a_checkpoint_in_parts_is_gone_on_with(target: Path, text: Path, tmp_pat
     most = 60_000
 
     def trainer(folder: Path, part_bytes: int | None, tokens: int) -> Trainer:
-        student = new_student(target, Shape(layers="0,1"), None, 0)
+        student = new_student(target, DraftShape(layers="0,1"), None, 0)
         options = TrainOptions(rows=2, length=64, warmup=3, tokens=tokens, save_every=1e9, part_bytes=part_bytes)
         return Trainer(student, text, folder, options)
 

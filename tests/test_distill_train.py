@@ -37,7 +37,7 @@ from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
 from outpace.distill.run import distill, keep, train_stage, write_plot
-from outpace.distill.start import Shape, new_student
+from outpace.distill.start import DraftShape, new_student
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
@@ -71,7 +71,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(target: Path, made: Path, 
     """Bit by bit, on one thread: weights, moments and the learning curve's last point."""
 
     def trainer(folder: Path) -> Trainer:
-        student = new_student(target, Shape(layers="0,1"), None, 0)
+        student = new_student(target, DraftShape(layers="0,1"), None, 0)
         options = TrainOptions(rows=2, length=64, warmup=3, tokens=2500, save_every=1e9)
         return Trainer(student, made / "text", folder, options)
 
@@ -137,9 +137,9 @@ def test_another_draft_in_the_folder_is_refused_before_text_is_written(
     with pytest.raises(
         UserError, match=r"another shape: model\.layers\.1\.\S+ is \[\d+.*\] in it and not there in this"
     ):
-        distill(settings(target, made, shape=Shape("1", vocab=120), tokens=10**9), silent)
+        distill(settings(target, made, shape=DraftShape("1", vocab=120), tokens=10**9), silent)
     with pytest.raises(UserError, match="holds a draft of 120 tokens, not 90"):
-        distill(settings(target, made, shape=Shape("0,1", vocab=90), tokens=10**9), silent)
+        distill(settings(target, made, shape=DraftShape("0,1", vocab=90), tokens=10**9), silent)
 
 
 def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_path: Path) -> None:
@@ -149,14 +149,16 @@ def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_p
 
 
 def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_path: Path) -> None:
-    other = new_student(target, Shape("2", hidden=32), None, 0)
+    other = new_student(target, DraftShape("2", hidden=32), None, 0)
     trainer = Trainer(other, made / "text", made / "training", TrainOptions())
     expected = r"another shape: model\.embed_tokens\.weight is not there in it and \[272, 32\] in this draft"
     with pytest.raises(UserError, match=expected):
         trainer.resume()
     (tmp_path / "training.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="is not a whole checkpoint"):
-        Trainer(new_student(target, Shape("2"), None, 0), made / "text", tmp_path, TrainOptions(length=64)).resume()
+        Trainer(
+            new_student(target, DraftShape("2"), None, 0), made / "text", tmp_path, TrainOptions(length=64)
+        ).resume()
 
 
 def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
@@ -167,7 +169,7 @@ def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
         assert draft.config["outpace"] == {"target_layers": [0, 1], "draft_window": 128, "draft_vocab_size": 120}
         tokens = [5, 80, 9, 200, 33]
         expected = reference.logits(config, draft.tensor, tokens)[:, ids]
-        student = new_student(target, Shape("0,1", vocab=120), ids, 0)
+        student = new_student(target, DraftShape("0,1", vocab=120), ids, 0)
         with torch.no_grad():
             for name, value in student.tensors.items():
                 value.copy_(draft.tensor(name))
@@ -180,7 +182,7 @@ def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
 
 def test_packed_samples_do_not_see_one_another(target: Path, made: Path) -> None:
     samples, _ = read_samples(made / "text", 64)
-    student = new_student(target, Shape("2"), None, 0)
+    student = new_student(target, DraftShape("2"), None, 0)
     packer = Packer(2, 128, 272, None, torch.device("cpu"))
     (rows, *_) = packer.epoch(samples, 0, 0)
     assert len(rows[0]) > 1
@@ -260,7 +262,7 @@ def test_the_learning_rate_rises_holds_and_falls() -> None:
 
 
 def test_too_short_a_time(target: Path, made: Path, tmp_path: Path) -> None:
-    student = new_student(target, Shape("2"), None, 0)
+    student = new_student(target, DraftShape("2"), None, 0)
     trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=1e-6, length=64))
     with pytest.raises(UserError, match="is too short: 1 steps took"):
         trainer.run(lambda figures: None)
@@ -272,7 +274,7 @@ def test_nothing_to_train_on(target: Path, tmp_path: Path) -> None:
 
 
 def test_another_vocabulary_than_the_checkpoints(target: Path, made: Path) -> None:
-    options = settings(target, made, shape=Shape("0,1", vocab=90))
+    options = settings(target, made, shape=DraftShape("0,1", vocab=90))
     with pytest.raises(UserError, match="holds a draft of 120 tokens, not 90"):
         train_stage(options, target, silent)
 
@@ -333,7 +335,7 @@ def test_judgement_and_its_files(target: Path, made: Path) -> None:
 
 def test_a_time_budget_becomes_tokens_behind_the_first_steps(target: Path, made: Path, tmp_path: Path) -> None:
     """The first steps, which compile and warm up, say nothing of the others."""
-    student = new_student(target, Shape("2"), None, 0)
+    student = new_student(target, DraftShape("2"), None, 0)
     trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=100.0, length=64))
     seconds = 0.0
     for step in range(1, 40):

@@ -16,7 +16,7 @@ import outpace
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.distill.export import VOCAB_FILE, write_draft
-from outpace.distill.start import Shape, draft_config, new_student
+from outpace.distill.start import DraftShape, draft_config, new_student
 from outpace.engine.build import may_draft
 from outpace.models.files import packed, pairs
 from outpace.models.files.find import resolve
@@ -30,7 +30,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     """An untrained draft of one layer that writes 100 tokens."""
     ids = torch.arange(0, 200, 2)
-    shape = Shape("1", vocab=len(ids))
+    shape = DraftShape("1", vocab=len(ids))
     config = draft_config(read_json(target / "config.json"), shape, ids.tolist()) | changes
     write_draft(out, new_student(target, shape, ids, 0), config, target, {"README.md": "a card\n"})
     return out
@@ -93,7 +93,7 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path, cache: Path) -> None:
     draft = draft_of(folder, tmp_path / "draft")
     pack(draft, folder, tmp_path / "packed")
     made = whole(tmp_path / "packed", folder)
-    trained = new_student(folder, Shape("1"), None, 0).tensors[EMBEDDING]
+    trained = new_student(folder, DraftShape("1"), None, 0).tensors[EMBEDDING]
     assert torch.equal(load_file(made / "model.safetensors")[EMBEDDING], trained.bfloat16())
     with outpace.load(file, tmp_path / "packed", method="speculative", drafter="model") as llm:
         fast, plain = (llm.stream("hello", max_tokens=12, plain=plain).finish() for plain in (False, True))

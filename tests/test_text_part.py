@@ -18,7 +18,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.distill.facts import facts
 from outpace.distill.run import distill
-from outpace.distill.start import Shape, draft_config
+from outpace.distill.start import DraftShape, draft_config
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
@@ -130,7 +130,9 @@ def test_sizes_that_the_hubs_file_leaves_out(tmp_path: Path) -> None:
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         sizes = from_dict(checkpoint.config)
         (tmp_path / "draft").mkdir()
-        (tmp_path / "draft" / "config.json").write_text(json.dumps(draft_config(checkpoint.config, Shape("1"), [1, 2])))
+        (tmp_path / "draft" / "config.json").write_text(
+            json.dumps(draft_config(checkpoint.config, DraftShape("1"), [1, 2]))
+        )
     assert (sizes.vocab_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim) == (262208, 8, 4, 256)
     assert facts(tmp_path, tmp_path / "draft", tmp_path / "none")["tokens that it writes"] == "2 of 262,208"
 

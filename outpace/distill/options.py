@@ -9,7 +9,7 @@ from pathlib import Path
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.prompts import BUILT_IN
-from outpace.distill.start import Shape
+from outpace.distill.start import DraftShape
 from outpace.distill.text import TEMPERATURES, check_temperatures
 from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
@@ -35,7 +35,7 @@ class DistillOptions:
     runtime: str = "auto"  # by which the draft is judged
     evaluate: str | None = None  # the draft to judge; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to judge on; none: the held-out prompts
-    shape: Shape = field(default_factory=Shape)
+    shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     judge: EvaluationOptions = field(default_factory=EvaluationOptions)

@@ -29,7 +29,7 @@ WINDOW = 128  # tokens of a text that its draft reads: a few layers see little f
 
 
 @dataclass(frozen=True)
-class Shape:
+class DraftShape:
     """`layers`: a count, or which of the target's layers, as in "0,14,29". `hidden` None: the target's width. With
     `draft` training goes on from that draft's weights, and `init` says what those once began with."""
 
@@ -47,7 +47,7 @@ class Shape:
             check_whole("hidden", self.hidden, 8)
 
     @classmethod
-    def of_draft(cls, folder: Path) -> Shape:
+    def of_draft(cls, folder: Path) -> DraftShape:
         """The shape of the draft in `folder`, whose training is to go on; UserError where there is none."""
         if not (folder / "config.json").is_file():
             raise UserError(
@@ -66,13 +66,13 @@ class Shape:
         return cls(named, sizes.hidden_size, "layers" if layers else "fresh", vocab, folder)
 
 
-def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> Shape:
+def shape_from_options(layers: str, hidden: int | None, init: str, vocab: int, target: str | None) -> DraftShape:
     """What these flags mean. `init` may also be a draft's folder, or `shipped`: the draft that comes with outpace for
     the target of this name. UserError where a shape is named beside a draft, which has its own."""
     if init in INITS:
-        return Shape(layers, hidden, init, vocab)
-    shape = Shape.of_draft(Path(resolve_draft("init", init, target)))
-    if Shape(layers, hidden, vocab=vocab) != Shape():
+        return DraftShape(layers, hidden, init, vocab)
+    shape = DraftShape.of_draft(Path(resolve_draft("init", init, target)))
+    if DraftShape(layers, hidden, vocab=vocab) != DraftShape():
         raise UserError(f"the draft {init} has a shape of its own: leave out --layers, --hidden and --vocab")
     return shape
 
@@ -95,7 +95,7 @@ def target_config(checkpoint: Checkpoint) -> LlamaConfig:
     return config
 
 
-def pick_layers(shape: Shape, total: int) -> list[int]:
+def pick_layers(shape: DraftShape, total: int) -> list[int]:
     """Numbers of the target's layers: as they were named, or so many, spread evenly from the first to the last."""
     try:
         numbers = [int(part) for part in shape.layers.split(",")]
@@ -110,7 +110,7 @@ def pick_layers(shape: Shape, total: int) -> list[int]:
     return numbers
 
 
-def draft_config(config: dict[str, Any], shape: Shape, ids: Sequence[int] | None) -> dict[str, Any]:
+def draft_config(config: dict[str, Any], shape: DraftShape, ids: Sequence[int] | None) -> dict[str, Any]:
     """The draft's config.json, from the target's, whose weights may be quantised: the draft's are not."""
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     sizes = from_dict(config)
@@ -145,7 +145,7 @@ def _of_layers(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequence[i
     return said
 
 
-def new_student(target: Path, shape: Shape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
+def new_student(target: Path, shape: DraftShape, ids: Tensor | None, seed: int, device: str = "cpu") -> Student:
     """What training begins with. Where it has the target's width, embeddings and output layer are the target's and
     frozen."""
     with open_folder(target) as checkpoint:
