@@ -28,7 +28,7 @@ from outpace.engine.faults import apart
 from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.reading import ReadingCosts, Span
+from outpace.engine.prefill import ReadingCosts, Span
 from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
 from outpace.engine.scheduler import Admission
