@@ -13,7 +13,7 @@ from distill_files import target_folder
 
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.distill import own_prompts
+from outpace.distill import magpie
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import Job, WriterOptions, Written
 from outpace.models.files.cache_place import only_one
@@ -30,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(target: Path, number: int, folder: Path) -> list[str]:
     said: list[float] = []
-    file = own_prompts.write_prompts(
+    file = magpie.write_prompts(
         target, number, folder, SMALL, "cpu", lambda stage, figures: said.append(figures["prompts"])
     )
     assert said == sorted(said)
@@ -61,7 +61,7 @@ class Says:
 
 def test_a_message_begins_where_a_users_does(target: Path) -> None:
     tokenizer = Tokenizer.from_folder(target)
-    head = own_prompts.beginning(tokenizer)
+    head = magpie.beginning(tokenizer)
     whole = tokenizer.chat([{"role": "user", "content": "hello world"}])
     assert head == whole[: len(head)]
     assert tokenizer.decode(whole[len(head) :], skip_special=False).lstrip().startswith("hello world")
@@ -77,14 +77,14 @@ def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeyp
         "d" * 20,
     ]
     says = Says(told, target)
-    monkeypatch.setattr(own_prompts, "writer_of", says)
+    monkeypatch.setattr(magpie, "writer_of", says)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
-    assert {job.temperature for job in says.jobs} == {own_prompts.TEMPERATURE}
+    assert {job.temperature for job in says.jobs} == {magpie.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = Says([told[0], "12 worlds or 12 hells"], target)
-    monkeypatch.setattr(own_prompts, "writer_of", more)
+    monkeypatch.setattr(magpie, "writer_of", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "what stood there is not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in says.jobs}
 
@@ -97,13 +97,13 @@ def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
         pytest.skip("the shipped model is not installed")
     found = [write(model, 3, tmp_path / name) for name in ("one", "two")]
     assert found[0] == found[1]
-    assert all(len(text) >= own_prompts.SHORTEST for text in found[0])
+    assert all(len(text) >= magpie.SHORTEST for text in found[0])
     assert len(set(found[0])) == 3
 
 
 def test_a_target_that_ends_no_message_is_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_prompts, "_IN_VAIN", 5)
-    monkeypatch.setattr(own_prompts, "writer_of", Says(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(magpie, "_IN_VAIN", 5)
+    monkeypatch.setattr(magpie, "writer_of", Says(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
 
@@ -123,9 +123,9 @@ def test_a_target_without_a_chat_template_is_told(target: Path, tmp_path: Path) 
 
 def test_prompts_begin_as_they_are_told(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says = Says([" world or well he", " well or all or he"] * 2, target)
-    monkeypatch.setattr(own_prompts, "writer_of", says)
+    monkeypatch.setattr(magpie, "writer_of", says)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
-    found = read_prompts(own_prompts.write_prompts(target, 2, tmp_path, *given))
+    found = read_prompts(magpie.write_prompts(target, 2, tmp_path, *given))
     assert found == ["hello world or well he", "lo well or all or he"]
     tokenizer = Tokenizer.from_folder(target)
     heads = [tokenizer.decode(job.prompt) for job in says.jobs[:2]]
@@ -137,7 +137,7 @@ def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(own_prompts, "writer_of", Says(["hello world or well"] * 3, target))
+    monkeypatch.setattr(magpie, "writer_of", Says(["hello world or well"] * 3, target))
     command = ["distill", "--target", str(target), "--out", str(tmp_path), "--write-prompts", "1"]
     with only_one(tmp_path / "prompts.jsonl"):
         with pytest.raises(SystemExit) as left:

@@ -68,12 +68,12 @@ def distill(
 
 
 def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
-    from outpace.distill import own_prompts
+    from outpace.distill import magpie
     from outpace.distill.screen import Screen
     from outpace.models.files.find import resolve
 
     with Screen() as screen:
-        file = own_prompts.write_prompts(
+        file = magpie.write_prompts(
             resolve(options.target), count, options.out, options.writer, options.device, screen.show, begins
         )
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
