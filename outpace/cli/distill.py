@@ -69,7 +69,7 @@ def distill(
 
 def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
     from outpace.distill import magpie
-    from outpace.distill.screen import Screen
+    from outpace.distill.progress_display import Screen
     from outpace.models.files.find import resolve
 
     with Screen() as screen:
@@ -103,7 +103,7 @@ def _pack(folder: Path, options: Any, as_json: bool) -> None:
 def _run(options: Any, as_json: bool) -> None:
     """The stages that were asked for, or the judgement of a draft; shows what was measured."""
     from outpace.distill import report, run
-    from outpace.distill.screen import Screen
+    from outpace.distill.progress_display import Screen
 
     with Screen(as_json) as screen:
         found = run.run_stages(options, screen.show)
