@@ -9,8 +9,8 @@ from mutation_checks import Mutation, Original
 from part_mutations import mutation, nothing
 
 from outpace.core.types import Request
-from outpace.engine import recall
-from outpace.engine.recall import Recall
+from outpace.engine import answer_cache
+from outpace.engine.answer_cache import Recall
 
 
 def of_all_keys(find: Original) -> Original:
@@ -47,7 +47,7 @@ RECALL_MUTATIONS: list[Mutation] = [
     ),
     mutation(
         "recall: texts that were picked by other noise are offered",
-        recall,
+        answer_cache,
         "_way",
         picked_anyhow,
         "test_recall.py::test_others_are_offered_nothing",

@@ -15,9 +15,9 @@ from outpace.core.alignment import Alignment, Offer
 from outpace.core.types import Request
 from outpace.drafters import ngram, prediction
 from outpace.drafters._combined import Combined
-from outpace.engine import recall
+from outpace.engine import answer_cache
+from outpace.engine.answer_cache import Recall
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.recall import Recall
 from outpace.engine.request import Running
 
 TARGET = QuickToy(16, 3, 0)
@@ -192,8 +192,8 @@ def test_a_text_takes_the_place_of_those_that_it_begins_with() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_TEXTS", 3)
-    monkeypatch.setattr(recall, "_TOKENS", 12)
+    monkeypatch.setattr(answer_cache, "_TEXTS", 3)
+    monkeypatch.setattr(answer_cache, "_TOKENS", 12)
     known = filled(*[(number, 50) for number in range(6)])
     assert [known.find(asked(number)) for number in range(6)] == [(), (), (), (50,), (50,), (50,)]
     known.keep(asked(7), range(7, 18))

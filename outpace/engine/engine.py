@@ -22,6 +22,7 @@ from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
+from outpace.engine.answer_cache import Recall
 from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.faults import apart
@@ -29,7 +30,6 @@ from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
-from outpace.engine.recall import Recall
 from outpace.engine.request import Running, Watch
 from outpace.engine.scheduler import Admission
 from outpace.engine.target_runner import Judged, Passes, note_logprobs

@@ -6,9 +6,9 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from outpace.engine.answer_cache import Recall
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
-from outpace.engine.recall import Recall
 from outpace.engine.request import Running
 
 
