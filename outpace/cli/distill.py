@@ -69,10 +69,10 @@ def distill(
 
 def _write_prompts(count: int, options: Any, begins: tuple[str, ...]) -> None:
     from outpace.distill import magpie
-    from outpace.distill.progress_display import Screen
+    from outpace.distill.progress_display import ProgressDisplay
     from outpace.models.files.find import resolve
 
-    with Screen() as screen:
+    with ProgressDisplay() as screen:
         file = magpie.write_prompts(
             resolve(options.target), count, options.out, options.writer, options.device, screen.show, begins
         )
@@ -103,9 +103,9 @@ def _pack(folder: Path, options: Any, as_json: bool) -> None:
 def _run(options: Any, as_json: bool) -> None:
     """The stages that were asked for, or the judgement of a draft; shows what was measured."""
     from outpace.distill import report, run
-    from outpace.distill.progress_display import Screen
+    from outpace.distill.progress_display import ProgressDisplay
 
-    with Screen(as_json) as screen:
+    with ProgressDisplay(as_json) as screen:
         found = run.run_stages(options, screen.show)
     if found is None:
         return

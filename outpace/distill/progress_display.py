@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-class Screen(AbstractContextManager["Screen"]):
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Takes a stage and its figures; the last value of every figure of a stage stays in sight."""
 
     def __init__(self, quiet: bool = False) -> None:
@@ -36,7 +36,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._live = Live(console=self._console, refresh_per_second=4) if sys.stderr.isatty() and not quiet else None
         self._quiet, self._stage, self._figures, self._said = quiet, "", dict[str, float](), 0.0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> ProgressDisplay:
         if self._live is not None:
             self._live.start()
         return self
