@@ -29,7 +29,7 @@ from rich.table import Table
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 THINGS = ("a lamp", "bread", "the moon", "a bridge", "salt", "a clock", "rain", "a wheel", "glass", "a seed")
 ASKS = (

@@ -21,7 +21,7 @@ from rich.table import Table
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 WORDS = ("lamp", "window", "house", "sea", "night", "winter", "bread", "salt", "clock", "rain", "wheel", "glass")
 

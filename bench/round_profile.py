@@ -39,7 +39,7 @@ from outpace.drafters import model as model_drafter
 from outpace.drafters.ngram import Ngram
 from outpace.engine import engine, target_runner
 from outpace.engine.native_rounds import Carriers
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules import greedy, gumbel
 

@@ -17,7 +17,7 @@ from outpace.core.types import Drafter, DraftState, Observation, Request, Row, V
 from outpace.drafters._grower import Grower, GrowState
 from outpace.drafters._rows import rows_of
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 from outpace.rules.greedy import Greedy

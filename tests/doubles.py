@@ -31,7 +31,7 @@ from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._combined import Combined
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model
 from outpace.models.toy import Toy, ToySession
 

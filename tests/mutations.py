@@ -32,7 +32,7 @@ from outpace.card import cache
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row, Verdict
-from outpace.engine import request as running
+from outpace.engine import sequence as running
 from outpace.engine import target_runner
 from outpace.models import base as models
 from outpace.rules import greedy, gumbel, match

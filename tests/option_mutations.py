@@ -18,7 +18,7 @@ from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._grower import Grower
 from outpace.engine import kv_memory, target_runner
-from outpace.engine import request as running
+from outpace.engine import sequence as running
 from outpace.engine.draft_runner import Drafting
 from outpace.rules import _ratio, greedy, gumbel, match
 

@@ -24,7 +24,7 @@ from outpace.drafters.lookahead import Lookahead
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import Ouroboros
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.engine.target_runner import Passes
 from outpace.models.llama import batched
 from outpace.planning.estimators import Ledger

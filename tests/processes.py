@@ -22,7 +22,7 @@ from outpace.card.base import Worker
 from outpace.card.process import ProcessWorker
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 TARGET = QuickToy(16, 3, 0)
 REQUESTS = [

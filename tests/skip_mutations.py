@@ -13,7 +13,7 @@ from outpace.drafters import layer_skip
 from outpace.drafters._sublayers import Sublayers
 from outpace.drafters._swift import Search
 from outpace.drafters.layer_skip import LayerSkip, Options
-from outpace.engine import request as running
+from outpace.engine import sequence as running
 from outpace.models.base import chain
 from outpace.models.toy import Toy
 

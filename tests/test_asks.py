@@ -15,7 +15,7 @@ from outpace.core.types import Await, Commit, Draft, Request, Verify
 from outpace.decoders import speculative
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5)

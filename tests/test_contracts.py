@@ -21,7 +21,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import card, speculative
 from outpace.drafters._combined import Combined
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Part
 from outpace.models.toy import Toy
 

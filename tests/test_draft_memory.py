@@ -24,7 +24,7 @@ from outpace.drafters._choosing import Choosing
 from outpace.drafters._combined import Combined
 from outpace.drafters._sublayers import Sublayers
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.toy import ToySession
 
 TREE, WINDOW = 16, 6

@@ -28,7 +28,7 @@ from outpace.drafters._swift import Search
 from outpace.drafters.layer_skip import LayerSkip, Options, SkipState
 from outpace.engine.build import may_draft
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model, Part, chain
 from outpace.models.hf.load import adapt
 from outpace.models.llama.native_runtime import NativeLlama

@@ -13,7 +13,7 @@ from outpace.core.types import Request
 from outpace.decoders import autoregressive, speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Part
 
 CHUNK, LONG, SHORT = 64, 1500, 15

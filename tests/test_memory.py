@@ -19,7 +19,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
-from outpace.engine.request import Running, Watch
+from outpace.engine.sequence import Running, Watch
 from outpace.models.base import Model, Part
 from outpace.models.toy import ToySession
 

@@ -26,7 +26,7 @@ from outpace.core.errors import UserError
 from outpace.core.types import Request
 from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 TARGET = QuickToy(16, 3, 0)
 STEM = tuple((7 * place * place + place) % 16 for place in range(90))

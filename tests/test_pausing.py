@@ -15,7 +15,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 
 def prompts(count: int, length: int = 12) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from outpace.core.errors import UserError
 from outpace.decoders import card
 from outpace.engine.build import Parts, build_engine
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Part
 from outpace.models.load import Loaded
 

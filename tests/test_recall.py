@@ -18,7 +18,7 @@ from outpace.drafters._combined import Combined
 from outpace.engine import answer_cache
 from outpace.engine.answer_cache import Recall
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)

@@ -18,7 +18,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
 from outpace.decoders import auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.load import load_model
 
 TARGET = QuickToy(16, 3, 0)

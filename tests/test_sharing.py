@@ -13,7 +13,7 @@ from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room, time_of, tokens_in
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)

@@ -20,7 +20,7 @@ from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.rules import greedy, gumbel, match
 from outpace.rules.base import best_rows, reduce_rows
 

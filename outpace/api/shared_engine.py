@@ -12,7 +12,7 @@ from outpace.api.fair_lock import FairLock
 from outpace.api.text import TextAssembler
 from outpace.core.types import Request
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running, Watch
+from outpace.engine.sequence import Running, Watch
 
 
 class SharedEngine:

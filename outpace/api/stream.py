@@ -11,7 +11,7 @@ from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import Piece, TextAssembler
 from outpace.core.stats import Figures, fold
 from outpace.core.types import TokenLogprobs
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model
 from outpace.models.llama.graph_loop import Begun, Ended, WritingLoop
 from outpace.models.llama.graph_runtime import GraphLlama

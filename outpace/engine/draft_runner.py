@@ -14,7 +14,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.needs import NOTHING, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.planning.cost_model import Costs
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
-from outpace.engine.request import Running, Watch
 from outpace.engine.scheduler import Admission
+from outpace.engine.sequence import Running, Watch
 from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 
 def apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:

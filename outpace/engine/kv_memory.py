@@ -22,7 +22,7 @@ from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.engine.prefix_index import Holders, Text
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model, Session
 
 _AHEAD = 64  # slots that each running request should still find when another one joins

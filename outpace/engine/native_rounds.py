@@ -8,8 +8,8 @@ from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.faults import apart
-from outpace.engine.request import Running
 from outpace.engine.scheduler import Admission
+from outpace.engine.sequence import Running
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
 from outpace.planning.cost_model import Costs

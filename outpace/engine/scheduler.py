@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outpace.engine.answer_cache import Recall
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 
 class Admission:

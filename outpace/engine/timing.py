@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from outpace.core.carried import Carried
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.models.base import Model, Part
 from outpace.planning.cost_model import Costs
 

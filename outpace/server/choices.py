@@ -12,7 +12,7 @@ from outpace.api.prepared import Prepared
 from outpace.core.stats import Figures, Step, fold, together
 from outpace.core.types import TokenLogprobs
 from outpace.engine.history import History, Round
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 
 
 @dataclass(frozen=True)

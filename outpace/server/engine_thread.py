@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from outpace.engine.engine import Engine
-from outpace.engine.request import Running
+from outpace.engine.sequence import Running
 from outpace.server.choices import Choice, Delta, Ended
 
 
