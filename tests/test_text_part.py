@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import outpace
 from outpace.core.errors import UserError
-from outpace.distill.facts import facts
+from outpace.distill.report import facts
 from outpace.distill.run import distill
 from outpace.distill.start import DraftShape, draft_config
 from outpace.models.base import chain

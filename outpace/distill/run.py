@@ -17,11 +17,10 @@ from outpace.distill.card import Making, model_card
 from outpace.distill.check import check
 from outpace.distill.evaluate import Judgement, judge
 from outpace.distill.export import VOCAB_FILE, read_ids, save_ids, settled_ids, write_draft
-from outpace.distill.facts import facts, licence, notes, read_state, record
 from outpace.distill.options import DRAFT, TEXT, TRAINING, DistillOptions
 from outpace.distill.progress import StageProgress
 from outpace.distill.prompts import to_judge
-from outpace.distill.report import PLOT, plot, read_curve
+from outpace.distill.report import PLOT, facts, licence, notes, plot, read_curve, read_state, record
 from outpace.distill.start import draft_config, new_student
 from outpace.distill.student import Student
 from outpace.distill.text import TextPlan, write_text
