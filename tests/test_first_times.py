@@ -12,9 +12,9 @@ from test_library import folder
 import outpace
 from outpace.core import setups
 from outpace.decoders import auto
-from outpace.engine import first_times
+from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.first_times import time_rounds
+from outpace.engine.warmup import time_rounds
 from outpace.models.load import load_model
 from outpace.planning import profile as profiles
 
@@ -43,7 +43,7 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
     with engine_of(target) as engine:
         time_rounds(engine, [1], WHOLE)
         costs = engine.costs
-        assert target.rows == list(first_times._ROWS), "each of its rounds is one pass over as many rows"
+        assert target.rows == list(warmup._ROWS), "each of its rounds is one pass over as many rows"
         assert [costs.knows(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
         (source,) = engine.drafting.drafter.sources
         assert costs.draft(source) > 0
@@ -92,7 +92,7 @@ class Capturing(Counting):
 def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what they take nor that they take long: what fits into the time that is given is timed all the same."""
     target, draft = Capturing(), Capturing()
-    monkeypatch.setattr(first_times.time, "perf_counter", lambda: target.now + draft.now)
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: target.now + draft.now)
     with Engine(
         target,
         make_drafter("perfect", draft),
@@ -101,7 +101,7 @@ def test_passes_that_are_captured_count_for_nothing(monkeypatch: pytest.MonkeyPa
     ) as engine:
         time_rounds(engine, [1], 0.1)
         costs, (source,) = engine.costs, engine.drafting.drafter.sources
-        assert target.rows == list(first_times._ROWS)
+        assert target.rows == list(warmup._ROWS)
         assert [costs.knows(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
         assert [costs.knows(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"
         assert costs._draft[source.name].count(1) == len(draft.rows) - len(set(draft.rows))

@@ -38,8 +38,8 @@ from outpace.engine.build import (
     needs_same_tokens,
     with_grammar,
 )
-from outpace.engine.first_times import time_rounds
 from outpace.engine.options import BURST, EngineOptions
+from outpace.engine.warmup import time_rounds
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
