@@ -36,7 +36,7 @@ from outpace.distill.evaluate import (
 from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.losses import DIVERGENCES, Goals, LossOptions, loss
 from outpace.distill.report import read_curve
-from outpace.distill.run import distill, keep, train_stage, write_plot
+from outpace.distill.run import distill, save_evaluation, train_stage, write_plot
 from outpace.distill.start import DraftShape, new_student
 from outpace.distill.train import Trainer, TrainingState, TrainOptions, learning_rate
 from outpace.models.files.checkpoint import Checkpoint
@@ -145,7 +145,7 @@ def test_another_draft_in_the_folder_is_refused_before_text_is_written(
 def test_a_judgement_that_cannot_be_kept_is_said(target: Path, made: Path, tmp_path: Path) -> None:
     found = Judgement("t", "d", (), Speed(0.1, {1: 1.0}))
     with pytest.raises(UserError, match="the judgement cannot be written to"):
-        keep(settings(target, tmp_path / "gone"), found)
+        save_evaluation(settings(target, tmp_path / "gone"), found)
 
 
 def test_a_torn_or_foreign_checkpoint_is_named(target: Path, made: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def _run(options: Any, as_json: bool) -> None:
         display.print_json(found.as_dict())
     else:
         display.stdout().print(report.table(found))
-    run.keep(options, found)
+    run.save_evaluation(options, found)
     try:
         display.say(f"plot: {run.write_plot(options, found)}")
     except UserError as error:  # all that was measured is there without it

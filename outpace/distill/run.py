@@ -42,7 +42,7 @@ def distill(options: DistillOptions, progress: StageProgress) -> Judgement | Non
     """Runs the stages that `options.stage` means and keeps what they found; the judgement, where there is one."""
     found = run_stages(options, progress)
     if found is not None:
-        keep(options, found)
+        save_evaluation(options, found)
     return found
 
 
@@ -120,7 +120,7 @@ def judge_stage(options: DistillOptions, progress: StageProgress) -> Judgement:
     return judge(target, small, tasks, options.judge, lambda figures: progress("judgement", figures))
 
 
-def keep(options: DistillOptions, found: Judgement) -> None:
+def save_evaluation(options: DistillOptions, found: Judgement) -> None:
     """Writes a judgement's figures, and the model card where the draft was made here."""
     try:
         (options.out / JUDGEMENT).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
