@@ -15,8 +15,7 @@ from test_native import TINIES, tiny
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.history import TARGET
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TARGET, Running
 from outpace.models.llama.native_runtime import NativeLlama
 from outpace.rules._arrays import by_score
 

@@ -25,9 +25,8 @@ from outpace.drafters import _carrier, _grower, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._combined import Combined
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.history import TARGET
 from outpace.engine.native_rounds import Carriers
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TARGET, Running
 from outpace.models.base import chain
 from outpace.models.llama import turns
 from outpace.models.llama.native_pair import NativePair

@@ -14,8 +14,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench.contenders import GUESS, Contender
 from outpace.bench.peer import Answered
 from outpace.core.stats import Positions
-from outpace.engine.history import History
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import History, Running
 from outpace.models.base import chain
 
 CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -23,17 +24,48 @@ from outpace.core.types import (
     LogprobsOptions,
     Request,
     Row,
+    TokenLogprobs,
     Verdict,
     Verify,
     tree_rows,
 )
 from outpace.core.untold import Untold
 from outpace.decoders.base import Coroutine, Place
-from outpace.engine.history import TARGET, UNKNOWN, History, Round
 from outpace.engine.prefix_index import Text
 from outpace.engine.storage import Storage
 from outpace.planning.cost_model import Costs
 from outpace.rules.base import noise_of
+
+TARGET, UNKNOWN = "target", "draft"  # who wrote a token: the target itself, or a drafter that does not tell its name
+
+
+class Round(NamedTuple):
+    """What a round verified: a tree, who planted its nodes, and the path that was accepted."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    sources: tuple[str, ...]
+    path: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class History:
+    """What became of a request: a Step a round, records of tokens, and seconds on the engine's clock."""
+
+    submitted: float = 0.0
+    began: float = 0.0  # when it left the queue, 0 before
+    reused: int = 0  # tokens of the prompt whose keys and values were there
+    first_token: float = 0.0  # when the first round ended, 0 before
+    ended: float = 0.0  # when the last one did
+    stale: int = 0  # candidates of a worker that came after the text had gone another way
+    pauses: int = 0  # how often its keys and values were taken away for want of memory
+    steps: list[Step] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
+    drafted: Counter[str] = field(default_factory=Counter)  # tokens that were judged, by who proposed them
+    rounds: list[Round] = field(default_factory=list)  # where they are asked for
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer's tokens, where they are asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's, but for its first
+
 
 Watch = Callable[[Sequence[int], int], int | None]
 """Told the tokens of a round and how many of them were drafted; may say after how many of them the text ends."""

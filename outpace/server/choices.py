@@ -11,8 +11,7 @@ from functools import cached_property
 from outpace.api.prepared import Prepared
 from outpace.core.stats import Figures, Step, fold, together
 from outpace.core.types import TokenLogprobs
-from outpace.engine.history import History, Round
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import History, Round, Running
 
 
 @dataclass(frozen=True)

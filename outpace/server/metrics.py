@@ -11,7 +11,7 @@ from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from outpace.core.stats import Figures
-from outpace.engine.history import History
+from outpace.engine.sequence import History
 from outpace.server.choices import Choice, Delta, Ended, Group
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.core.stats import Step
 from outpace.core.types import TokenLogprobs
-from outpace.engine.history import Round
+from outpace.engine.sequence import Round
 from outpace.server.choices import Choice, Delta, Ended, Group
 from outpace.server.errors import ApiError
 from outpace.server.fields import Sampled
