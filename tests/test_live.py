@@ -16,7 +16,7 @@ from outpace.models.base import Part
 from outpace.simulate import costs
 from outpace.simulate.live import Live
 from outpace.simulate.run import Outcome, _run_live, run_setup, simulate
-from outpace.simulate.script import scripts_of
+from outpace.simulate.script import index_trace
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import RecordOptions, Trace, record
@@ -53,7 +53,7 @@ def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
     setup = replace(SETUPS["speculative-chain"], lengths=())
     prices = costs.PassTimes("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
     mine = _run_live(Live(trace, TARGET, DRAFT), setup, prices, length)
-    other = run_setup(scripts_of(trace), setup, prices, 2, length)
+    other = run_setup(index_trace(trace), setup, prices, 2, length)
     assert mine.seconds == pytest.approx(other.seconds)
     assert mine.figures.passes == other.figures.passes
     assert mine.by_task == pytest.approx(other.by_task)

@@ -24,7 +24,7 @@ from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.script import Scripts, limited, scripts_of
+from outpace.simulate.script import Scripts, index_trace, limited
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import Trace
@@ -40,7 +40,7 @@ MIXED = stated_trace(0.6, 3, 40)
 
 
 def run(trace: Trace, setup: Setup, ratio: float, devices: int = 2, length: int | None = None) -> Outcome:
-    return run_setup(scripts_of(trace, setup.ranks), setup, costs.by_ratio(ratio), devices, length)
+    return run_setup(index_trace(trace, setup.ranks), setup, costs.by_ratio(ratio), devices, length)
 
 
 def card(nodes: int = 64, **options: Any) -> Setup:
@@ -190,7 +190,7 @@ def session_with(scripts: Scripts, model: Any, tokens: Any) -> Any:
 
 
 def test_rows_on_the_path_and_off_it() -> None:
-    scripts = scripts_of(MIXED)
+    scripts = index_trace(MIXED)
     script, draft = scripts.scripts[1], ReplayDraft(scripts, lambda rows: 1.0)
     session = session_with(scripts, draft, script.text[: script.start + 3])
     right, wrong = script.text[script.start + 3], (script.text[script.start + 3] + 1) % scripts.names
@@ -209,7 +209,7 @@ def test_rows_on_the_path_and_off_it() -> None:
 
 
 def test_the_texts_numbers_say_the_same() -> None:
-    scripts = scripts_of(MIXED, ranks=4)
+    scripts = index_trace(MIXED, ranks=4)
     for answer, script in zip(MIXED.answers, scripts.scripts, strict=True):
         same = np.array(answer.tokens)[:, None] == answer.draft_tokens[:, :4]
         assert np.array_equal(same, np.array(script.tokens)[:, None] == script.draft_tokens)
@@ -234,7 +234,9 @@ def test_some_answers_alone() -> None:
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
     assert [answer.task for answer in limited(many, 6).answers].count("gsm8k") == 2
     assert {answer.task for answer in limited(many, 12).answers} == set(tasks)
-    assert [script.task for script in scripts_of(many).some(6)].count("gsm8k") == 2, "by which draft lengths are chosen"
+    assert [script.task for script in index_trace(many).some(6)].count("gsm8k") == 2, (
+        "by which draft lengths are chosen"
+    )
     with pytest.raises(UserError, match="it has stated"):
         limited(MIXED, None, ["gsm8k"])
 
@@ -330,7 +332,7 @@ def test_switches_never_change_the_text(seeds: int) -> None:
 
 
 def test_a_mark_depends_on_the_whole_path() -> None:
-    script = scripts_of(MIXED).scripts[0]
+    script = index_trace(MIXED).scripts[0]
     position = script.start + 2
     wrong = [token for token in range(20) if token != script.text[position]]
     marks = [models._mark(script, position, ON_PATH, token) for token in wrong]

@@ -20,7 +20,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
 from outpace.simulate.live import Live
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
-from outpace.simulate.script import Script, Scripts, scripts_of
+from outpace.simulate.script import Script, Scripts, index_trace
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
 
@@ -70,7 +70,7 @@ def simulate(
             assert live is not None
             outcome = _best(live.scripts, setup, partial(_run_live, live, setup, cost))
         else:
-            scripts = scripts_of(trace, setup.ranks)
+            scripts = index_trace(trace, setup.ranks)
             outcome = _best(scripts, setup, partial(run_setup, scripts, setup, cost, devices))
         if setup.method == PLAIN:
             plain[cost.name] = outcome

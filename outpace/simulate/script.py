@@ -48,7 +48,7 @@ class Scripts:
         return tuple(self.scripts[number] for number in _spread([script.task for script in self.scripts], count))
 
 
-def scripts_of(trace: Trace, ranks: int | None = None) -> Scripts:
+def index_trace(trace: Trace, ranks: int | None = None) -> Scripts:
     """Renumbers a trace's tokens; of the draft's tokens at each place only the best `ranks` are kept (None: all)."""
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for answer in trace.answers:
