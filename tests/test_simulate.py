@@ -24,7 +24,7 @@ from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.script import Scripts, index_trace, limited
+from outpace.simulate.script import Scripts, index_trace, limit_trace
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import Trace
@@ -228,17 +228,17 @@ def test_a_stated_chance_comes_out() -> None:
 
 
 def test_some_answers_alone() -> None:
-    assert limited(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
-    assert len(limited(MIXED, 9).answers) == 3
+    assert limit_trace(MIXED, 2).answers == (MIXED.answers[0], MIXED.answers[1])
+    assert len(limit_trace(MIXED, 9).answers) == 3
     tasks = ["gsm8k", "humaneval", "mt_bench"] * 12  # in turn, as a pair is recorded
     many = replace(MIXED, answers=tuple(replace(MIXED.answers[0], task=task) for task in tasks))
-    assert [answer.task for answer in limited(many, 6).answers].count("gsm8k") == 2
-    assert {answer.task for answer in limited(many, 12).answers} == set(tasks)
+    assert [answer.task for answer in limit_trace(many, 6).answers].count("gsm8k") == 2
+    assert {answer.task for answer in limit_trace(many, 12).answers} == set(tasks)
     assert [script.task for script in index_trace(many).some(6)].count("gsm8k") == 2, (
         "by which draft lengths are chosen"
     )
     with pytest.raises(UserError, match="it has stated"):
-        limited(MIXED, None, ["gsm8k"])
+        limit_trace(MIXED, None, ["gsm8k"])
 
 
 def test_measured_times_lie_on_lines() -> None:

@@ -175,7 +175,7 @@ def _costs(times: Times) -> list[Any]:
 def _trace(pair: Pair) -> Trace:
     from outpace.core.errors import check_whole
     from outpace.simulate import trace
-    from outpace.simulate.script import limited
+    from outpace.simulate.script import limit_trace
     from outpace.simulate.stated import stated_trace
 
     if pair.answers is not None:
@@ -184,7 +184,7 @@ def _trace(pair: Pair) -> Trace:
         raise UserError("give either --trace FILE, a recorded pair, or --acceptance 0.7, and not both")
     if pair.trace is not None:
         tasks = [name.strip() for name in pair.tasks.split(",")] if pair.tasks else []
-        return limited(trace.load(pair.trace), pair.answers, tasks)
+        return limit_trace(trace.load(pair.trace), pair.answers, tasks)
     if pair.tasks is not None:
         raise UserError("tasks are those of a trace, a stated chance has none")
     return stated_trace(pair.acceptance or 0.0, pair.answers or 8)

@@ -66,7 +66,7 @@ def index_trace(trace: Trace, ranks: int | None = None) -> Scripts:
     return Scripts(names, names + len(scripts), tuple(scripts))
 
 
-def limited(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
+def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
     """The trace with these tasks' answers alone, and at most so many of them, evenly spread over each task's."""
     chosen = [answer for answer in trace.answers if not tasks or answer.task in tasks]
     if not chosen:
