@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
 from outpace.engine.draft_runner import Drafting
-from outpace.engine.faults import apart
 from outpace.engine.scheduler import Admission
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import Running, apart
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
 from outpace.planning.cost_model import Costs

@@ -343,3 +343,12 @@ def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
     if verdict.next_token is not None:
         tokens.append(verdict.next_token)
     return tokens
+
+
+def apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
+    """A fault in a request's rule, its options or who watches it ends this request alone."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        run.storage.is_broken = True
+        run.fail(error)

@@ -16,8 +16,7 @@ from outpace.core.logprobs import token_logprobs
 from outpace.core.needs import Needs, Seen, pick_layers
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
-from outpace.engine.faults import apart
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import Running, apart
 from outpace.models.base import Model, Part
 from outpace.rules.base import Fault, reduce_apart
 
