@@ -24,7 +24,7 @@ from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.script import Scripts, index_trace, limit_trace
+from outpace.simulate.script import IndexedTrace, index_trace, limit_trace
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import Trace
@@ -182,7 +182,7 @@ def test_n_grams_copy_what_the_draft_does_not_know(method: str) -> None:
     assert both.seconds < 0.5 * alone.seconds
 
 
-def session_with(scripts: Scripts, model: Any, tokens: Any) -> Any:
+def session_with(scripts: IndexedTrace, model: Any, tokens: Any) -> Any:
     session = model.open(100, 50)
     model.score([chain(session, tokens)])
     session.keep(range(len(tokens)))

@@ -23,7 +23,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
 from outpace.rules import greedy
 from outpace.simulate.costs import Cost, PassTimes
-from outpace.simulate.script import Script, Scripts
+from outpace.simulate.script import IndexedTrace, Script
 from outpace.simulate.setups import Setup
 from outpace.simulate.trace import Trace
 
@@ -112,9 +112,9 @@ class Live:
         return found
 
 
-def _spoken(trace: Trace) -> Scripts:
+def _spoken(trace: Trace) -> IndexedTrace:
     """The answers in the models' own tokens."""
-    return Scripts(
+    return IndexedTrace(
         0,
         trace.vocab_size,
         tuple(

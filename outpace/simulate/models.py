@@ -19,7 +19,7 @@ from outpace.core.types import Offer, Row
 from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.rules.base import offer_at
 from outpace.rules.greedy import Greedy
-from outpace.simulate.script import Script, Scripts
+from outpace.simulate.script import IndexedTrace, Script
 
 ON_PATH = 0  # the mark of a node on the path; all others carry a hash of their path, which is odd
 _MASK = (1 << 63) - 1
@@ -64,7 +64,7 @@ class Replay(Model):
 
     token_bytes = 8
 
-    def __init__(self, scripts: Scripts) -> None:
+    def __init__(self, scripts: IndexedTrace) -> None:
         self._scripts = scripts
         self.vocab_size = scripts.vocab_size
         self.max_positions = 1 << 30
@@ -123,7 +123,7 @@ class ReplayTarget(Replay):
 class ReplayDraft(Replay):
     """Gives the recorded rows. `seconds`: what its forwards took since they were last asked for, by their rows."""
 
-    def __init__(self, scripts: Scripts, cost: Callable[[int], float]) -> None:
+    def __init__(self, scripts: IndexedTrace, cost: Callable[[int], float]) -> None:
         super().__init__(scripts)
         self._cost = cost
         self._spent = 0.0

@@ -20,7 +20,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
 from outpace.simulate.live import Live
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
-from outpace.simulate.script import Script, Scripts, index_trace
+from outpace.simulate.script import IndexedTrace, Script, index_trace
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
 
@@ -82,7 +82,9 @@ def _compared(outcome: Outcome, plain: Outcome) -> Outcome:
     return replace(outcome, speedup=plain.seconds_a_token / outcome.seconds_a_token, speedups=speedups)
 
 
-def _best(scripts: Scripts, setup: Setup, run: Callable[[int | None, Sequence[Script] | None], Outcome]) -> Outcome:
+def _best(
+    scripts: IndexedTrace, setup: Setup, run: Callable[[int | None, Sequence[Script] | None], Outcome]
+) -> Outcome:
     """With the best draft length, which is found on some of the answers."""
     if not setup.lengths:
         return run(None, None)
@@ -115,7 +117,7 @@ def _run_live(
 
 
 def run_setup(
-    scripts: Scripts,
+    scripts: IndexedTrace,
     setup: Setup,
     costs: PassTimes,
     devices: int = 2,

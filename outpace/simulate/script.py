@@ -36,7 +36,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Scripts:
+class IndexedTrace:
     """All answers. A text's first token, less `names`, is its number."""
 
     names: int
@@ -48,7 +48,7 @@ class Scripts:
         return tuple(self.scripts[number] for number in _spread([script.task for script in self.scripts], count))
 
 
-def index_trace(trace: Trace, ranks: int | None = None) -> Scripts:
+def index_trace(trace: Trace, ranks: int | None = None) -> IndexedTrace:
     """Renumbers a trace's tokens; of the draft's tokens at each place only the best `ranks` are kept (None: all)."""
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for answer in trace.answers:
@@ -63,7 +63,7 @@ def index_trace(trace: Trace, ranks: int | None = None) -> Scripts:
         text = (names + number, *asked.tolist(), *written.tolist())
         logprobs = answer.draft_logprobs[:, :ranks]
         scripts.append(Script(text, len(asked) + 1, rows, logprobs, trace.temperature, answer.task))
-    return Scripts(names, names + len(scripts), tuple(scripts))
+    return IndexedTrace(names, names + len(scripts), tuple(scripts))
 
 
 def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
