@@ -23,14 +23,13 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
 from outpace.engine.answer_cache import Recall
-from outpace.engine.checks import check_request, check_rule_needs
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
-from outpace.engine.sequence import Running, Watch, apart
+from outpace.engine.sequence import Running, Watch, apart, check_request, check_rule_needs
 from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
