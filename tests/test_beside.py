@@ -15,8 +15,8 @@ from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree, depths
 from outpace.drafters._outcomes import for_outcomes
 from outpace.simulate import costs
+from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
-from outpace.simulate.script import index_trace
 from outpace.simulate.setups import Setup
 from outpace.simulate.stated import stated_trace
 

@@ -14,8 +14,8 @@ from outpace.decoders.planned import Options, _Planner
 from outpace.planning.cost_model import Costs, best_rows
 from outpace.planning.estimators import Ledger
 from outpace.simulate import costs
+from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
-from outpace.simulate.script import index_trace
 from outpace.simulate.setups import Setup
 from outpace.simulate.stated import stated_trace
 

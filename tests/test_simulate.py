@@ -22,9 +22,9 @@ from outpace.core.types import Verdict
 from outpace.engine.engine import EngineOptions
 from outpace.models.base import PREFIX, Part, chain
 from outpace.simulate import costs, models
+from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trace
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.script import IndexedTrace, index_trace, limit_trace
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import Trace

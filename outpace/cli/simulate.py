@@ -175,7 +175,7 @@ def _costs(times: Times) -> list[Any]:
 def _trace(pair: Pair) -> Trace:
     from outpace.core.errors import check_whole
     from outpace.simulate import trace
-    from outpace.simulate.script import limit_trace
+    from outpace.simulate.indexed_trace import limit_trace
     from outpace.simulate.stated import stated_trace
 
     if pair.answers is not None:

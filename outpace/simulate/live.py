@@ -23,7 +23,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
 from outpace.rules import greedy
 from outpace.simulate.costs import Cost, PassTimes
-from outpace.simulate.script import IndexedTrace, Script
+from outpace.simulate.indexed_trace import IndexedTrace, Script
 from outpace.simulate.setups import Setup
 from outpace.simulate.trace import Trace
 

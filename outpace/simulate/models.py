@@ -19,7 +19,7 @@ from outpace.core.types import Offer, Row
 from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.rules.base import offer_at
 from outpace.rules.greedy import Greedy
-from outpace.simulate.script import IndexedTrace, Script
+from outpace.simulate.indexed_trace import IndexedTrace, Script
 
 ON_PATH = 0  # the mark of a node on the path; all others carry a hash of their path, which is odd
 _MASK = (1 << 63) - 1

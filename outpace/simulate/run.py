@@ -18,9 +18,9 @@ from outpace.core.types import Drafter, Request
 from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
+from outpace.simulate.indexed_trace import IndexedTrace, Script, index_trace
 from outpace.simulate.live import Live
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
-from outpace.simulate.script import IndexedTrace, Script, index_trace
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
 
