@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from outpace.models.load import load_draft, load_model
 from outpace.simulate import costs, report, run, trace
-from outpace.simulate.live import Live
+from outpace.simulate.live import LiveModels
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen
 
 LANGUAGES = ("de", "es", "fr", "zh")
@@ -96,7 +96,7 @@ def simulate(args: argparse.Namespace, names: Sequence[str]) -> None:
             continue
         if setup.is_live and live is None:
             target = load_model(args.target)
-            live = Live(recorded, target.model, load_draft(args.draft, target).model)
+            live = LiveModels(recorded, target.model, load_draft(args.draft, target).model)
         found = run.simulate(recorded, [*setups([PLAIN]), setup], prices, live=live)
         rows = [row for row in report.as_rows(found) if row["method"] == setup.name]
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

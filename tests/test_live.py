@@ -15,7 +15,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
-from outpace.simulate.live import Live
+from outpace.simulate.live import LiveModels
 from outpace.simulate.run import Outcome, _run_live, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
@@ -42,7 +42,7 @@ def trace() -> Trace:
     return record(loaded(TARGET, "target"), loaded(DRAFT, "draft"), prompts, options, tasks=["a", "b", "a"])
 
 
-def run(live: Live, trace: Trace, setup: Setup, *ratios: float) -> list[Outcome]:
+def run(live: LiveModels, trace: Trace, setup: Setup, *ratios: float) -> list[Outcome]:
     found = simulate(trace, [SETUPS[PLAIN], setup], [costs.by_ratio(ratio) for ratio in ratios], live=live)
     return list(found)[len(ratios) :]
 
@@ -52,7 +52,7 @@ def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
     """A chain at temperature 0 asks nobody about wrong branches, so the two ways must agree."""
     setup = replace(SETUPS["speculative-chain"], lengths=())
     prices = costs.PassTimes("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
-    mine = _run_live(Live(trace, TARGET, DRAFT), setup, prices, length)
+    mine = _run_live(LiveModels(trace, TARGET, DRAFT), setup, prices, length)
     other = run_setup(index_trace(trace), setup, prices, 2, length)
     assert mine.seconds == pytest.approx(other.seconds)
     assert mine.figures.passes == other.figures.passes
@@ -65,7 +65,7 @@ def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
 def test_what_the_models_did_is_priced(trace: Trace, name: str) -> None:
     target, draft = Counting(16, 3, 5), Counting(16, 3, 5, 0.6)
     setup = replace(SETUPS[name], lengths=(3,) if name == "ouroboros" else ())
-    for outcome in run(Live(trace, target, draft), trace, setup, 4.0, 9.0):
+    for outcome in run(LiveModels(trace, target, draft), trace, setup, 4.0, 9.0):
         passes = outcome.figures.passes
         forwards = outcome.seconds - passes * outcome.ratio
         assert outcome.figures.emitted == outcome.tokens == 120
@@ -79,19 +79,19 @@ def test_what_the_models_did_is_priced(trace: Trace, name: str) -> None:
 def test_the_window_tells_of_wrong_branches(trace: Trace) -> None:
     """Without what the target says there, the pool has the n-grams of the text alone, and of a first text none."""
     setup = replace(SETUPS["lookahead"], options={**SETUPS["lookahead"].options, "from_text": False})
-    (outcome,) = run(Live(trace, TARGET, DRAFT), trace, setup, 5.0)
+    (outcome,) = run(LiveModels(trace, TARGET, DRAFT), trace, setup, 5.0)
     assert outcome.figures.accepted > 0
     assert outcome.rows_a_token > 10
 
 
 def test_other_models_are_noticed(trace: Trace) -> None:
     with pytest.raises(UserError, match="another text than the trace"):
-        run(Live(trace, QuickToy(16, 3, 6), DRAFT), trace, SETUPS["lookahead"], 5.0)
+        run(LiveModels(trace, QuickToy(16, 3, 6), DRAFT), trace, SETUPS["lookahead"], 5.0)
 
 
 def test_a_sampled_trace_is_refused(trace: Trace) -> None:
     with pytest.raises(UserError, match="temperature 0 only"):
-        Live(replace(trace, temperature=0.8), TARGET, DRAFT)
+        LiveModels(replace(trace, temperature=0.8), TARGET, DRAFT)
 
 
 def test_without_the_models_there_are_no_such_rows() -> None:

@@ -16,7 +16,7 @@ from outpace.cli.options import flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.simulate.live import Live
+    from outpace.simulate.live import LiveModels
     from outpace.simulate.trace import Trace
 
 PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
@@ -190,17 +190,17 @@ def _trace(pair: Pair) -> Trace:
     return stated_trace(pair.acceptance or 0.0, pair.answers or 8)
 
 
-def _live(pair: Pair, trace: Trace) -> Live | None:
+def _live(pair: Pair, trace: Trace) -> LiveModels | None:
     """The models of the trace, if they are named."""
     if not pair.names_models:
         return None
     from outpace.models.load import load_draft, load_model
-    from outpace.simulate.live import Live
+    from outpace.simulate.live import LiveModels
 
     if pair.trace is None:
         raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
     target = load_model(pair.target)
-    return Live(trace, target.model, load_draft(pair.draft or "auto", target).model)
+    return LiveModels(trace, target.model, load_draft(pair.draft or "auto", target).model)
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

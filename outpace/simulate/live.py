@@ -68,7 +68,7 @@ class Counted(Model):
         return self._model.score_held(forest)
 
 
-class Live:
+class LiveModels:
     """The pair of a trace: its target and its draft."""
 
     def __init__(self, trace: Trace, target: Model, draft: Model) -> None:

@@ -19,7 +19,7 @@ from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.simulate.costs import PassTimes
 from outpace.simulate.indexed_trace import IndexedTrace, Script, index_trace
-from outpace.simulate.live import Live
+from outpace.simulate.live import LiveModels
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
 from outpace.simulate.setups import PLAIN, Setup
 from outpace.simulate.trace import Trace
@@ -57,7 +57,7 @@ def simulate(
     costs: Sequence[PassTimes],
     devices: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, all: None,
-    live: Live | None = None,
+    live: LiveModels | None = None,
 ) -> Iterator[Outcome]:
     """Every setup at all costs, setup by setup; the first must be plain decoding. RuntimeError where a text differs
     from the recorded one: that would be a bug. `live`: the models, which some setups need."""
@@ -100,7 +100,11 @@ def _best(
 
 
 def _run_live(
-    live: Live, setup: Setup, costs: PassTimes, draft_length: int | None = None, some: Sequence[Script] | None = None
+    live: LiveModels,
+    setup: Setup,
+    costs: PassTimes,
+    draft_length: int | None = None,
+    some: Sequence[Script] | None = None,
 ) -> Outcome:
     """One setup that the models run themselves, at these costs."""
     courses = live.courses(setup, draft_length, live.scripts.scripts if some is None else some)
