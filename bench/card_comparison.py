@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from outpace.models.load import load_draft, load_model
 from outpace.simulate import costs, report, run, trace
-from outpace.simulate.live import LiveModels
+from outpace.simulate.run import LiveModels
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen
 
 LANGUAGES = ("de", "es", "fr", "zh")

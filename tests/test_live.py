@@ -15,8 +15,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
-from outpace.simulate.live import LiveModels
-from outpace.simulate.run import Outcome, _run_live, run_setup, simulate
+from outpace.simulate.run import LiveModels, Outcome, _run_live, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
 from outpace.simulate.stated import stated_trace
 from outpace.simulate.trace import RecordOptions, Trace, record

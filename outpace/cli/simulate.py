@@ -16,7 +16,7 @@ from outpace.cli.options import flags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.simulate.live import LiveModels
+    from outpace.simulate.run import LiveModels
     from outpace.simulate.trace import Trace
 
 PAIR, TIMES, SHOWN = "Pair", "Times", "Shown"
@@ -195,7 +195,7 @@ def _live(pair: Pair, trace: Trace) -> LiveModels | None:
     if not pair.names_models:
         return None
     from outpace.models.load import load_draft, load_model
-    from outpace.simulate.live import LiveModels
+    from outpace.simulate.run import LiveModels
 
     if pair.trace is None:
         raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
