@@ -18,7 +18,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.setups import Setup
-from outpace.simulate.stated import stated_trace
+from outpace.simulate.stated import synthetic_trace
 
 TARGET = QuickToy(16, 3, 0)
 REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel", 40, temperature=0.9, seed=3)]
@@ -26,7 +26,7 @@ REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel",
 
 def simulated(method: str, alpha: float, length: int, ratio: float, width: int = 1, tokens: int = 4000) -> Outcome:
     """So many tokens of a pair whose every place is accepted with chance `alpha`, of its own."""
-    scripts = index_trace(stated_trace(alpha, 2, tokens // 2))
+    scripts = index_trace(synthetic_trace(alpha, 2, tokens // 2))
     options = {"width": width, "tree_nodes": 4096, "floor": 0.0}
     return run_setup(scripts, Setup(method, method, method, 64, options), costs.by_ratio(ratio), 2, length)
 

@@ -17,7 +17,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import LiveModels, Outcome, _run_live, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
-from outpace.simulate.stated import stated_trace
+from outpace.simulate.stated import synthetic_trace
 from outpace.simulate.trace import RecordOptions, Trace, record
 
 TARGET, DRAFT = QuickToy(16, 3, 5), QuickToy(16, 3, 5, 0.6)
@@ -108,4 +108,4 @@ def test_each_tasks_speed(trace: Trace) -> None:
     counts = {task: sum(len(a.tokens) for a in trace.answers if a.task == task) for task in ("a", "b")}
     assert sum(counts[task] * outcome.by_task[task] for task in counts) == pytest.approx(outcome.seconds)
     assert outcome.speedups == {task: pytest.approx(5.0 / outcome.by_task[task]) for task in counts}
-    assert next(iter(both(stated_trace(0.5, 1, 20)))).speedups == {"stated": 1.0}
+    assert next(iter(both(synthetic_trace(0.5, 1, 20)))).speedups == {"stated": 1.0}

@@ -17,7 +17,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.setups import Setup
-from outpace.simulate.stated import stated_trace
+from outpace.simulate.stated import synthetic_trace
 
 TREE = {"width": 6, "tree_nodes": 512}
 
@@ -26,7 +26,7 @@ TREE = {"width": 6, "tree_nodes": 512}
 def simulated(method: str, ratio: float, devices: int = 2, **options: Any) -> Outcome:
     """360 tokens of a pair whose draft is right in six places of ten."""
     setup = Setup(method, method, method, 16, TREE | options)
-    return run_setup(index_trace(stated_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
+    return run_setup(index_trace(synthetic_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
 
 
 def test_the_ledger_spends_a_share_and_half_of_it_after_each_failure() -> None:

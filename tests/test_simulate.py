@@ -26,7 +26,7 @@ from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trac
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
-from outpace.simulate.stated import stated_trace
+from outpace.simulate.stated import synthetic_trace
 from outpace.simulate.trace import Trace
 
 SIZES = Sizes(nodes=8, width=3, tree_nodes=64)
@@ -35,8 +35,8 @@ SMALLER = {"width": 10, "tree_nodes": 500}  # a hundred wide takes its time
 for _name in ("card-published", "card-published-free"):
     SETUPS[_name] = replace(SETUPS[_name], options={**SETUPS[_name].options, **SMALLER})
 CHAIN = {"width": 1, "tree_nodes": 64, "floor": 0.0}
-PERFECT, GARBAGE = stated_trace(1.0, 1, 240), stated_trace(0.0, 1, 60)
-MIXED = stated_trace(0.6, 3, 40)
+PERFECT, GARBAGE = synthetic_trace(1.0, 1, 240), synthetic_trace(0.0, 1, 60)
+MIXED = synthetic_trace(0.6, 3, 40)
 
 
 def run(trace: Trace, setup: Setup, ratio: float, devices: int = 2, length: int | None = None) -> Outcome:
@@ -65,7 +65,7 @@ def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
 @pytest.mark.parametrize("ratio", [pytest.param(3.5, marks=pytest.mark.long), 15.0])
 def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> None:
     """Rows that cost nothing, which it does not know before it has tried them; the best length of all for the other."""
-    trace, sizes = stated_trace(0.6, 4, 150), Sizes(nodes=16, width=4, tree_nodes=64)
+    trace, sizes = synthetic_trace(0.6, 4, 150), Sizes(nodes=16, width=4, tree_nodes=64)
     setups = chosen(sizes, ["speculative-tree", "auto"])
     fixed, planned = list(simulate(trace, setups, [costs.by_ratio(ratio)]))[1:]
     assert (fixed.setup.method, planned.setup.method) == ("speculative", "auto")
@@ -164,7 +164,7 @@ def test_the_best_draft_length_is_found() -> None:
 
 def test_each_part_of_card_does_something() -> None:
     """On a trace with much to gain each switch changes the outcome; what the paper had is the slowest but for one."""
-    trace = stated_trace(0.7, 1, 60)
+    trace = synthetic_trace(0.7, 1, 60)
     found = {name: run(trace, SETUPS[name], 7.0) for name in SETUPS if name.startswith("card") and name != "card-ngram"}
     alike = ("card-no-correction", "card-published-free")  # as without late nodes; as seven forwards in a pass of seven
     assert len({outcome.seconds for name, outcome in found.items() if name not in alike}) == len(found) - len(alike)
@@ -218,13 +218,15 @@ def test_the_texts_numbers_say_the_same() -> None:
 
 
 def test_a_stated_chance_comes_out() -> None:
-    trace = stated_trace(0.7, 4, 2000)
+    trace = synthetic_trace(0.7, 4, 2000)
     for rank in (1, 2, 3):
         assert trace.acceptance(rank) == pytest.approx(1 - 0.3**rank, abs=0.02)
-    assert stated_trace(0.7, 1, 20, seed=3).answers[0].tokens == stated_trace(0.7, 1, 20, seed=3).answers[0].tokens
+    assert (
+        synthetic_trace(0.7, 1, 20, seed=3).answers[0].tokens == synthetic_trace(0.7, 1, 20, seed=3).answers[0].tokens
+    )
     for acceptance in (-0.1, 1.1, float("nan")):
         with pytest.raises(UserError, match="acceptance"):
-            stated_trace(acceptance)
+            synthetic_trace(acceptance)
 
 
 def test_some_answers_alone() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
-from outpace.simulate.stated import stated_trace
+from outpace.simulate.stated import synthetic_trace
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")
@@ -40,7 +40,7 @@ def test_a_stated_pair(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_trace_with_measured_times_to_files(run: Run, tmp_path: Path) -> None:
-    stated_trace(0.5, 2, 40).save(tmp_path / "a.trace")
+    synthetic_trace(0.5, 2, 40).save(tmp_path / "a.trace")
     times = ("--target-times", "1:6,8:7", "--draft-times", "1:1,4:1.2", "--devices", "1")
     files = ("--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "plot.png"))
     code, out, err = run(

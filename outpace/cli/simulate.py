@@ -176,7 +176,7 @@ def _trace(pair: Pair) -> Trace:
     from outpace.core.errors import check_whole
     from outpace.simulate import trace
     from outpace.simulate.indexed_trace import limit_trace
-    from outpace.simulate.stated import stated_trace
+    from outpace.simulate.stated import synthetic_trace
 
     if pair.answers is not None:
         check_whole("answers", pair.answers, 1)
@@ -187,7 +187,7 @@ def _trace(pair: Pair) -> Trace:
         return limit_trace(trace.load(pair.trace), pair.answers, tasks)
     if pair.tasks is not None:
         raise UserError("tasks are those of a trace, a stated chance has none")
-    return stated_trace(pair.acceptance or 0.0, pair.answers or 8)
+    return synthetic_trace(pair.acceptance or 0.0, pair.answers or 8)
 
 
 def _live(pair: Pair, trace: Trace) -> LiveModels | None:

@@ -18,7 +18,7 @@ _RANKS = 16
 _VOCAB = 64
 
 
-def stated_trace(acceptance: float, answers: int = 8, tokens: int = 256, seed: int = 0) -> Trace:
+def synthetic_trace(acceptance: float, answers: int = 8, tokens: int = 256, seed: int = 0) -> Trace:
     """A made-up trace with this chance of acceptance, between 0 and 1."""
     check_range("acceptance", acceptance, 0.0, 1.0)
     check_whole("answers", answers, 1)
