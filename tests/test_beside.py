@@ -18,7 +18,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.setups import Setup
-from outpace.simulate.stated import synthetic_trace
+from outpace.simulate.trace import synthetic_trace
 
 TARGET = QuickToy(16, 3, 0)
 REQUESTS = [make_request((3, 1, 4), max_tokens=40), make_request((7,), "gumbel", 40, temperature=0.9, seed=3)]

@@ -17,8 +17,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import LiveModels, Outcome, _run_live, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
-from outpace.simulate.stated import synthetic_trace
-from outpace.simulate.trace import RecordOptions, Trace, record
+from outpace.simulate.trace import RecordOptions, Trace, record, synthetic_trace
 
 TARGET, DRAFT = QuickToy(16, 3, 5), QuickToy(16, 3, 5, 0.6)
 SETUPS = {setup.name: setup for setup in setups(Sizes(nodes=12, width=3, tree_nodes=64))}

@@ -17,7 +17,7 @@ from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.setups import Setup
-from outpace.simulate.stated import synthetic_trace
+from outpace.simulate.trace import synthetic_trace
 
 TREE = {"width": 6, "tree_nodes": 512}
 

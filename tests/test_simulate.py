@@ -26,8 +26,7 @@ from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trac
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
-from outpace.simulate.stated import synthetic_trace
-from outpace.simulate.trace import Trace
+from outpace.simulate.trace import Trace, synthetic_trace
 
 SIZES = Sizes(nodes=8, width=3, tree_nodes=64)
 SETUPS = {setup.name: setup for setup in setups(SIZES) if not setup.is_live}

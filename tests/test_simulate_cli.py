@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
-from outpace.simulate.stated import synthetic_trace
+from outpace.simulate.trace import synthetic_trace
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")

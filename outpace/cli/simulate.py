@@ -176,7 +176,7 @@ def _trace(pair: Pair) -> Trace:
     from outpace.core.errors import check_whole
     from outpace.simulate import trace
     from outpace.simulate.indexed_trace import limit_trace
-    from outpace.simulate.stated import synthetic_trace
+    from outpace.simulate.trace import synthetic_trace
 
     if pair.answers is not None:
         check_whole("answers", pair.answers, 1)

@@ -8,7 +8,9 @@ sampled texts the rows are what the rule's drafter ranks by: log q plus the nois
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outpace.core.errors import UserError, check_whole
+from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
@@ -276,3 +278,39 @@ def _tensors(answers: Sequence[TracedAnswer]) -> dict[str, np.ndarray]:
     for name in _ROWS:
         parts[name] = [getattr(answer, name) for answer in answers]
     return {name: np.ascontiguousarray(np.concatenate(part).astype(_TYPES[name])) for name, part in parts.items()}
+
+
+_RANKS = 16
+_VOCAB = 64
+
+
+def synthetic_trace(acceptance: float, answers: int = 8, tokens: int = 256, seed: int = 0) -> Trace:
+    """A made-up trace with this chance of acceptance, between 0 and 1."""
+    check_range("acceptance", acceptance, 0.0, 1.0)
+    check_whole("answers", answers, 1)
+    check_whole("tokens", tokens, 1)
+    chance = random.Random(seed)
+    made = tuple(_answer(chance, acceptance, tokens) for _ in range(answers))
+    return Trace("stated", f"acceptance {acceptance:g}", _VOCAB, made)
+
+
+def _answer(chance: random.Random, acceptance: float, tokens: int) -> TracedAnswer:
+    written, rows = [], []
+    for _ in range(tokens):
+        token, *others = chance.sample(range(_VOCAB), _RANKS + 1)
+        rank = 0
+        while rank < _RANKS and chance.random() >= acceptance:
+            rank += 1
+        written.append(token)
+        rows.append([*others[:rank], token, *others[rank:]][:_RANKS])
+    log_miss = math.log1p(-acceptance) if acceptance < 1 else -50.0
+    log_hit = math.log(acceptance) if acceptance else 0.0
+    falling = np.array([log_hit + rank * log_miss for rank in range(_RANKS)], dtype=np.float32)
+    return TracedAnswer(
+        prompt=(0,),
+        tokens=tuple(written),
+        target_logprobs=np.zeros(tokens, dtype=np.float32),
+        draft_tokens=np.array(rows, dtype=np.int32),
+        draft_logprobs=np.broadcast_to(falling, (tokens, _RANKS)).copy(),
+        task="stated",
+    )
