@@ -25,10 +25,10 @@ from outpace.simulate import costs, models
 from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trace
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.setups import PLAIN, Setup, Sizes, chosen, setups
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, chosen, setups
 from outpace.simulate.trace import Trace, synthetic_trace
 
-SIZES = Sizes(nodes=8, width=3, tree_nodes=64)
+SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
 SETUPS = {setup.name: setup for setup in setups(SIZES) if not setup.is_live}
 SMALLER = {"width": 10, "tree_nodes": 500}  # a hundred wide takes its time
 for _name in ("card-published", "card-published-free"):
@@ -64,7 +64,7 @@ def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
 @pytest.mark.parametrize("ratio", [pytest.param(3.5, marks=pytest.mark.long), 15.0])
 def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> None:
     """Rows that cost nothing, which it does not know before it has tried them; the best length of all for the other."""
-    trace, sizes = synthetic_trace(0.6, 4, 150), Sizes(nodes=16, width=4, tree_nodes=64)
+    trace, sizes = synthetic_trace(0.6, 4, 150), SetupSizes(nodes=16, width=4, tree_nodes=64)
     setups = chosen(sizes, ["speculative-tree", "auto"])
     fixed, planned = list(simulate(trace, setups, [costs.by_ratio(ratio)]))[1:]
     assert (fixed.setup.method, planned.setup.method) == ("speculative", "auto")

@@ -123,10 +123,10 @@ def simulate(
     check_plot("--plot", shown.plot)
     costs = _costs(times)
     from outpace.simulate import report, run
-    from outpace.simulate.setups import Sizes, chosen
+    from outpace.simulate.setups import SetupSizes, chosen
 
     first, *others = _widths(width)
-    sizes = Sizes(nodes, first, others=tuple(others))
+    sizes = SetupSizes(nodes, first, others=tuple(others))
     rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
     trace = _trace(pair)
     live = _live(pair, trace)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
 from outpace.simulate.run import Outcome
-from outpace.simulate.setups import PLAIN, Sizes
+from outpace.simulate.setups import PLAIN, SetupSizes
 from outpace.simulate.trace import Trace
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def about(trace: Trace, sizes: Sizes, devices: int) -> dict[str, Any]:
+def about(trace: Trace, sizes: SetupSizes, devices: int) -> dict[str, Any]:
     """What was simulated."""
     return {
         "target": trace.target,

@@ -20,7 +20,7 @@ _PUBLISHED_FORWARDS = 7  # of the draft in a pass of the target, by the authors'
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SetupSizes:
     """`nodes` the target verifies a pass, the root included; `width` (the paper's K) those that the drafter expands a
     forward; no more are grown where `tree_nodes` stand. CARD, as it is and planned, gets the `others` as well."""
 
@@ -60,7 +60,7 @@ class Setup:
         return registry.find("decoders", self.method)
 
 
-def setups(sizes: Sizes) -> list[Setup]:
+def setups(sizes: SetupSizes) -> list[Setup]:
     """All of them, plain decoding first, CARD's own last."""
     tree = {"width": sizes.width, "tree_nodes": sizes.tree_nodes}
     chain = {"width": 1, "tree_nodes": max(LENGTHS) + 2, "floor": 0.0}
@@ -131,7 +131,7 @@ def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
     return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
 
 
-def chosen(sizes: Sizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
+def chosen(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
     """Those of these names, or all of a decoder's name; plain decoding is always there. `all`: every one; no name: each
     method as it is, without the rows that leave out a part of it. `has_models`: those that need the models too."""
     for name in names:
