@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from outpace.models.load import load_draft, load_model
 from outpace.simulate import costs, report, run, trace
 from outpace.simulate.run import LiveModels
-from outpace.simulate.setups import PLAIN, Setup, SetupSizes, chosen
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups
 
 LANGUAGES = ("de", "es", "fr", "zh")
 METHODS = {  # of the first table and the plot
@@ -82,7 +82,7 @@ def record(args: argparse.Namespace) -> Path:
 
 def setups(names: Sequence[str]) -> list[Setup]:
     """The simulated ones."""
-    every = {setup.name: setup for setup in chosen(SetupSizes(), [], has_models=True)}
+    every = {setup.name: setup for setup in select_setups(SetupSizes(), [], has_models=True)}
     return [every[name] for name in names]
 
 

@@ -16,7 +16,7 @@ from outpace.models.base import Part
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import LiveModels, Outcome, _run_live, run_setup, simulate
-from outpace.simulate.setups import PLAIN, Setup, SetupSizes, chosen, setups
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
 from outpace.simulate.trace import RecordOptions, Trace, record, synthetic_trace
 
 TARGET, DRAFT = QuickToy(16, 3, 5), QuickToy(16, 3, 5, 0.6)
@@ -93,11 +93,11 @@ def test_a_sampled_trace_is_refused(trace: Trace) -> None:
 
 
 def test_without_the_models_there_are_no_such_rows() -> None:
-    names = {setup.name for setup in chosen(SetupSizes(), [])}
-    with_models = {setup.name for setup in chosen(SetupSizes(), [], has_models=True)}
+    names = {setup.name for setup in select_setups(SetupSizes(), [])}
+    with_models = {setup.name for setup in select_setups(SetupSizes(), [], has_models=True)}
     assert with_models - names == {"lookahead", "ouroboros"}
     with pytest.raises(UserError, match="lookahead needs what the target says of wrong branches"):
-        chosen(SetupSizes(), ["card", "lookahead"])
+        select_setups(SetupSizes(), ["card", "lookahead"])
 
 
 def test_each_tasks_speed(trace: Trace) -> None:

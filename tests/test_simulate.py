@@ -25,7 +25,7 @@ from outpace.simulate import costs, models
 from outpace.simulate.indexed_trace import IndexedTrace, index_trace, limit_trace
 from outpace.simulate.models import ON_PATH, ReplayDraft, ReplayTarget
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.setups import PLAIN, Setup, SetupSizes, chosen, setups
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
 from outpace.simulate.trace import Trace, synthetic_trace
 
 SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
@@ -65,7 +65,7 @@ def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
 def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> None:
     """Rows that cost nothing, which it does not know before it has tried them; the best length of all for the other."""
     trace, sizes = synthetic_trace(0.6, 4, 150), SetupSizes(nodes=16, width=4, tree_nodes=64)
-    setups = chosen(sizes, ["speculative-tree", "auto"])
+    setups = select_setups(sizes, ["speculative-tree", "auto"])
     fixed, planned = list(simulate(trace, setups, [costs.by_ratio(ratio)]))[1:]
     assert (fixed.setup.method, planned.setup.method) == ("speculative", "auto")
     assert planned.speedup > 0.93 * fixed.speedup > 1.5
@@ -257,16 +257,16 @@ def test_times_that_are_none(text: str) -> None:
 
 
 def test_names_of_methods() -> None:
-    assert [setup.name for setup in chosen(SIZES, ["card"])] == [PLAIN, "card"]
-    names = [setup.name for setup in chosen(SIZES, ["speculative", "card-chain"])]
+    assert [setup.name for setup in select_setups(SIZES, ["card"])] == [PLAIN, "card"]
+    names = [setup.name for setup in select_setups(SIZES, ["speculative", "card-chain"])]
     assert names == [PLAIN, "speculative-chain", "speculative-tree", "card-chain"]
-    assert [setup.name for setup in chosen(SIZES, ["all"])] == [*SETUPS]
-    usual = [setup.name for setup in chosen(SIZES, [])]
+    assert [setup.name for setup in select_setups(SIZES, ["all"])] == [*SETUPS]
+    usual = [setup.name for setup in select_setups(SIZES, [])]
     assert {*registry.names("decoders"), "speculative-chain", "speculative-tree"} == {*usual, "speculative"}
-    wider = {setup.name for setup in chosen(replace(SIZES, others=(7,)), [])}
+    wider = {setup.name for setup in select_setups(replace(SIZES, others=(7,)), [])}
     assert wider - {*usual} == {"card-k7", "planned-k7"}
     with pytest.raises(UserError, match="did you mean 'card'"):
-        chosen(SIZES, ["cart"])
+        select_setups(SIZES, ["cart"])
 
 
 def filled() -> CandidateCache:

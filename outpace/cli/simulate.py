@@ -123,11 +123,11 @@ def simulate(
     check_plot("--plot", shown.plot)
     costs = _costs(times)
     from outpace.simulate import report, run
-    from outpace.simulate.setups import SetupSizes, chosen
+    from outpace.simulate.setups import SetupSizes, select_setups
 
     first, *others = _widths(width)
     sizes = SetupSizes(nodes, first, others=tuple(others))
-    rows = chosen(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
+    rows = select_setups(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
     trace = _trace(pair)
     live = _live(pair, trace)
     outcomes: list[Any] = []

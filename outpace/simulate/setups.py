@@ -131,7 +131,7 @@ def _other(name: str, nodes: int, tree: Mapping[str, Any]) -> Setup:
     return Setup(name, name, name, nodes, tree, LENGTHS if "draft_length" in options else ())
 
 
-def chosen(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
+def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
     """Those of these names, or all of a decoder's name; plain decoding is always there. `all`: every one; no name: each
     method as it is, without the rows that leave out a part of it. `has_models`: those that need the models too."""
     for name in names:
