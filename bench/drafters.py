@@ -23,7 +23,7 @@ from rich.table import Table
 from outpace.api.load import load
 from outpace.bench.tasks import collect
 from outpace.core.stats import positions, rates
-from outpace.simulate.costs import Cost, curve
+from outpace.simulate.costs import Cost, parse_curve
 
 LENGTH = 4  # steps of a draft model in a round
 ROWS = 64  # of a pass over several requests; each has its nodes as if it were alone
@@ -125,7 +125,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.only:
         write(arguments, {name: int(nodes) for name, nodes in (way.split(":") for way in arguments.ways.split(","))})
-    times = curve("pass-times", arguments.pass_times)
+    times = parse_curve("pass-times", arguments.pass_times)
     found = list(figures(read(arguments.kept), times, arguments.step, arguments.host))
     table = Table(box=None, title="times plain decoding's speed (tokens a pass)", title_justify="left")
     tasks = list(dict.fromkeys(row["task"] for row in found))

@@ -37,7 +37,7 @@ from outpace.models.base import Model, Part
 from outpace.models.load import load_draft, load_model
 from outpace.models.toy import ToySession
 from outpace.rules.greedy import Greedy
-from outpace.simulate.costs import Cost, curve
+from outpace.simulate.costs import Cost, parse_curve
 
 AVX2 = "1:9.85,3:9.95,4:11.3,6:13.5,8:15.8,12:23.5,16:30.0,32:57.4,64:111.7"
 COPIES = 0.15  # ms of the host a round for each drafter without a model
@@ -235,7 +235,7 @@ def main() -> None:
     target, clock = load_model(None), Clock()
     draft = load_draft(args.draft, target)
     model = target.model
-    recorded = Recorded(model.vocab_size, model.weight_bytes, curve("pass-times", args.pass_times), clock)
+    recorded = Recorded(model.vocab_size, model.weight_bytes, parse_curve("pass-times", args.pass_times), clock)
     stand = Stand(clock, recorded, Stepping(draft.model, args.step, clock), args.host)
     found = {name: replay(stand, name, kept, args.tokens) for name in args.drafters.split(",")}
     show(found)

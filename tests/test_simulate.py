@@ -243,17 +243,17 @@ def test_some_answers_alone() -> None:
 
 
 def test_measured_times_lie_on_lines() -> None:
-    cost = costs.curve("target-times", "1:6.0,4:6.3,8:7.1")
+    cost = costs.parse_curve("target-times", "1:6.0,4:6.3,8:7.1")
     found = [cost(rows) for rows in (1, 2, 4, 6, 8, 16)]
     assert found == pytest.approx([6.0, 6.1, 6.3, 6.7, 7.1, 8.7])
-    assert costs.curve("x", "4:5,8:4")(16) == 4.0  # more rows are never the cheaper ones
+    assert costs.parse_curve("x", "4:5,8:4")(16) == 4.0  # more rows are never the cheaper ones
     assert costs.measured("1:6", "1:1.5").ratio == 4.0
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:x", "0:3", "1:0", "1:nan", "1:-2", "1:2,,"])
 def test_times_that_are_none(text: str) -> None:
     with pytest.raises(UserError, match="target-times"):
-        costs.curve("target-times", text)
+        costs.parse_curve("target-times", text)
 
 
 def test_names_of_methods() -> None:

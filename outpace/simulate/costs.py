@@ -35,7 +35,7 @@ def by_ratio(ratio: float) -> PassTimes:
 
 def measured(target: str, draft: str) -> PassTimes:
     """Measured times, as in `1:6.0,4:6.2,8:7.0`: rows and their time."""
-    costs = PassTimes("measured", curve("target-times", target), curve("draft-times", draft))
+    costs = PassTimes("measured", parse_curve("target-times", target), parse_curve("draft-times", draft))
     return PassTimes(f"{costs.ratio:.3g} measured", costs.target, costs.draft)
 
 
@@ -50,7 +50,7 @@ def ratios(text: str) -> list[float]:
     return found
 
 
-def curve(name: str, text: str) -> Cost:
+def parse_curve(name: str, text: str) -> Cost:
     """Straight lines between the points that are given, and on behind the last; level before the first."""
     points: dict[int, float] = {}
     for part in text.split(","):
