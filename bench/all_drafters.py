@@ -26,7 +26,7 @@ from plot_drafters import SEEN, called
 from rich.console import Console
 from rich.table import Table
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.api.params import SamplingParams
 from outpace.bench import report, table_files
 from outpace.bench.contenders import PLAIN, Contender, parse_methods

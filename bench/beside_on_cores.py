@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from outpace.api.llm import LLM
-from outpace.api.load import load
+from outpace.api.llm import LLM, load
 from outpace.bench.tasks import collect
 
 PLAIN = "plain"
@@ -83,7 +82,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "passes": figures.passes,
                     "target_seconds": figures.target_seconds,
                     "hit_rate": figures.hit_rate,
-                    "turn_seconds": worker.turn_seconds if worker is not None else None,
+                    "turn_seconds": worker.step_seconds if worker is not None else None,
                     "equal": texts[name] == texts[PLAIN],
                 }
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.bench.tasks import collect
 from outpace.core.stats import positions, rates
 from outpace.simulate.costs import Cost, parse_curve

@@ -22,7 +22,7 @@ def drafter_of(model: Any, steps: int, is_beside: bool = False) -> Any:
     """The drafter `model`, which takes so many steps at once; beside a target it asks at each where that went."""
     drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=Given(draft=model))
     if is_beside:
-        drafter.work_beside()
+        drafter.begin_concurrent()
     return drafter
 
 

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from outpace.api.llm import LLM
-from outpace.api.load import load
+from outpace.api.llm import LLM, load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.own import MethodRunner

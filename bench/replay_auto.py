@@ -30,7 +30,7 @@ from outpace.core.logits import Held, tensor_of
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
@@ -149,7 +149,7 @@ class Stand:
             parts.append(part if part.runs_model else Slow(part, self.clock))
         parts.sort(key=lambda part: part.runs_model)
         options = EngineOptions(nodes=PLANNED_NODES, reuse=False, batch=1)
-        return Engine(self.target, Combined(parts), options=options, clock=self.clock)
+        return Engine(self.target, SharedTree(parts), options=options, clock=self.clock)
 
 
 def answer(stand: Stand, engine: Engine, one: dict[str, Any], tokens: int) -> dict[str, float]:

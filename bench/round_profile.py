@@ -36,7 +36,7 @@ from outpace.card.loop import DraftLoop
 from outpace.card.thread import ThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.drafters import model as model_drafter
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 from outpace.engine import engine, target_runner
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.sequence import Running
@@ -124,7 +124,7 @@ def seams(target: Any, draft: Any) -> Iterator[tuple[Any, str, str]]:
     yield Running, "commit", "commit, record"
     yield Running, "note_step", "commit, record"
     yield TextAssembler, "_say", "text"
-    for drafter in (model_drafter.ModelDrafter, Ngram):
+    for drafter in (model_drafter.ModelDrafter, NgramDrafter):
         yield drafter, "grow", "grow"
         yield drafter, "observe", "observe"
     yield engine.Drafting, "follow", "observe"

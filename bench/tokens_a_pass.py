@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.bench.tasks import collect
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree, best_nodes

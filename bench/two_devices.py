@@ -86,7 +86,7 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
                 raise run.error
             steps += run.history.steps[1:]  # the first round comes with the prompt
             texts.append(list(run.tokens))
-        turn = worker.turn_seconds if worker else seconds
+        turn = worker.step_seconds if worker else seconds
     tokens = sum(step.emitted for step in steps)
     spent = sum(step.seconds for step in steps) / tokens
     return Measured(spent, median(step.seconds for step in steps), turn, tokens / len(steps), texts)

@@ -12,8 +12,7 @@ from outpace._moved import install
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.api.llm import LLM
-    from outpace.api.load import load
+    from outpace.api.llm import LLM, load
     from outpace.api.params import SamplingParams
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
@@ -27,7 +26,7 @@ _HOMES = {
     "Result": "stream",
     "SamplingParams": "params",
     "Stream": "stream",
-    "load": "load",
+    "load": "llm",
     "Asking": "_deprecated",
 }
 

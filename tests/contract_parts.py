@@ -14,8 +14,7 @@ from torch import Tensor
 from outpace.core.needs import Needs, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
-from outpace.drafters._grower import Grower, GrowState
-from outpace.drafters._rows import rows_of
+from outpace.drafters._tree_expander import ExpansionState, TreeExpander, rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.models.base import Model
@@ -143,13 +142,13 @@ class Skipping(Drafter):
     needs = Needs(session=24)
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
-        self._grower = Grower(target.without(attention, mlp), width, tree_nodes=24, on_base=True)
+        self._grower = TreeExpander(target.without(attention, mlp), width, tree_nodes=24, on_base=True)
         self._width = width
 
-    def open(self, request: Request) -> GrowState:
-        return GrowState(request, list(request.prompt))
+    def open(self, request: Request) -> ExpansionState:
+        return ExpansionState(request, list(request.prompt))
 
-    def grow(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[int]:
+    def grow(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[int]:
         jobs = self._grower.jobs(states, trees)
         before = [len(tree) for tree in trees]
         offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._width))
@@ -159,7 +158,7 @@ class Skipping(Drafter):
                     tree.add(node, token, tree.scores[node] + math.log(0.6))
         return [len(tree) - count for tree, count in zip(trees, before, strict=True)]
 
-    def observe(self, state: GrowState, seen: Observation) -> None:
+    def observe(self, state: ExpansionState, seen: Observation) -> None:
         self._grower.follow(state, seen)
 
 

@@ -29,7 +29,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Row
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 from outpace.models.base import Model
@@ -93,13 +93,13 @@ def make_drafter(name: str, target: Toy, *, width: int = 4, tree_nodes: int = 64
         return Watched(QuickToy(vocab, 2, 99), options)
     if name == "empty":
         return Empty()
-    table = ngram.Ngram(ngram.Options(branches=min(width, 2)))
+    table = ngram.NgramDrafter(ngram.Options(branches=min(width, 2)))
     if name == "ngram":
         return table
     near = QuickToy(vocab, order, 0, 0.7)
     near._tables = 0.75 * target._tables + 0.25 * near._tables
     partial = Watched(near, options)
-    return {"model": partial, "both": Combined([table, partial]), "failing": failing(partial)}[name]
+    return {"model": partial, "both": SharedTree([table, partial]), "failing": failing(partial)}[name]
 
 
 @lru_cache

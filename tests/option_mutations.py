@@ -16,7 +16,7 @@ from outpace.core.banned_text import BannedText
 from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
-from outpace.drafters._grower import Grower
+from outpace.drafters._tree_expander import TreeExpander
 from outpace.engine import kv_memory, target_runner
 from outpace.engine import sequence as running
 from outpace.engine.draft_runner import Drafting
@@ -258,6 +258,6 @@ OPTION_MUTATIONS = [
     mutation("reuse: what was accepted before a pause", kv_memory.Memory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", kv_memory.Memory, "fit", beyond_the_budget),
     mutation("reuse: drafts count nothing", Drafting, "stored_bytes", lambda f: lambda self, texts: 0),
-    mutation("reuse: a pause leaves the draft its session", Grower, "pause", lambda f: lambda self, state: None),
+    mutation("reuse: a pause leaves the draft its session", TreeExpander, "pause", lambda f: lambda self, state: None),
     mutation("reuse: a prompt that is reported on", kv_memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
 ]

@@ -17,12 +17,12 @@ from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
 from outpace.core.orders import Orders
 from outpace.decoders import pearl, planned, ssd
-from outpace.drafters import _grower
+from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
-from outpace.drafters._choosing import Choosing
-from outpace.drafters.lookahead import Lookahead
+from outpace.drafters._composite import DraftSelector
+from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.model import ModelDrafter
-from outpace.drafters.ouroboros import Ouroboros
+from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.engine.target_runner import Passes
@@ -171,7 +171,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "ssd: one outcome is drafted for",
-        _grower,
+        _tree_expander,
         "for_outcomes",
         one_outcome,
         "test_beside.py::test_ssd_gains_by_the_outcomes_that_it_drafts_for",
@@ -220,42 +220,42 @@ PART_MUTATIONS = [
     ),
     mutation(
         "lookahead: the window stands still",
-        Lookahead,
+        LookaheadDrafter,
         "_iterate",
         nothing,
         "test_lookahead.py::test_the_window_is_the_jacobi_iteration",
     ),
     mutation(
         "lookahead: there is no window",
-        Lookahead,
+        LookaheadDrafter,
         "_probe",
         nothing,
         "test_lookahead.py::test_only_candidates_count_as_drafted",
     ),
     mutation(
         "ouroboros: rejected drafts teach nothing",
-        Ouroboros,
+        OuroborosDrafter,
         "_reuse",
         nothing,
         "test_ouroboros.py::test_the_pool_learns_what_is_said_behind_rejected_tokens",
     ),
     mutation(
         "ouroboros: no phrase is hung on",
-        Ouroboros,
+        OuroborosDrafter,
         "propose",
         nothing,
         "test_ouroboros.py::test_phrases_prolong_a_draft",
     ),
     mutation(
         "choosing: the first draft drafts",
-        Choosing,
+        DraftSelector,
         "_best",
         lambda f: lambda *given: 0,
         "test_choosing.py::test_the_draft_that_is_right_drafts",
     ),
     mutation(
         "choosing: nothing is learnt",
-        Choosing,
+        DraftSelector,
         "_compare",
         nothing,
         "test_choosing.py::test_what_was_learnt_is_remembered",

@@ -18,8 +18,8 @@ from typing import Any
 from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_request, within, write
 from light import SECONDS, Lookup, build_failing
 
-from outpace.card.base import Worker
 from outpace.card.process import ProcessWorker
+from outpace.card.worker import DraftWorker
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
@@ -91,7 +91,7 @@ def nothing_left() -> Iterator[None]:
 class Drive:
     """An engine that answers `REQUESTS` in turn, three at once, for as long as a test needs it to."""
 
-    def __init__(self, worker: Worker, options: EngineOptions = SMALL, decoder: ModuleType = card) -> None:
+    def __init__(self, worker: DraftWorker, options: EngineOptions = SMALL, decoder: ModuleType = card) -> None:
         self.decoder = decoder
         self.engine = Engine(TARGET, worker=worker, options=options)
         self.runs: list[tuple[int, Running]] = []

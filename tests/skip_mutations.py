@@ -10,9 +10,7 @@ from mutation_checks import Mutation, Original
 
 from outpace.core.types import Request
 from outpace.drafters import layer_skip
-from outpace.drafters._sublayers import Sublayers
-from outpace.drafters._swift import Search
-from outpace.drafters.layer_skip import LayerSkip, Options
+from outpace.drafters.layer_skip import LayerSkipDrafter, Options, Sublayers, SublayerSearch
 from outpace.engine import sequence as running
 from outpace.models.base import chain
 from outpace.models.toy import Toy
@@ -31,8 +29,11 @@ def find_in_skipping() -> str | None:
         make_request((3, 1, 4, 1, 5, seed), rule, LENGTH, seed=seed) for rule, seed in (("greedy", 1), ("gumbel", 2))
     ]
     expected = [write(TARGET, request) for request in requests]
-    for sublayers, search in ((Sublayers((IDLE,), (IDLE,)), None), (Sublayers((1,), (1,)), Search(4, 0.25, 1.0, 99))):
-        drafter = LayerSkip(TARGET, sublayers, Options(confidence=0.0, skip_window=8, skip_every=1), search)
+    for sublayers, search in (
+        (Sublayers((IDLE,), (IDLE,)), None),
+        (Sublayers((1,), (1,)), SublayerSearch(4, 0.25, 1.0, 99)),
+    ):
+        drafter = LayerSkipDrafter(TARGET, sublayers, Options(confidence=0.0, skip_window=8, skip_every=1), search)
         run, messages = collect_warnings(
             lambda of=drafter: decode(requests, "speculative", of, target=TARGET, check_storage=False, draft_length=3)
         )
@@ -86,7 +87,7 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
 
 SKIP_MUTATIONS = [
     _mutation("a trial is committed", layer_skip, "agreements", commit_what_was_tried),
-    _mutation("the set that agrees less stays", Search, "learn", keep_the_worse),
+    _mutation("the set that agrees less stays", SublayerSearch, "learn", keep_the_worse),
     _mutation("lent before the last round is committed", running.Running, "lend", lend_before_it_is_committed),
-    _mutation("the neighbours are left out", LayerSkip, "_choose", skip_the_neighbours),
+    _mutation("the neighbours are left out", LayerSkipDrafter, "_choose", skip_the_neighbours),
 ]

@@ -10,8 +10,7 @@ from part_mutations import mutation, nothing
 from test_draft_steps import keyed_one_further, sees_itself_alone
 
 from outpace.core.steps import Mail
-from outpace.drafters._ahead import Burst
-from outpace.drafters._under_way import UnderWay
+from outpace.drafters._multi_step import InFlightSteps, MultiStepCache
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_choice import Choice
 
@@ -28,7 +27,7 @@ def anywhere(towards: Original) -> Original:
 
 
 def of_any_root(follow: Original) -> Original:
-    def mutated(steps: UnderWay, path: Sequence[int], tokens: Sequence[int], root_id: int) -> Any:
+    def mutated(steps: InFlightSteps, path: Sequence[int], tokens: Sequence[int], root_id: int) -> Any:
         return follow(steps, [steps._root, *path[1:]], tokens, root_id)
 
     return mutated
@@ -39,10 +38,10 @@ STEP_MUTATIONS: list[Mutation] = [
     mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", keyed_one_further, ALIKE),
     mutation("steps: nobody tells them where the target went", Mail, "send", nothing, TOLD),
     mutation("steps: told where the target went, they go on as before", Choice, "_towards", anywhere, TOLD),
-    mutation("steps: what they expanded below a new root is lost", Burst, "claim", nothing, TOLD),
+    mutation("steps: what they expanded below a new root is lost", MultiStepCache, "claim", nothing, TOLD),
     mutation(
         "steps: what is said of an older root is heard",
-        UnderWay,
+        InFlightSteps,
         "_follow",
         of_any_root,
         "test_turning_steps.py::test_what_is_said_of_another_root_is_not_heard",

@@ -14,7 +14,7 @@ from files import write_gguf
 from test_bench import record
 from test_bench_run import Run, benching, by_label, last
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.bench import contenders, figures, predicted, quality
 from outpace.bench.judging import surprise
 from outpace.core import registry, theory

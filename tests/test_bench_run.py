@@ -16,7 +16,7 @@ import stand_ins
 import torch
 from files import weights, write_gguf
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.bench import run as bench_run
 from outpace.bench.contenders import Contender
 from outpace.bench.own import MethodRunner, score_gap
@@ -276,7 +276,7 @@ def test_bad_input_is_said(run: Run, arguments: tuple[str, ...], message: str) -
 def test_bad_input_is_said_before_a_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr("outpace.api.load.load", None)
+    monkeypatch.setattr("outpace.api.llm.load", None)
     (tmp_path / "file").touch()
     code, _, err = run(*(word.format(here=tmp_path) for word in arguments))
     assert code == 2
@@ -287,7 +287,7 @@ def test_bad_input_is_said_before_a_model_is_loaded(
 def test_a_plot_without_matplotlib_is_refused_before_a_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outpace.api.load.load", None)
+    monkeypatch.setattr("outpace.api.llm.load", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, _, err = run("--plot", tmp_path / "b.png")
     assert (code, err) == (2, "error: --plot needs `pip install matplotlib`; leave it out for the table alone\n")

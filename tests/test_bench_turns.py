@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from files import write_gguf
 
-from outpace.api.load import load
+from outpace.api.llm import load
 from outpace.api.params import SamplingParams
 from outpace.bench import run as bench_run
 from outpace.bench import tasks

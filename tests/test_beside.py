@@ -9,11 +9,11 @@ from doubles import QuickToy, decode, make_drafter, make_request, write
 
 from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
-from outpace.card.loop import Correct, DraftLoop, Open, Order
+from outpace.card.loop import Configure, Correct, DraftLoop, Open
 from outpace.core import theory
 from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree, depths
-from outpace.drafters._outcomes import for_outcomes
+from outpace.drafters._tree_expander import outcome_frontier
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -97,7 +97,7 @@ def grown(orders: Orders, forwards: int = 50) -> TokenTree:
     """The tree of a drafter that was given these orders, after so many forwards at most."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
     loop.mail.put(Open(0, REQUESTS[0]))
-    loop.mail.put(Order(0, orders))
+    loop.mail.put(Configure(0, orders))
     for _ in range(forwards):
         for _, layer in loop.grow():
             cache.insert(layer)
@@ -113,7 +113,7 @@ def test_the_drafter_stops_where_it_is_told(orders: Orders, deepest: int) -> Non
 
 def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
     loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
-    for message in (Open(0, REQUESTS[0]), Order(0, Orders(depth=2, width=1))):
+    for message in (Open(0, REQUESTS[0]), Configure(0, Orders(depth=2, width=1))):
         loop.mail.put(message)
 
     def deepest() -> int:
@@ -123,7 +123,7 @@ def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
         return max(depths(cache.query(99).parents))
 
     assert deepest() == 2
-    loop.mail.put(Order(0, Orders(depth=4, width=1)))
+    loop.mail.put(Configure(0, Orders(depth=4, width=1)))
     assert deepest() == 4
     tree = cache.query(3)
     picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]
@@ -136,15 +136,15 @@ def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
 def test_chains_for_outcomes() -> None:
     """The best chain first, then chains below what else may come of it, likeliest first."""
     tree = TokenTree(0)
-    assert for_outcomes(tree, (), 2, 4) == [0]
+    assert outcome_frontier(tree, (), 2, 4) == [0]
     best, other = tree.add(0, 1, -0.1), tree.add(0, 2, -1.0)
-    assert for_outcomes(tree, {0}, 2, 4) == [best, other]
-    assert for_outcomes(tree, {0}, 2, 1) == [best]
+    assert outcome_frontier(tree, {0}, 2, 4) == [best, other]
+    assert outcome_frontier(tree, {0}, 2, 1) == [best]
     second = tree.add(best, 3, -0.2)
-    assert for_outcomes(tree, {0, 1}, 2, 4) == [other, second], "what follows the last token is an outcome too"
+    assert outcome_frontier(tree, {0, 1}, 2, 4) == [other, second], "what follows the last token is an outcome too"
     after = tree.add(second, 4, -0.3)
-    assert for_outcomes(tree, {0, 1, 3}, 2, 4) == [other, after]
-    assert for_outcomes(tree, {0, 1, 3}, 2, 1) == [after]
-    assert for_outcomes(tree, {0}, 3, 9) == [best, other, second, after], "what another planted above goes with it"
+    assert outcome_frontier(tree, {0, 1, 3}, 2, 4) == [other, after]
+    assert outcome_frontier(tree, {0, 1, 3}, 2, 1) == [after]
+    assert outcome_frontier(tree, {0}, 3, 9) == [best, other, second, after], "what another planted above goes with it"
     tip = tree.add(tree.add(after, 5, -0.4), 6, -0.5)
-    assert tip not in for_outcomes(tree, {0, 1, 3, 4, 5}, 2, 4), "a chain of two tokens is whole"
+    assert tip not in outcome_frontier(tree, {0, 1, 3, 4, 5}, 2, 4), "a chain of two tokens is whole"

@@ -25,15 +25,15 @@ GIVEN = Given(TARGET, tokenizer=NAMED)
 
 
 def _lookahead(folder: Path) -> Drafter:
-    return lookahead.Lookahead(lookahead.Options(phrases=str(folder / "pool"), from_text=True), GIVEN)
+    return lookahead.LookaheadDrafter(lookahead.Options(phrases=str(folder / "pool"), from_text=True), GIVEN)
 
 
 MADE: dict[str, Callable[[Path], Any]] = {
-    "suffix": lambda _: suffix.Suffix(suffix.Options()),
-    "cacheback": lambda _: cacheback.Cacheback(cacheback.Options(least_chance=0.0), None),
-    "recycle": lambda _: recycle.Recycle(recycle.Options(branches=2, least_chance=0.0)),
+    "suffix": lambda _: suffix.SuffixDrafter(suffix.Options()),
+    "cacheback": lambda _: cacheback.CachebackDrafter(cacheback.Options(least_chance=0.0), None),
+    "recycle": lambda _: recycle.RecycleDrafter(recycle.Options(branches=2, least_chance=0.0)),
     "lookahead": _lookahead,
-    "ouroboros": lambda _: ouroboros.Ouroboros(DRAFT, ouroboros.Options()),
+    "ouroboros": lambda _: ouroboros.OuroborosDrafter(DRAFT, ouroboros.Options()),
 }
 
 

@@ -19,13 +19,19 @@ from hypothesis.stateful import (
 from machines import DEPTHS, SEARCH
 from mutations import MUTATIONS
 
-from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
+from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, VisibilityOptions
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
 from outpace.rules.base import follow
 
 VOCAB = 4
-SIGHTS = (Sight(), Sight(secondary=False), Sight(late=False), Sight(chain=True), Sight(False, False, True))
+SIGHTS = (
+    VisibilityOptions(),
+    VisibilityOptions(secondary=False),
+    VisibilityOptions(late=False),
+    VisibilityOptions(chain=True),
+    VisibilityOptions(False, False, True),
+)
 NUMBERS = st.integers(0, 1 << 16)
 PROPOSED = st.tuples(NUMBERS, st.integers(0, VOCAB - 1), st.floats(-3.0, -0.01), st.booleans())
 
@@ -54,7 +60,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.queried_at = 0
 
     @initialize(sight=st.sampled_from(SIGHTS))
-    def look(self, sight: Sight) -> None:
+    def look(self, sight: VisibilityOptions) -> None:
         self.cache.sight = self.sight = sight
 
     def children(self, node: int) -> list[int]:
@@ -98,13 +104,13 @@ class CacheMachine(RuleBasedStateMachine):
             if candidate.node_id not in self.live:
                 self.dead.append(candidate.node_id)
         before = self.cache.layers, self.cache.counts["dead parent"]
-        assert self.cache.insert(Layer(self.root, nodes)) == added
+        assert self.cache.insert(CandidateLayer(self.root, nodes)) == added
         assert (self.cache.layers, self.cache.counts["dead parent"]) == (before[0] + (added > 0), before[1] + orphans)
 
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:
         before = self.cache.counts["nothing to offer"]
-        assert self.cache.insert(Layer(self.root + 1000 * is_stale, ())) == 0
+        assert self.cache.insert(CandidateLayer(self.root + 1000 * is_stale, ())) == 0
         assert self.cache.counts["nothing to offer"] == before + (not is_stale)
         self.cache.wait(10**6 if not is_stale else 0, 60.0)  # who waits is let go
 

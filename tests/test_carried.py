@@ -21,9 +21,9 @@ from outpace.core.carried import Carried
 from outpace.core.needs import Given
 from outpace.core.types import Adjustments, LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive
-from outpace.drafters import _carrier, _grower, ngram
+from outpace.drafters import _carrier, _tree_expander, ngram
 from outpace.drafters import model as draft_model
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.sequence import TARGET, Running
@@ -73,7 +73,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = None, **options: Any) -> Any:
     model = draft_model.build(draft_model.Options(**options), given=Given(draft=draft, target=target))
-    return Combined([ngram.build(ngram.Options(branches=2)), model]) if copies else model
+    return SharedTree([ngram.build(ngram.Options(branches=2)), model]) if copies else model
 
 
 def asked(count: int, number: int = 0, /, **options: Any) -> list[Request]:
@@ -536,17 +536,17 @@ def test_a_draft_with_a_shorter_context_stops_there(target: NativeLlama, context
 
 def test_a_long_text_that_the_draft_has_not_read_keeps_nobody_waiting(ways: Ways) -> None:
     """The draft reads one chunk of it a step where others write, as it does step by step."""
-    chunk = _grower.CHUNK
-    ways._patch.setattr(_grower, "CHUNK", 8)
+    chunk = _tree_expander.CHUNK
+    ways._patch.setattr(_tree_expander, "CHUNK", 8)
     ways._patch.setattr(_carrier, "CHUNK", 8)
     reads: Counter[int] = Counter()
-    inner, steps = _grower.Grower._read_chunk, [0]
+    inner, steps = _tree_expander.TreeExpander._read_chunk, [0]
 
     def watched(grower: Any, states: Any) -> None:
         reads[steps[0]] += 1
         inner(grower, states)
 
-    ways._patch.setattr(_grower.Grower, "_read_chunk", watched)
+    ways._patch.setattr(_tree_expander.TreeExpander, "_read_chunk", watched)
     first, second = asked(1)[0], make_request([11 * n % 97 for n in range(200)], max_tokens=40)
     options = EngineOptions(chunk=256, batch=4, burst=LONG)
     with Engine(ways.target, drafter_of(ways.draft, True), options=options, clock=Clock()) as engine:

@@ -20,10 +20,9 @@ from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation
 from outpace.drafters import model
-from outpace.drafters._choosing import Choosing, speed
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import DraftSelector, SharedTree, expected_speed
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.build import Parts, build_engine
 from outpace.engine.engine import EngineOptions
@@ -46,8 +45,8 @@ class Counting(QuickToy):
         return super().score(forest)
 
 
-def choosing(*models: Any, costs: tuple[float | None, ...] = ()) -> Choosing:
-    return Choosing([ModelDrafter(one, Options(width=2)) for one in models], costs or [0.1] * len(models))
+def choosing(*models: Any, costs: tuple[float | None, ...] = ()) -> DraftSelector:
+    return DraftSelector([ModelDrafter(one, Options(width=2)) for one in models], costs or [0.1] * len(models))
 
 
 def test_a_likelihood_is_the_models_own_and_leaves_nothing() -> None:
@@ -108,13 +107,13 @@ def test_of_two_that_are_as_good_the_cheaper_one_drafts() -> None:
     drafter = choosing(TARGET, QuickToy(16, 3, 0), costs=(0.5, 0.05))
     state = drafter.open(make_request(PROMPT))
     assert state.chosen == 1
-    assert [speed(0.7, 0.05) > speed(0.8, 0.4), speed(0.0, 0.3)] == [True, 1.0]
+    assert [expected_speed(0.7, 0.05) > expected_speed(0.8, 0.4), expected_speed(0.0, 0.3)] == [True, 1.0]
 
 
 @pytest.mark.parametrize(("chance", "cost"), [(0.0, 0.1), (1.0, 0.1), (0.3, 0.4), (0.3, 0.1), (0.8, 0.1), (0.95, 0.02)])
 def test_the_speed_is_that_of_the_best_length(chance: float, cost: float) -> None:
     best = max(sum(chance**n for n in range(length + 1)) / (1 + length * cost) for length in range(9))
-    assert speed(chance, cost) == pytest.approx(best)
+    assert expected_speed(chance, cost) == pytest.approx(best)
 
 
 def test_those_that_do_not_draft_read_seldom() -> None:
@@ -131,7 +130,7 @@ def test_the_text_is_plain_decodings(method: str, rule: str) -> None:
     asked = [make_request(PROMPT[:length], rule, 40, seed=length, **sampling) for length in (1, 3, 5)]
     near = QuickToy(16, 3, 0)
     near._tables = 0.7 * TARGET._tables + 0.3 * QuickToy(16, 3, 1)._tables
-    drafter = Combined([Ngram(NgramOptions()), choosing(GARBAGE, near, TARGET)])
+    drafter = SharedTree([NgramDrafter(NgramOptions()), choosing(GARBAGE, near, TARGET)])
     worker = "inline" if method == "card" else None
     found = decode(asked, method, drafter, worker=worker, target=TARGET, engine=SMALL)
     assert found.failure is None
@@ -163,7 +162,7 @@ def test_each_draft_is_told_what_to_draft() -> None:
 
 def test_one_draft_is_drafted_with_as_ever() -> None:
     assert isinstance(model.build(Options(), given=Given(TARGET, TARGET)), ModelDrafter)
-    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET, others=(GARBAGE,))), Choosing)
+    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
 
 
 def test_an_observation_without_tokens_compares_nothing() -> None:

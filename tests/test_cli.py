@@ -19,7 +19,7 @@ from outpace.cli import doctor as doctor_file
 from outpace.cli.main import main
 from outpace.core import registry
 from outpace.core.extras import install
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 
 Run = Callable[..., tuple[int, str, str]]
 FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tokens_per_second"} | {
@@ -201,7 +201,7 @@ def test_a_drafter_that_fails_is_one_warning(
     def fail(*_: object) -> list[int]:
         raise RuntimeError("out of ideas")
 
-    monkeypatch.setattr(Ngram, "grow", fail)
+    monkeypatch.setattr(NgramDrafter, "grow", fail)
     options = ("--max-tokens", "12", "--method", method, "--dtype", "float32")
     code, out, err = run("generate", PROMPT, "--target", str(tiny), *options)
     assert code == 0

@@ -19,7 +19,7 @@ from outpace.core.logits import Scored
 from outpace.core.needs import Needs, Seen
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import card, speculative
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 from outpace.models.base import Part
@@ -108,7 +108,7 @@ def test_each_of_several_parts_gets_its_own_share() -> None:
 
 def test_parts_on_one_tree_get_their_shares_too() -> None:
     shown = Witness(Needs(2, (3, 1), True), ())
-    with Engine(LAYERED, Combined([shown, Successors(), Empty()]), options=EngineOptions(chunk=3)) as engine:
+    with Engine(LAYERED, SharedTree([shown, Successors(), Empty()]), options=EngineOptions(chunk=3)) as engine:
         run = engine.submit(make_request(PROMPT, max_tokens=10), speculative, speculative.Options(1))
         (text,) = finish(engine, [run])
     assert len(shown.states[0].told) >= len(PROMPT) + 5

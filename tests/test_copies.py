@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
-from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
 from outpace.drafters._ngram_index import BREAK, NgramIndex, NgramMatch
 from outpace.rules.greedy import Greedy
 
@@ -115,22 +115,22 @@ def test_memory_and_work_are_bounded_over_a_long_text(text: str) -> None:
     assert max(work) <= 1000 * 4 * 3 + 4  # a look, an entry and an end by length
 
 
-class Fixed(Grafter[GraftState]):
+class Fixed(LookupDrafter[LookupState]):
     """Plants stated branches."""
 
-    def __init__(self, *branches: tuple[Sequence[int], int, Grade]) -> None:
+    def __init__(self, *branches: tuple[Sequence[int], int, Certainty]) -> None:
         super().__init__()
         self.branches = branches
 
-    def open(self, request: Request) -> GraftState:
-        return GraftState(request, list(request.prompt))
+    def open(self, request: Request) -> LookupState:
+        return LookupState(request, list(request.prompt))
 
-    def propose(self, state: GraftState, tree: TokenTree) -> None:
+    def propose(self, state: LookupState, tree: TokenTree) -> None:
         for branch in self.branches:
             self.branch(state, tree, *branch)
 
 
-def judge(drafter: Fixed, state: GraftState, written: Sequence[int]) -> TokenTree:
+def judge(drafter: Fixed, state: LookupState, written: Sequence[int]) -> TokenTree:
     """One round; the target writes these tokens, of which all but the last were accepted."""
     tree = TokenTree(state.tokens[-1])
     drafter.grow([state], [tree])
@@ -145,7 +145,7 @@ def judge(drafter: Fixed, state: GraftState, written: Sequence[int]) -> TokenTre
 
 def test_a_copy_is_worth_what_copies_of_its_length_were_worth() -> None:
     """Short copies came true, long ones did not: what is offered says so, here at once and elsewhere later."""
-    drafter = Fixed(([5, 6], 2, Grade.SURE), ([8], 20, Grade.OTHER))
+    drafter = Fixed(([5, 6], 2, Certainty.SURE), ([8], 20, Certainty.OTHER))
     state = drafter.open(request(1))
     first = judge(drafter, state, [5, 9])
     for _ in range(30):
@@ -162,7 +162,7 @@ def test_a_copy_is_worth_what_copies_of_its_length_were_worth() -> None:
 
 
 def test_what_another_drafter_planted_is_learnt_from_too() -> None:
-    drafter = Fixed(([5], 3, Grade.SURE))
+    drafter = Fixed(([5], 3, Certainty.SURE))
     state, tree = drafter.open(request(1)), TokenTree(1)
     tree.add(0, 5, -0.1)
     before = drafter.rate(state, kind_of(3))
@@ -173,17 +173,17 @@ def test_what_another_drafter_planted_is_learnt_from_too() -> None:
 
 
 def test_of_two_branches_that_begin_alike_only_the_fork_is_in_doubt() -> None:
-    drafter = Fixed(([5, 6, 7], 3, Grade.SURE), ([5, 8, 9], 3, Grade.OTHER))
+    drafter = Fixed(([5, 6, 7], 3, Certainty.SURE), ([5, 8, 9], 3, Certainty.OTHER))
     state, tree = drafter.open(request(1)), TokenTree(1)
     drafter.grow([state], [tree])
     kinds = {token: kind for below in state.planted.values() for token, kind in below.items()}
     assert kinds[5] == kind_of(3)
     assert (kinds[6], kinds[7]) == (kind_of(4), kind_of(5))
-    assert (kinds[8], kinds[9]) == (kind_of(4, Grade.OTHER), kind_of(5))
+    assert (kinds[8], kinds[9]) == (kind_of(4, Certainty.OTHER), kind_of(5))
 
 
 def test_rates_are_remembered_by_kind() -> None:
-    drafter, again = Fixed(([5], 3, Grade.SURE)), Fixed()
+    drafter, again = Fixed(([5], 3, Certainty.SURE)), Fixed()
     state = drafter.open(request(1))
     for _ in range(40):
         judge(drafter, state, [4])
@@ -192,7 +192,7 @@ def test_rates_are_remembered_by_kind() -> None:
 
 
 def test_the_longest_and_latest_ngram_stands_first() -> None:
-    drafter = ngram.Ngram(ngram.Options(longest=3, copies=2, branches=3))
+    drafter = ngram.NgramDrafter(ngram.Options(longest=3, copies=2, branches=3))
     state, tree = drafter.open(request(1, 2, 3, 4, 9, 2, 3, 5, 6, 1, 2, 3)), TokenTree(3)
     assert drafter.grow([state], [tree]) == [4]
     assert tree.tokens[1:] == [4, 9, 5, 6]
@@ -204,7 +204,7 @@ def test_of_the_places_that_are_looked_at_the_longest_matches_are_copied() -> No
     """The last three tokens stood at four places, at the oldest one behind two more that are equal."""
     text = (7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3)
     for places, expected in ((3, [4, 6]), (2, [6, 5]), (1, [6, 5])):
-        drafter = ngram.Ngram(ngram.Options(copies=1, branches=2, places=places))
+        drafter = ngram.NgramDrafter(ngram.Options(copies=1, branches=2, places=places))
         tree = TokenTree(3)
         assert drafter.grow([drafter.open(request(*text))], [tree]) == [2]
         assert tree.tokens[1:] == expected
@@ -213,7 +213,7 @@ def test_of_the_places_that_are_looked_at_the_longest_matches_are_copied() -> No
 
 
 def test_ngrams_hold_a_window_of_the_text() -> None:
-    drafter = ngram.Ngram(ngram.Options(window=16))
+    drafter = ngram.NgramDrafter(ngram.Options(window=16))
     state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))
     tree = TokenTree(2)
     assert drafter.grow([state], [tree]) == [0], "what stood 16 tokens ago is forgotten"
@@ -222,7 +222,13 @@ def test_ngrams_hold_a_window_of_the_text() -> None:
 
 
 def branch_slowly(
-    grafter: Grafter[Any], state: Any, tree: TokenTree, tokens: Sequence[int], length: int, grade: Grade, least: float
+    grafter: LookupDrafter[Any],
+    state: Any,
+    tree: TokenTree,
+    tokens: Sequence[int],
+    length: int,
+    grade: Certainty,
+    least: float,
 ) -> None:
     """Token by token."""
     node = 0
@@ -232,21 +238,21 @@ def branch_slowly(
             break
         is_new = token not in state.planted.get(tree.ids[node], ())
         node = grafter.plant(state, tree, node, token, kind)
-        grade = Grade.SURE if is_new else grade
+        grade = Certainty.SURE if is_new else grade
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> None:
     """Trees, what is noted as planted, and the rates that are learnt of it, over some rounds."""
     chance = random.Random(seed)
-    sides = [(ngram.Ngram(ngram.Options()), GraftState(request(1))) for _ in range(2)]
+    sides = [(ngram.NgramDrafter(ngram.Options()), LookupState(request(1))) for _ in range(2)]
     for step in range(8):
         trees = [TokenTree(1, root_id=step * 100, next_id=step * 100 + 1) for _ in sides]
         for _ in range(chance.randint(1, 4)):
             tokens = [chance.randint(0, 2) for _ in range(chance.randint(0, 9))]
-            length, grade = chance.choice([0, 1, 3, 60, 70]), Grade(chance.randint(0, 2))
+            length, grade = chance.choice([0, 1, 3, 60, 70]), Certainty(chance.randint(0, 2))
             least = chance.choice([0.0, 0.02, 0.3])
-            for way, (grafter, state), tree in zip((Grafter.branch, branch_slowly), sides, trees, strict=True):
+            for way, (grafter, state), tree in zip((LookupDrafter.branch, branch_slowly), sides, trees, strict=True):
                 way(grafter, state, tree, tokens, length, grade, least)
             assert vars(trees[0]) == vars(trees[1])
             assert sides[0][1].planted == sides[1][1].planted
@@ -256,7 +262,7 @@ def test_a_branch_is_planted_as_its_tokens_would_be_one_by_one(seed: int) -> Non
             written.append(trees[0].tokens[path[-1]])
         seen = Observation([trees[0].ids[node] for node in path], [*written, 1], TokenTree(1, root_id=-1))
         for grafter, state in sides:
-            Grafter.learn(grafter, state, seen)
+            LookupDrafter.learn(grafter, state, seen)
         rates = [{kind: rate.value for kind, rate in state.rates.items()} for _, state in sides]
         assert rates[0] == rates[1]
     assert rates[0]

@@ -20,9 +20,8 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation
 from outpace.decoders import autoregressive, card, speculative
 from outpace.drafters import layer_skip, model, ouroboros
-from outpace.drafters._choosing import Choosing
-from outpace.drafters._combined import Combined
-from outpace.drafters._sublayers import Sublayers
+from outpace.drafters._composite import DraftSelector, SharedTree
+from outpace.drafters.layer_skip import Sublayers
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 from outpace.models.toy import ToySession
@@ -73,10 +72,12 @@ def chains(ledger: Ledger, seed: int = 0, **options: Any) -> model.ModelDrafter:
 DRAFTERS: dict[str, Callable[[Ledger, QuickToy], Drafter]] = {
     "model": lambda ledger, target: chains(ledger),
     "window": lambda ledger, target: chains(ledger, draft_window=WINDOW),
-    "several": lambda ledger, target: Choosing([chains(ledger), chains(ledger, 7, draft_window=WINDOW)], [0.1, 0.1]),
-    "ouroboros": lambda ledger, target: ouroboros.Ouroboros(near(ledger), ouroboros.Options(tree_nodes=TREE)),
-    "together": lambda ledger, target: Combined([DRAFTERS["layer_skip"](ledger, target), chains(ledger)]),
-    "layer_skip": lambda ledger, target: layer_skip.LayerSkip(
+    "several": lambda ledger, target: DraftSelector(
+        [chains(ledger), chains(ledger, 7, draft_window=WINDOW)], [0.1, 0.1]
+    ),
+    "ouroboros": lambda ledger, target: ouroboros.OuroborosDrafter(near(ledger), ouroboros.Options(tree_nodes=TREE)),
+    "together": lambda ledger, target: SharedTree([DRAFTERS["layer_skip"](ledger, target), chains(ledger)]),
+    "layer_skip": lambda ledger, target: layer_skip.LayerSkipDrafter(
         target, Sublayers((1,), ()), layer_skip.Options(tree_nodes=TREE, skip_window=4, confidence=0.0)
     ),
 }
@@ -137,7 +138,7 @@ def test_a_window_bounds_what_counts() -> None:
     assert drafter.stored_bytes([1 << 20]) == drafter.stored_bytes([3 * WINDOW]) > drafter.stored_bytes([WINDOW])
     whole = chains(Ledger())
     assert whole.stored_bytes([1 << 20]) > TOKEN << 20
-    assert Choosing([drafter, whole], [0.1, 0.1]).stored_bytes([40, 50]) == sum(
+    assert DraftSelector([drafter, whole], [0.1, 0.1]).stored_bytes([40, 50]) == sum(
         part.stored_bytes([length]) for part in (drafter, whole) for length in (40, 50)
     )
 

@@ -18,7 +18,7 @@ from outpace.core.types import Commit, Request, Verify
 from outpace.decoders import autoregressive, card, speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
@@ -48,7 +48,7 @@ def plain(req: Request, target=TARGET) -> list[int]:
 
 
 def test_requests_join_and_leave_between_steps() -> None:
-    with Engine(TARGET, Ngram(NgramOptions()), options=EngineOptions(chunk=3, batch=2)) as engine:
+    with Engine(TARGET, NgramDrafter(NgramOptions()), options=EngineOptions(chunk=3, batch=2)) as engine:
         requests = [request(4 + number, 10 + 7 * number, number) for number in range(5)]
         runs = [engine.submit(req, speculative, speculative.Options()) for req in requests[:3]]
         for _ in range(6):
@@ -132,7 +132,7 @@ def test_a_pass_that_breaks_off_ends_its_requests(error: BaseException) -> None:
 
 
 def test_a_drafter_that_fails_in_turn_gives_one_warning_and_the_whole_text() -> None:
-    class Failing(Ngram):
+    class Failing(NgramDrafter):
         def grow(self, states, trees):
             raise OSError("gone")
 
@@ -168,7 +168,7 @@ def test_the_end_of_the_context_ends_the_text_alike() -> None:
     req = Request(tuple(range(20)), Greedy(), 100)
     expected = plain(req, target)
     assert len(expected) == 12
-    for drafter in (Ngram(NgramOptions()), ModelDrafter(target, ModelOptions())):
+    for drafter in (NgramDrafter(NgramOptions()), ModelDrafter(target, ModelOptions())):
         with Engine(target, drafter) as engine:
             run = engine.submit(req, speculative, speculative.Options(draft_length=8))
             assert finish(engine, run)[0] == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from interrupting import Interrupt, uncollected
 
-from outpace.api.fair_lock import FairLock
+from outpace.api.shared_engine import FairLock
 
 SECONDS = 120.0  # after which something hangs
 

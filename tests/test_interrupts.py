@@ -10,7 +10,7 @@ import pytest
 from doubles import Empty, QuickToy, make_drafter, make_request, within
 from interrupting import TAKEN_EVENTS, Interrupt
 
-from outpace.card.cache import Candidate, CandidateCache, Correction, Layer
+from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, Correction
 from outpace.card.thread import ThreadWorker
 from outpace.core.tree import Role
 from outpace.core.types import Verdict
@@ -60,11 +60,13 @@ def wait(cache: CandidateCache) -> None:
 def test_an_interrupted_target_leaves_the_candidates_open(call: Callable[[CandidateCache], None]) -> None:
     def once(interrupt: Interrupt) -> None:
         cache = CandidateCache(3)
-        cache.insert(Layer(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)]))
+        cache.insert(
+            CandidateLayer(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)])
+        )
         try:
             interrupt.run(lambda: call(cache))
         except KeyboardInterrupt:
-            within(SECONDS, lambda: cache.insert(Layer(cache.query(1).ids[0], [])))
+            within(SECONDS, lambda: cache.insert(CandidateLayer(cache.query(1).ids[0], [])))
 
     assert everywhere(once) > 3
 

@@ -23,9 +23,17 @@ from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.decoders import autoregressive, speculative
 from outpace.drafters import layer_skip
-from outpace.drafters._sublayers import Sublayers, agreements, evenly, read, written
-from outpace.drafters._swift import Search
-from outpace.drafters.layer_skip import LayerSkip, Options, SkipState
+from outpace.drafters.layer_skip import (
+    LayerSkipDrafter,
+    Options,
+    SkipState,
+    Sublayers,
+    SublayerSearch,
+    evenly_spaced,
+    find_agreements,
+    format_layers,
+    parse_layers,
+)
 from outpace.engine.build import may_draft
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
@@ -66,7 +74,7 @@ def held_by(session: Any) -> bytes:
     return bytes((held.numpy() if isinstance(held, torch.Tensor) else held).tobytes())
 
 
-class Guarded(LayerSkip):
+class Guarded(LayerSkipDrafter):
     """Compares what the target's sessions have committed before and after each draft."""
 
     drafts = 0
@@ -95,7 +103,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     model: Model, sampling: Sampling, width: int
 ) -> None:
     options = Options(width=width, confidence=0.0, skip_window=6, skip_every=1)
-    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, Search(6, 0.4, 1.0, 50))
+    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(6, 0.4, 1.0, 50))
     rule = "greedy" if sampling.is_greedy else "gumbel"
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
     with Engine(model, drafter) as engine:
@@ -110,7 +118,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9)], ids=["greedy", "sampled"])
 def test_where_nothing_is_skipped_everything_is_accepted(model: Model, sampling: Sampling) -> None:
-    drafter = LayerSkip(model, Sublayers(), Options(confidence=0.0))
+    drafter = LayerSkipDrafter(model, Sublayers(), Options(confidence=0.0))
     rule = "greedy" if sampling.is_greedy else "gumbel"
     with Engine(model, drafter) as engine:
         request = make_request(text(model, 12), rule, 33, sampling=sampling)
@@ -144,7 +152,7 @@ def test_agreement_is_that_of_single_steps_and_leaves_the_session_alone(model: M
     session = prefilled(model, tokens[:-1])
     before = held_by(session)
     request = make_request(tokens[:10])
-    found = agreements(less, session, request, tokens, 12)
+    found = find_agreements(less, session, request, tokens, 12)
     assert (session.length, session.pending) == (29, 0)
     assert held_by(session) == before
     for place in range(12):
@@ -152,14 +160,14 @@ def test_agreement_is_that_of_single_steps_and_leaves_the_session_alone(model: M
         row = less.score([chain(own, tokens[17 : 18 + place], [place])])[0]
         assert found[place] == (int(row.argmax()) == tokens[18 + place])
     said = [int(row.argmax()) for row in less.score([chain(prefilled(model, tokens[:17]), tokens[17:29], range(12))])]
-    assert agreements(less, session, request, [*tokens[:29], said[-1]], 12)[-1]
+    assert find_agreements(less, session, request, [*tokens[:29], said[-1]], 12)[-1]
 
 
 def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
     model = llama(DEEP)
     lengths = {}
     for confidence in (0.0, 0.5, 1.0):
-        with Engine(model, LayerSkip(model, Sublayers((2,), ()), Options(confidence=confidence))) as engine:
+        with Engine(model, LayerSkipDrafter(model, Sublayers((2,), ()), Options(confidence=confidence))) as engine:
             run = engine.submit(make_request(text(model, 9), max_tokens=40), speculative, speculative.Options(6))
             finish(engine, [run])
         lengths[confidence] = [step.drafted for step in run.history.steps if step.emitted < 8][:-1]
@@ -174,7 +182,7 @@ def test_the_search_finds_layers_that_do_nothing() -> None:
     idle = (2, 4, 5, 7)
     for layer in idle:
         toy._tables[layer] = 0.0
-    drafter = LayerSkip(toy, evenly(10, 0.4), Options(confidence=0.0), Search(10, 0.4, 1.0, 2000))
+    drafter = LayerSkipDrafter(toy, evenly_spaced(10, 0.4), Options(confidence=0.0), SublayerSearch(10, 0.4, 1.0, 2000))
     drafter._options = Options(confidence=0.0, skip_window=24, skip_every=1)
     assert drafter.sublayers != Sublayers(idle, drafter.sublayers.mlp)
     with Engine(toy, drafter) as engine:
@@ -197,7 +205,7 @@ def value(sublayers: Sublayers) -> float:
 
 
 def test_a_search_keeps_its_size_and_the_best_set() -> None:
-    search, seen = Search(14, 0.3, 1.1, 120), []
+    search, seen = SublayerSearch(14, 0.3, 1.1, 120), []
     while not search.is_over:
         tried = search.propose()
         assert len(tried.attention) == len(tried.mlp) == 4
@@ -206,16 +214,16 @@ def test_a_search_keeps_its_size_and_the_best_set() -> None:
         seen.append((value(tried), tried))
         assert search.learn(tried, value(tried)) == (len(seen) == 1 or value(tried) > max(v for v, _ in seen[:-1]))
     assert len(seen) == search.count == 120
-    assert seen[0][1] == evenly(14, 0.3)
+    assert seen[0][1] == evenly_spaced(14, 0.3)
     assert (search.agreement, search.best) == max(seen, key=lambda pair: pair[0])
-    again = Search(14, 0.3, 1.1, 120)
+    again = SublayerSearch(14, 0.3, 1.1, 120)
     for _, tried in seen[:60]:
         assert again.propose() == tried, "the same sets in the same order"
         again.learn(tried, value(tried))
 
 
 def test_the_process_prefers_sets_like_those_that_agreed() -> None:
-    search = Search(14, 0.3, 1.1, 1000)
+    search = SublayerSearch(14, 0.3, 1.1, 1000)
     guided, others = [], []
     for number in range(400):
         tried = search.propose()
@@ -227,14 +235,14 @@ def test_the_process_prefers_sets_like_those_that_agreed() -> None:
 
 @pytest.mark.parametrize(("enough", "trials", "count"), [(0.0, 9, 1), (1.1, 9, 9), (1.1, 1000, 301)])
 def test_a_search_ends(enough: float, trials: int, count: int) -> None:
-    search = Search(14, 0.3, enough, trials)
+    search = SublayerSearch(14, 0.3, enough, trials)
     while not search.is_over:
         search.learn(search.propose(), 0.5)
     assert search.count == count
 
 
 def test_a_search_without_another_set_is_over_at_once() -> None:
-    search = Search(3, 0.45, 1.0, 100)
+    search = SublayerSearch(3, 0.45, 1.0, 100)
     search.learn(search.propose(), 0.1)
     assert search.is_over
     assert search.best == Sublayers((1,), (1,))
@@ -244,9 +252,9 @@ def test_a_search_without_another_set_is_over_at_once() -> None:
     ("layers", "said"), [((), '""'), ((3,), "3"), ((0, 1, 2, 5), "0-2,5"), ((1, 3, 4, 9, 10, 11), "1,3-4,9-11")]
 )
 def test_layers_are_written_as_they_are_read(layers: tuple[int, ...], said: str) -> None:
-    assert written(layers) == said
-    assert read("skip_mlp", said.strip('"')) == layers
-    assert read("skip_mlp", f" {said} ".replace(",", " , ").strip(' "')) == layers
+    assert format_layers(layers) == said
+    assert parse_layers("skip_mlp", said.strip('"')) == layers
+    assert parse_layers("skip_mlp", f" {said} ".replace(",", " , ").strip(' "')) == layers
 
 
 @pytest.mark.parametrize(
@@ -321,7 +329,7 @@ def test_it_needs_no_draft_model_and_no_worker_runs_it() -> None:
 
     assert registry.describe("drafters", "layer_skip").needs == "no other model"
     assert not may_draft("auto", "layer_skip")
-    drafter = LayerSkip(llama(DEEP), Sublayers((1,), ()), Options())
+    drafter = LayerSkipDrafter(llama(DEEP), Sublayers((1,), ()), Options())
     with pytest.raises(UserError, match="drafter layer_skip needs to see the target's passes"):
         InlineWorker(drafter)
     assert drafter.weight_bytes(drafter.sources[0]) == round(llama(DEEP).weight_bytes * 11 / 12)

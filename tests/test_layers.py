@@ -244,8 +244,8 @@ def test_a_bad_import_is_caught(source: str, text: str) -> None:
         ("decoders.card", "from outpace.decoders.base import Decoder\nfrom outpace.card.cache import Correction"),
         ("api.llm", "from outpace.engine.engine import Engine\nfrom outpace.core import registry"),
         ("cli.main", "def f():\n    from outpace.server.app import serve"),
-        ("cli.main", "from outpace.api.load import load\nfrom outpace.cli import output"),
-        ("__init__", "from outpace.api.load import load"),
+        ("cli.main", "from outpace.api.llm import load\nfrom outpace.cli import output"),
+        ("__init__", "from outpace.api.llm import load"),
     ],
 )
 def test_a_good_import_passes(source: str, text: str) -> None:

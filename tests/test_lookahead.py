@@ -14,9 +14,9 @@ from outpace.core.errors import UserError
 from outpace.core.needs import Seen
 from outpace.core.tree import Role, TokenTree, path_to
 from outpace.core.types import Observation, Request
-from outpace.drafters._combined import Combined
-from outpace.drafters.lookahead import Lookahead, Options
-from outpace.drafters.ngram import Ngram
+from outpace.drafters._composite import SharedTree
+from outpace.drafters.lookahead import LookaheadDrafter, Options
+from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.engine import EngineOptions
 from outpace.rules.greedy import Greedy
@@ -40,7 +40,9 @@ def judged(tree: TokenTree, text: Sequence[int], rows: int) -> Seen:
     return Seen(tree.ids[:rows], tree.tokens[:rows], np.array(found)[:, None])
 
 
-def play(drafter: Lookahead, text: list[int], rounds: int, rows: int = 1000) -> list[tuple[list[list[int]], Any]]:
+def play(
+    drafter: LookaheadDrafter, text: list[int], rounds: int, rows: int = 1000
+) -> list[tuple[list[list[int]], Any]]:
     """Rounds in which nothing is accepted; the columns after each, and the pool's n-grams."""
     state, found = drafter.open(request(text)), []
     for number in range(rounds):
@@ -60,7 +62,7 @@ def play(drafter: Lookahead, text: list[int], rounds: int, rows: int = 1000) -> 
 def test_the_window_is_the_jacobi_iteration(window: int, ngram: int) -> None:
     """Each column's next guess is what the target says behind the chain of first guesses and the column."""
     text = [random.Random(0).randrange(11) for _ in range(20)]
-    drafter = Lookahead(Options(window=window, ngram=ngram, guesses=256, from_text=False))
+    drafter = LookaheadDrafter(Options(window=window, ngram=ngram, guesses=256, from_text=False))
     columns = [list(column) for column in drafter.open(request(text)).columns]
     pool: set[tuple[int, ...]] = set()
     for mine, held in play(drafter, text, 12):
@@ -78,7 +80,7 @@ def test_the_window_is_the_jacobi_iteration(window: int, ngram: int) -> None:
 
 def test_columns_that_were_not_judged_whole_wait() -> None:
     text = [3, 1, 4, 1, 5]
-    drafter = Lookahead(Options(window=3, ngram=4))
+    drafter = LookaheadDrafter(Options(window=3, ngram=4))
     start = [list(column) for column in drafter.open(request(text)).columns]
     ((columns, _),) = play(drafter, text, 1, rows=3)
     assert [len(column) for column in columns] == [2, 2, 1]
@@ -86,7 +88,7 @@ def test_columns_that_were_not_judged_whole_wait() -> None:
 
 
 def test_accepted_tokens_move_the_window() -> None:
-    drafter = Lookahead(Options(window=4, ngram=3))
+    drafter = LookaheadDrafter(Options(window=4, ngram=3))
     state = drafter.open(request([3, 1, 4, 1, 5]))
     kept = [list(column) for column in state.columns]
     drafter.observe(state, Observation([0, 1, 2], [7, 8, 9], TokenTree(9, 50, 51)))
@@ -95,7 +97,7 @@ def test_accepted_tokens_move_the_window() -> None:
 
 
 def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
-    drafter = Lookahead(Options(window=3, ngram=3, guesses=2, from_text=False))
+    drafter = LookaheadDrafter(Options(window=3, ngram=3, guesses=2, from_text=False))
     state = drafter.open(request([3, 1, 4]))
     for phrase in ((5, 6), (7, 8), (9, 9)):
         state.pool.learn(4, phrase)
@@ -108,7 +110,7 @@ def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
 
 
 def test_a_probe_where_a_candidate_stands_is_that_candidate() -> None:
-    drafter = Lookahead(Options(window=2, ngram=3, from_text=False))
+    drafter = LookaheadDrafter(Options(window=2, ngram=3, from_text=False))
     state = drafter.open(request([3, 1, 4]))
     state.columns = [[5, 6], [5, 6]]
     state.pool.learn(4, (5, 6))
@@ -127,16 +129,16 @@ def test_a_candidate_of_another_drafter_stands_beside_an_equal_probe() -> None:
     """Who grows behind the window must find its own node, and the target walks it."""
     target = QuickToy(16, 1, 0)
     asked = make_request((3, 1), max_tokens=60)
-    parts = [Lookahead(Options()), Ngram(NgramOptions())]
-    outcome = decode([asked], "speculative", Combined(parts), target=target, engine=WIDE)
-    alone = decode([asked], "speculative", Ngram(NgramOptions()), target=target, engine=WIDE)
+    parts = [LookaheadDrafter(Options()), NgramDrafter(NgramOptions())]
+    outcome = decode([asked], "speculative", SharedTree(parts), target=target, engine=WIDE)
+    alone = decode([asked], "speculative", NgramDrafter(NgramOptions()), target=target, engine=WIDE)
     assert outcome.texts == alone.texts == [write(target, asked)]
     assert len(outcome.steps[0]) <= len(alone.steps[0]) < 40
 
 
 def test_only_candidates_count_as_drafted() -> None:
     asked = make_request((3, 1, 4), max_tokens=30)
-    outcome = decode([asked], "speculative", Lookahead(Options(from_text=False)), target=TARGET, engine=WIDE)
+    outcome = decode([asked], "speculative", LookaheadDrafter(Options(from_text=False)), target=TARGET, engine=WIDE)
     first = outcome.steps[0][0]
     assert (first.drafted, first.depth_offered) == (0, 0)
     assert first.verified_rows == 1 + 7
@@ -146,13 +148,13 @@ def test_only_candidates_count_as_drafted() -> None:
 def test_a_text_is_written_in_fewer_passes() -> None:
     target = QuickToy(16, 1, 0)
     asked = make_request((3,), "gumbel", 80, temperature=0.7)
-    found = decode([asked], "speculative", Lookahead(Options(from_text=False)), target=target, engine=WIDE)
+    found = decode([asked], "speculative", LookaheadDrafter(Options(from_text=False)), target=target, engine=WIDE)
     assert found.texts == [write(target, asked)]
     assert found.figures.accepted > 8
 
 
 def test_memory_and_work_are_bounded_over_many_tokens() -> None:
-    chance, drafter = random.Random(0), Lookahead(Options(guesses=3))
+    chance, drafter = random.Random(0), LookaheadDrafter(Options(guesses=3))
     state = drafter.open(request([1, 2, 3]))
     for number in range(5000):
         tree = TokenTree(state.tokens[-1], 1000 * number, 1000 * number + 1)

@@ -15,8 +15,8 @@ from outpace.core.needs import Given, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model, ouroboros
-from outpace.drafters._phrases import Table
-from outpace.drafters.ouroboros import Options, Ouroboros
+from outpace.drafters._phrases import PhraseTable
+from outpace.drafters.ouroboros import Options, OuroborosDrafter
 from outpace.engine.engine import EngineOptions
 from outpace.rules.greedy import Greedy
 
@@ -44,7 +44,7 @@ def greedy(prompt: Sequence[int], count: int) -> list[int]:
 
 def test_phrases_begin_a_draft_and_one_forward_reads_them() -> None:
     text = greedy((3, 1, 4), 9)
-    drafter, counted = Ouroboros(draft := Counting(16, 3, 0), Options()), 0
+    drafter, counted = OuroborosDrafter(draft := Counting(16, 3, 0), Options()), 0
     drafter._pools.shared.learn(4, tuple(text[:4]))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
     counted = draft.passes
@@ -59,9 +59,9 @@ def test_phrases_begin_a_draft_and_one_forward_reads_them() -> None:
 
 def test_phrases_prolong_a_draft() -> None:
     text = greedy((3, 1, 4), 9)
-    drafter = Ouroboros(TARGET, Options(phrase=3))
+    drafter = OuroborosDrafter(TARGET, Options(phrase=3))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
-    state.pool = Table(64, 8)
+    state.pool = PhraseTable(64, 8)
     state.pool.learn(text[0], tuple(text[1:4]))
     drafter.grow([state], [tree])
     assert tree.tokens[1:] == text[:4]
@@ -72,9 +72,9 @@ def test_phrases_prolong_a_draft() -> None:
 def test_where_the_draft_disagrees_its_own_token_goes_on() -> None:
     text = greedy((3, 1, 4), 9)
     wrong = (text[0] + 1) % 16
-    drafter = Ouroboros(TARGET, Options(phrase=2))
+    drafter = OuroborosDrafter(TARGET, Options(phrase=2))
     state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
-    state.pool = Table(64, 8)
+    state.pool = PhraseTable(64, 8)
     state.pool.learn(4, (wrong, 5))
     for _ in range(3):
         drafter.grow([state], [tree])
@@ -89,7 +89,7 @@ def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
     """Against all paths of the tree, one by one."""
     chance = random.Random(0)
     for _ in range(50):
-        drafter = Ouroboros(TARGET, Options(phrase=3, followers=256))
+        drafter = OuroborosDrafter(TARGET, Options(phrase=3, followers=256))
         state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
         for node in range(25):
             tree.add(chance.randrange(len(tree)), chance.randrange(3), -0.1 * node)
@@ -108,7 +108,7 @@ def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
 
 
 def test_the_pool_serves_later_requests() -> None:
-    drafter, asked = Ouroboros(Counting(16, 3, 0), Options()), make_request((3, 1, 4), max_tokens=60)
+    drafter, asked = OuroborosDrafter(Counting(16, 3, 0), Options()), make_request((3, 1, 4), max_tokens=60)
     draft = drafter._grower.model
     forwards = []
     for _ in range(2):

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.card.cache import Candidate, CandidateCache, Layer
+from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
 from outpace.card.thread import ThreadWorker
 from outpace.core.orders import Orders
 from outpace.core.sampling import Sampling, processed
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
 from outpace.drafters._calibration import AcceptanceRate, PickModel
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.models.llama.linear import find_row_counts, in_calls, padded
 from outpace.models.toy import Toy, ToySession
@@ -49,7 +49,7 @@ def test_filtered_tokens_are_never_offered() -> None:
 
 
 def test_a_branch_that_stands_already_does_not_end_the_drafting() -> None:
-    drafter = Combined([Ngram(NgramOptions(copies=4)), ModelDrafter(TARGET, Options(width=1))])
+    drafter = SharedTree([NgramDrafter(NgramOptions(copies=4)), ModelDrafter(TARGET, Options(width=1))])
     text = [1, 2]
     session = TARGET.open(100, 100)
     from outpace.models.base import chain
@@ -118,12 +118,12 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     cache = CandidateCache(5)
     tree = cache.query(4)
     cache.correct(tree, Verdict([0], 7), 1)
-    cache.insert(Layer(0, []))  # nothing more below the root that is gone
+    cache.insert(CandidateLayer(0, []))  # nothing more below the root that is gone
     assert cache.layers == 0
-    cache.insert(Layer(-1, []))
+    cache.insert(CandidateLayer(-1, []))
     assert cache.layers > 0
-    assert cache.insert(Layer(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
-    assert cache.insert(Layer(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
+    assert cache.insert(CandidateLayer(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
+    assert cache.insert(CandidateLayer(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
     assert cache.counts["dead parent"] == 1
 
 

@@ -15,7 +15,7 @@ from outpace.card.thread import ThreadWorker
 from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.drafters import cacheback, lookahead, ouroboros
-from outpace.drafters._phrases import Table, kept_in
+from outpace.drafters._phrases import PhraseTable, open_phrase_file
 from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -30,7 +30,7 @@ class OtherLetters(Letters):
 
 
 def test_a_table_comes_back_as_it_was() -> None:
-    chance, table, again = random.Random(0), Table(20, 3), Table(20, 3)
+    chance, table, again = random.Random(0), PhraseTable(20, 3), PhraseTable(20, 3)
     for _ in range(500):
         table.learn(chance.randrange(30), tuple(chance.randrange(9) for _ in range(chance.randrange(1, 5))))
     again.recall(table.arrays())
@@ -41,10 +41,10 @@ def test_a_table_comes_back_as_it_was() -> None:
 
 
 def test_an_empty_table_comes_back(tmp_path: Path) -> None:
-    kept = kept_in(str(tmp_path / "phrases"), GIVEN, Table(4, 4))
+    kept = open_phrase_file(str(tmp_path / "phrases"), GIVEN, PhraseTable(4, 4))
     assert kept is not None
-    kept.write(Table(4, 4))
-    kept.read(table := Table(4, 4))
+    kept.write(PhraseTable(4, 4))
+    kept.read(table := PhraseTable(4, 4))
     assert len(table) == 0
 
 

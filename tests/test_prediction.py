@@ -20,7 +20,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Source
 from outpace.decoders import autoregressive
 from outpace.drafters import grammar, ngram, prediction
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
@@ -28,8 +28,8 @@ PROMPT = (3, 1, 4, 1, 5)
 WIDE = EngineOptions(nodes=64, rows=256)
 
 
-def drafter(ahead: int = 32) -> prediction.Prediction:
-    return prediction.Prediction(prediction.Options(ahead=ahead))
+def drafter(ahead: int = 32) -> prediction.PredictionDrafter:
+    return prediction.PredictionDrafter(prediction.Options(ahead=ahead))
 
 
 def run(guess: Sequence[int], method: str = "speculative", count: int = 60, worker: str | None = None) -> Outcome:
@@ -268,13 +268,13 @@ def answered(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 def test_the_planner_asks_for_copies_of_a_prediction_where_there_is_one(guess: Sequence[int]) -> None:
     asked: list[str] = []
 
-    class Noting(Combined):
+    class Noting(SharedTree):
         def grow_by(self, source: Source | None, states: Sequence[Any], trees: Sequence[TokenTree]) -> list[int]:
             assert source is not None
             asked.append(source.name)
             return super().grow_by(source, states, trees)
 
-    parts = Noting([drafter(), grammar.Grammar(grammar.Options()), ngram.Ngram(ngram.Options())])
+    parts = Noting([drafter(), grammar.GrammarDrafter(grammar.Options()), ngram.NgramDrafter(ngram.Options())])
     request = make_request(PROMPT, max_tokens=40, prediction=tuple(guess))
     assert decode([request], "auto", parts, target=TARGET).texts == [write(TARGET, request)]
     assert set(asked) == {"ngram", *(["prediction"] if guess else [])}, "and none has a grammar"

@@ -34,8 +34,7 @@ from processes import (
 from turns import one_of
 
 from outpace.card.cache import CandidateCache
-from outpace.card.child import portable
-from outpace.card.process import DraftProcessError, ProcessWorker
+from outpace.card.process import DraftProcessError, ProcessWorker, picklable_error
 from outpace.core.errors import UserError
 from outpace.decoders import card, pearl, ssd
 from outpace.engine.engine import Engine
@@ -205,8 +204,8 @@ def test_a_request_that_cannot_cross_leaves_its_text_whole() -> None:
 
 
 def test_an_error_that_cannot_be_rebuilt_is_told_in_words() -> None:
-    assert isinstance(portable(DrafterDiedError("x")), DrafterDiedError)
-    told = portable(OddError("one", "two"))
+    assert isinstance(picklable_error(DrafterDiedError("x")), DrafterDiedError)
+    told = picklable_error(OddError("one", "two"))
     assert type(told) is RuntimeError
     assert str(told) == "OddError: one two"
 

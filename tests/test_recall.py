@@ -14,7 +14,7 @@ from outpace.core.adjust import Adjustments
 from outpace.core.alignment import Alignment, Offer
 from outpace.core.types import Request
 from outpace.drafters import ngram, prediction
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine import answer_cache
 from outpace.engine.answer_cache import Recall
 from outpace.engine.engine import Engine, EngineOptions
@@ -27,7 +27,7 @@ WIDE = EngineOptions(nodes=33, rows=256)
 
 def engine(options: EngineOptions = WIDE) -> Engine:
     parts = [prediction.build(prediction.Options()), ngram.build(ngram.Options())]
-    return Engine(TARGET, Combined(parts), options=options)
+    return Engine(TARGET, SharedTree(parts), options=options)
 
 
 def answer(parts: Engine, request: Request, method: str = "auto") -> Running:
@@ -78,13 +78,13 @@ def test_who_asks_again_waits_for_few_passes(method: str, options: dict[str, Any
 def test_a_planner_is_asked_to_draft_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many passes it takes follows the clock; that it takes what is offered does not."""
     asked_for: list[str] = []
-    grow_by = Combined.grow_by
+    grow_by = SharedTree.grow_by
 
-    def noted(self: Combined, source: Any, states: Any, trees: Any) -> Any:
+    def noted(self: SharedTree, source: Any, states: Any, trees: Any) -> Any:
         asked_for.append(source.name)
         return grow_by(self, source, states, trees)
 
-    monkeypatch.setattr(Combined, "grow_by", noted)
+    monkeypatch.setattr(SharedTree, "grow_by", noted)
     with engine() as parts:
         answer(parts, asked(max_tokens=60))
         assert "prediction" not in asked_for

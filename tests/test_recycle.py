@@ -10,7 +10,7 @@ from doubles import QuickToy, decode, make_request, write
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters.recycle import Options, Recycle
+from outpace.drafters.recycle import Options, RecycleDrafter
 from outpace.engine.engine import EngineOptions
 from outpace.rules.greedy import Greedy
 
@@ -18,7 +18,7 @@ TARGET = QuickToy(16, 3, 0)
 WIDE = EngineOptions(nodes=64, rows=256)
 
 
-class Followed(Recycle):
+class Followed(RecycleDrafter):
     """Keeps what it was shown, in order."""
 
     def __init__(self, options: Options) -> None:
@@ -48,14 +48,14 @@ def test_an_order_one_target_is_known_after_one_look() -> None:
     """Its successors depend on the token alone: whatever was judged once is drafted right."""
     target = QuickToy(16, 1, 0)
     asked = make_request((3,), max_tokens=60)
-    drafter = Recycle(Options())
+    drafter = RecycleDrafter(Options())
     first, again = (decode([asked], "speculative", drafter, target=target, engine=WIDE) for _ in range(2))
     assert again.texts == first.texts == [write(target, asked)]
     assert len(again.steps[0]) < 60 / 4
 
 
 def test_the_likeliest_are_offered_first() -> None:
-    drafter = Recycle(Options(offered=3))
+    drafter = RecycleDrafter(Options(offered=3))
     drafter._tables.shared.update({1: [2, 3, 4], 2: [5, 6, 7]})
     tree = TokenTree(1)
     drafter.grow([drafter.open(Request((1,), Greedy(), 9))], [tree])

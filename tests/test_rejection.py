@@ -29,7 +29,7 @@ from outpace.core.chances import Chances
 from outpace.core.tree import Drawn, Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
-from outpace.drafters.ngram import Ngram
+from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.engine import EngineOptions
 from outpace.models.load import load_draft, load_model
@@ -123,7 +123,7 @@ def test_copied_chains_by_enumeration(vocab: int, asked: str) -> None:
     possible = Ways(target, None, ASKED[asked], 3, 3)
     ways = list(possible.all(copied))
     check(ways, possible.chances())
-    follow(ways, target, Ngram(NgramOptions(branches=1, copies=3)), ASKED[asked], 3)
+    follow(ways, target, NgramDrafter(NgramOptions(branches=1, copies=3)), ASKED[asked], 3)
 
 
 def siblings(text: Sequence[int]) -> list[list[int]]:
@@ -201,7 +201,7 @@ def test_texts_over_many_seeds_by_chi_square(name: str, gamma: int, count: int) 
     """The real keys: texts of three tokens over seeds, and over choices."""
     target = TARGETS[3]
     possible = Ways(target, None, ASKED["bare"], gamma, 3)
-    drafter: Any = Ngram(NgramOptions(branches=1, copies=3))
+    drafter: Any = NgramDrafter(NgramOptions(branches=1, copies=3))
     if name in ("partial", "garbage"):
         drafter = ModelDrafter(draft_of(name, target), Options(width=1, floor=0.0))
     rule = Rejection()

@@ -13,7 +13,7 @@ from schemas import schema_by
 
 from outpace.core.registry import find
 from outpace.drafters import grammar
-from outpace.drafters._combined import Combined
+from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import EngineOptions
 from outpace.grammar.compiler import Grammars
 from outpace.grammar.structure import schema_of
@@ -49,7 +49,7 @@ def check(tokenizer: Tokenizer, seeds: range) -> None:
             return make_request(PROMPT, rule, MOST, seed=seed, constraint=constraint, **options)
 
         plain = decode([request()], target=target, engine=ROOM, check_storage=False)
-        drafter = Combined([grammar.build(grammar.Options()), make_drafter("both", target)])
+        drafter = SharedTree([grammar.build(grammar.Options()), make_drafter("both", target)])
         worker = "inline" if find("decoders", method).NEEDS == "worker" else None
         drafted = decode([request()], method, drafter, worker=worker, target=target, engine=ROOM, check_storage=False)
         assert drafted.texts == plain.texts, (seed, schema)

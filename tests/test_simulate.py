@@ -13,7 +13,7 @@ import turns
 from doubles import collect_warnings, decode, make_drafter, write
 from test_card_fuzz import TARGETS, random_clock, random_requests
 
-from outpace.card.cache import Candidate, CandidateCache, Layer, Sight
+from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, VisibilityOptions
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
@@ -275,16 +275,18 @@ def filled() -> CandidateCache:
     main, rest = Role.PRIMARY, Role.SECONDARY
     rows = [(1, 0, -0.5, main), (2, 0, -0.4, main), (3, 0, -2.0, rest), (4, 0, -2.1, rest)]
     rows += [(5, 1, -0.1, main), (6, 2, -1.5, main), (7, 2, -1.4, rest), (8, 3, -0.1, main)]
-    cache.insert(Layer(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows]))
+    cache.insert(
+        CandidateLayer(0, [Candidate(number, above, number, chance, role) for number, above, chance, role in rows])
+    )
     return cache
 
 
 def test_a_chain_walks_down_the_best_children() -> None:
     cache = filled()
-    cache.sight = Sight(chain=True)
+    cache.sight = VisibilityOptions(chain=True)
     assert cache.query(8).tokens == [0, 2, 7]
     assert cache.query(2).tokens == [0, 2]
-    cache.sight = Sight(chain=True, secondary=False)
+    cache.sight = VisibilityOptions(chain=True, secondary=False)
     assert cache.query(8).tokens == [0, 2, 6]
     assert CandidateCache(5).query(4).tokens == [5]
 
@@ -293,7 +295,7 @@ def test_a_chain_walks_down_the_best_children() -> None:
 def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[int, str]) -> None:
     for token, kind in ({1: "primary", 9: "miss"} | kinds).items():
         cache = filled()
-        cache.sight = Sight(secondary=secondary)
+        cache.sight = VisibilityOptions(secondary=secondary)
         tree = cache.query(99)
         assert set(tree.tokens) == ({0, 1, 2, 3, 5, 6, 8} | ({4, 7} if secondary else set()))
         assert cache.correct(cache.query(1), Verdict([0], token), 1)[0] == kind
@@ -302,9 +304,11 @@ def test_without_b_only_what_was_taken_up_counts(secondary: bool, kinds: dict[in
 @pytest.mark.parametrize("late", [True, False])
 def test_without_late_nothing_counts_that_came_since(late: bool) -> None:
     cache = filled()
-    cache.sight = Sight(late=late)
+    cache.sight = VisibilityOptions(late=late)
     tree = cache.query(2)
-    cache.insert(Layer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)]))
+    cache.insert(
+        CandidateLayer(0, [Candidate(10, 0, 10, -3.0, Role.PRIMARY), Candidate(11, 2, 11, -3.0, Role.PRIMARY)])
+    )
     assert cache.late(tree) == (2 if late else 0)
     kind, correction = cache.correct(tree, Verdict([0], 10), 2)
     assert (kind, correction.is_hit) == (("primary", True) if late else ("miss", False))

@@ -18,8 +18,7 @@ from outpace.bench.skip_search import Prices, SearchOptions, predicted, search
 from outpace.cli.main import app
 from outpace.core.errors import UserError
 from outpace.core.extras import install
-from outpace.drafters._sublayers import Sublayers
-from outpace.drafters.layer_skip import Options
+from outpace.drafters.layer_skip import Options, Sublayers
 from outpace.models.load import Loaded, load_model, silent
 
 FLAT = Prices([1.0] * 9, 0.05, 0.1)  # the rows of a pass cost nothing more

@@ -14,9 +14,8 @@ from doubles import QuickToy, decode, make_request, write
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._copies import Copy, Limits, grow_copies
-from outpace.drafters._grafter import Grade, kind_of
-from outpace.drafters.suffix import Options, Suffix
+from outpace.drafters._lookup import Certainty, Continuation, TreeLimits, grow_continuations, kind_of
+from outpace.drafters.suffix import Options, SuffixDrafter
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)
@@ -27,7 +26,7 @@ def request(prompt: Sequence[int]) -> Request:
     return Request(tuple(prompt), Greedy(), 50)
 
 
-def grown(drafter: Suffix, prompt: Sequence[int]) -> TokenTree:
+def grown(drafter: SuffixDrafter, prompt: Sequence[int]) -> TokenTree:
     tree = TokenTree(prompt[-1])
     drafter.grow([drafter.open(request(prompt))], [tree])
     return tree
@@ -57,7 +56,7 @@ def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]
     return [(length, place) for place, length in found[: options.places]]
 
 
-def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[tuple[int, ...], float]:
+def tree_slowly(drafter: SuffixDrafter, text: Sequence[int], options: Options) -> dict[tuple[int, ...], float]:
     """All paths that may be offered, by counting at every path anew; without the limit on their number."""
     state = drafter.open(request(text))
     copies = [(length, text[place : place + options.copies]) for length, place in places_slowly(text, options)]
@@ -72,7 +71,7 @@ def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[
                 weights[copy[len(path)]] = weights.get(copy[len(path)], 0.0) + length**2 * 0.9**place
         for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: options.branches]):
             sure = weights[token] >= 0.8 * sum(weights.values())
-            grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
+            grade = Certainty.SURE if sure else Certainty.OTHER if rank else Certainty.LIKELY
             longest = max(length for length, copy in here if copy[len(path)] == token)
             chance = score + math.log(drafter.rate(state, kind_of(longest + len(path), grade)))
             if chance >= math.log(options.least_chance) or not (path or rank):
@@ -83,7 +82,9 @@ def tree_slowly(drafter: Suffix, text: Sequence[int], options: Options) -> dict[
     return found
 
 
-def grow_slowly(grafter: Suffix, state: Any, tree: TokenTree, copies: Sequence[Copy], limits: Limits) -> None:
+def grow_slowly(
+    grafter: SuffixDrafter, state: Any, tree: TokenTree, copies: Sequence[Continuation], limits: TreeLimits
+) -> None:
     """What `grow_copies` does, node by node."""
     least, waiting, left = math.log(limits.least_chance), [(0.0, 0, 0, copies)], limits.offered
     while waiting and left > 0:
@@ -95,7 +96,7 @@ def grow_slowly(grafter: Suffix, state: Any, tree: TokenTree, copies: Sequence[C
         for rank, token in enumerate(sorted(weights, key=lambda t: -weights[t])[: limits.branches]):
             those = [copy for copy in here if list(copy.tokens[depth : depth + 1]) == [token]]
             sure = weights[token] >= 0.8 * sum(weights.values())
-            grade = Grade.SURE if sure else Grade.OTHER if rank else Grade.LIKELY
+            grade = Certainty.SURE if sure else Certainty.OTHER if rank else Certainty.LIKELY
             kind = kind_of(max(copy.length for copy in those) + depth, grade, min(copy.origin for copy in those))
             if math.log(grafter.rate(state, kind)) - loss >= least or not (depth or rank):
                 child = grafter.plant(state, tree, node, token, kind)
@@ -106,7 +107,7 @@ def grow_slowly(grafter: Suffix, state: Any, tree: TokenTree, copies: Sequence[C
 @pytest.mark.parametrize("seed", range(40))
 def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node(seed: int) -> None:
     chance = random.Random(seed)
-    drafter = Suffix(Options())
+    drafter = SuffixDrafter(Options())
     drafter._rates = [type(rate)(chance.uniform(0.3, 0.99)) for rate in drafter._rates]
     for _ in range(30):
         copies = []
@@ -114,14 +115,14 @@ def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node
             like = list(chance.choice(copies).tokens) if copies else []
             tokens = like[: chance.randrange(len(like) + 1)]
             tokens += [chance.randrange(3) for _ in range(chance.randrange(12))]
-            copies.append(Copy(chance.randrange(1, 30), tokens, chance.randrange(2)))
-        limits = Limits(chance.randrange(1, 30), chance.randrange(1, 4), chance.choice([0.01, 0.05, 0.3]))
+            copies.append(Continuation(chance.randrange(1, 30), tokens, chance.randrange(2)))
+        limits = TreeLimits(chance.randrange(1, 30), chance.randrange(1, 4), chance.choice([0.01, 0.05, 0.3]))
         base = TokenTree(7)
         for _ in range(chance.choice([0, 0, 3])):  # another drafter's nodes
             node = chance.randrange(len(base))
             base.add(node, chance.randrange(3), base.scores[node] - chance.random())
         made = []
-        for grow in (grow_copies, grow_slowly):
+        for grow in (grow_continuations, grow_slowly):
             state, tree = drafter.open(request([7])), base.copy(range(len(base)))
             grow(drafter, state, tree, copies, limits)
             made.append((tree.tokens, tree.parents, tree.scores, tree.ids, tree.siblings, state.planted))
@@ -130,7 +131,7 @@ def test_what_the_places_agree_on_is_planted_at_once_as_it_would_be_node_by_node
 
 def test_past_answers_have_rates_of_their_own() -> None:
     """What is copied of past answers came false, what is copied of the text came true."""
-    drafter = Suffix(Options())
+    drafter = SuffixDrafter(Options())
     first = drafter.open(request([9]))
     drafter.observe(first, Observation([0], [1, 2, 3, 4, 1, 2, 3, 5], TokenTree(5)))
     drafter.close(first)
@@ -150,7 +151,7 @@ def test_past_answers_have_rates_of_their_own() -> None:
 def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
     chance = random.Random(seed)
     options = Options(copies=6, offered=4096, places=9, branches=3, least_chance=0.05)
-    drafter = Suffix(options)
+    drafter = SuffixDrafter(options)
     drafter._rates = [type(rate)(chance.uniform(0.1, 0.95)) for rate in drafter._rates]
     base = [chance.randrange(5) for _ in range(30)]
     for _ in range(12):
@@ -163,7 +164,7 @@ def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
 
 def test_the_likeliest_are_offered_first() -> None:
     text = [*range(20), 50, *range(20), 51, *range(20), 50, *range(15)]
-    every, few = paths(grown(Suffix(Options()), text)), paths(grown(Suffix(Options(offered=4)), text))
+    every, few = paths(grown(SuffixDrafter(Options()), text)), paths(grown(SuffixDrafter(Options(offered=4)), text))
     assert list(few) == [tuple(range(15, 16 + n)) for n in range(4)]
     assert len(every) > 4
     assert every.items() >= few.items()
@@ -171,12 +172,12 @@ def test_the_likeliest_are_offered_first() -> None:
 
 def test_the_longest_match_stands_first_however_often_a_shorter_one_stood() -> None:
     text = [1, 2, 3, 7, *[3, 8] * 200, 1, 2, 3]
-    tree = grown(Suffix(Options(places=4)), text)
+    tree = grown(SuffixDrafter(Options(places=4)), text)
     assert tree.tokens[1] == 7
 
 
 def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
-    drafter = Suffix(Options())
+    drafter = SuffixDrafter(Options())
     state = drafter.open(request([1, 2, 3]))
     drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
     drafter.close(state)
@@ -186,7 +187,7 @@ def test_past_answers_are_copied_and_prompts_of_others_are_not() -> None:
 
 
 def test_without_a_past_nothing_is_held_of_it() -> None:
-    drafter = Suffix(Options(past=0))
+    drafter = SuffixDrafter(Options(past=0))
     state = drafter.open(request([1, 2, 3]))
     drafter.observe(state, Observation([0], [10, 11, 12, 13], TokenTree(13)))
     drafter.close(state)
@@ -194,7 +195,7 @@ def test_without_a_past_nothing_is_held_of_it() -> None:
 
 
 def test_memory_is_bounded_over_many_tokens() -> None:
-    chance, drafter = random.Random(0), Suffix(Options(window=2048, past=2048))
+    chance, drafter = random.Random(0), SuffixDrafter(Options(window=2048, past=2048))
     for _ in range(10):
         state = drafter.open(request([chance.randrange(40) for _ in range(1000)]))
         for turn in range(90):
@@ -214,7 +215,7 @@ def test_memory_is_bounded_over_many_tokens() -> None:
 
 
 def test_a_repeated_answer_is_written_in_fewer_passes() -> None:
-    drafter, asked = Suffix(Options()), make_request((3, 1, 4), "gumbel", 40, temperature=1.0)
+    drafter, asked = SuffixDrafter(Options()), make_request((3, 1, 4), "gumbel", 40, temperature=1.0)
     first, again = (decode([asked], "speculative", drafter, target=TARGET) for _ in range(2))
     assert first.texts == again.texts == [write(TARGET, asked)]
     assert len(again.steps[0]) < 0.5 * len(first.steps[0])

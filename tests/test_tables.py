@@ -96,7 +96,7 @@ def _since_it_came_back(learnt: Sequence[tuple[int, Any]], leader: int) -> list[
 
 
 def test_a_table_is_bounded_over_many_tokens() -> None:
-    drafter = cacheback.Cacheback(cacheback.Options(leaders=64, followers=4), None)
+    drafter = cacheback.CachebackDrafter(cacheback.Options(leaders=64, followers=4), None)
     chance, state = random.Random(0), drafter.open(request([1]))
     for turn in range(1000):
         written = [chance.randrange(500) for _ in range(100)]
@@ -107,7 +107,7 @@ def test_a_table_is_bounded_over_many_tokens() -> None:
 
 
 def test_followers_of_followers_are_offered() -> None:
-    drafter = cacheback.Cacheback(cacheback.Options(least_chance=0.0), None)
+    drafter = cacheback.CachebackDrafter(cacheback.Options(least_chance=0.0), None)
     tree = TokenTree(1)
     drafter.grow([drafter.open(request([1, 2, 3, 4, 5, 6, 7, 1]))], [tree])
     assert tree.tokens[1:7] == [2, 3, 4, 5, 6, 7]
@@ -115,7 +115,7 @@ def test_followers_of_followers_are_offered() -> None:
 
 
 def test_one_table_serves_all_requests() -> None:
-    drafter = cacheback.Cacheback(cacheback.Options(), None)
+    drafter = cacheback.CachebackDrafter(cacheback.Options(), None)
     drafter.close(drafter.open(request([1, 2, 3, 4])))
     tree = TokenTree(1)
     assert drafter.grow([drafter.open(request([9, 1]))], [tree]) == [3]
@@ -141,7 +141,7 @@ def test_the_frozen_table_is_that_of_counting(seed: int) -> None:
 def test_a_frozen_table_helps_a_text_that_taught_nothing_yet() -> None:
     asked = make_request((3, 1, 4), max_tokens=30)
     arrays = cacheback.make([[3, 1, 4, *write(TARGET, asked)]], 16, cacheback.Options())
-    cold, warm = (cacheback.Cacheback(cacheback.Options(), table) for table in (None, cacheback.Frozen(arrays)))
+    cold, warm = (cacheback.CachebackDrafter(cacheback.Options(), table) for table in (None, cacheback.Frozen(arrays)))
     rounds = [len(decode([asked], "speculative", drafter, target=TARGET).steps[0]) for drafter in (cold, warm)]
     assert rounds[1] < rounds[0]
 

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import _translating, translated
+from outpace.drafters import translated
 from outpace.engine.build import find_rule
 from outpace.models.files.checkpoint import write_checkpoint
 from outpace.models.load import Loaded, load_model
@@ -295,6 +295,6 @@ def test_a_pause_gives_the_session_back_and_what_is_too_long_is_not_read(
     assert state.session.slots == state.session.length == 0
     drafter.grow([state], [tree])
     assert state.session.length == known + 1, "all is read again, with the token that was drafted"
-    monkeypatch.setattr(_translating, "_most", lambda length: 3)
+    monkeypatch.setattr(translated, "_most", lambda length: 3)
     assert drafter.grow([drafter.open(request)], [other := TokenTree(request.prompt[-1])]) == [0]
     assert len(other) == 1

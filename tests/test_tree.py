@@ -224,18 +224,18 @@ def test_children_hung_together_stand_as_if_added_one_by_one(seed: int) -> None:
     children = [(chance.uniform(-9.0, 0.5), parent, token) for parent, token in chosen]
     for place, (score, parent, token) in enumerate(children):
         one.add(parent, token, score, Role.PRIMARY if place < 4 else Role.SECONDARY)
-    other.hang(children, 4)
+    other.attach_children(children, 4)
     assert vars(other) == vars(one)
 
 
 def test_children_that_cannot_be_hung_are_refused() -> None:
     tree = TokenTree(1)
     with pytest.raises(ValueError, match="path score of token 3 is not a number"):
-        tree.hang([(math.nan, 0, 3)], 1)
+        tree.attach_children([(math.nan, 0, 3)], 1)
     tree = TokenTree(1)
     tree.add(0, 2, -1.0, siblings=Siblings.DRAWN)
     with pytest.raises(ValueError, match="children of node 0 are drawn, not picked"):
-        tree.hang([(-1.0, 0, 3)], 1)
+        tree.attach_children([(-1.0, 0, 3)], 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -254,9 +254,9 @@ def test_what_lies_below_the_bound_is_never_verified(seed: int) -> None:
             for path in some
             for token in range(3)
         ]
-        whole.hang([(whole.scores[parents[p]] + s, parents[p], t) for p, t, s in drawn], 4)
+        whole.attach_children([(whole.scores[parents[p]] + s, parents[p], t) for p, t, s in drawn], 4)
         there = [(pruned.scores[beside[p]] + s, beside[p], t) for p, t, s in drawn if p in beside]
-        pruned.hang(there, 4)
+        pruned.attach_children(there, 4)
     best, own = best_nodes(whole, pruned.most), best_nodes(pruned, pruned.most)
     assert {tuple(tokens_to(whole, node)) for node in best} == {tuple(tokens_to(pruned, node)) for node in own}
     assert len(pruned) < len(whole)

@@ -18,7 +18,7 @@ from outpace.core.steps import MOST_WALKED, Moved
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
-from outpace.drafters._under_way import Walk
+from outpace.drafters._multi_step import RootMove
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_mail import Box, Columns, Course
 
@@ -34,8 +34,8 @@ class Told(Pair):
 
     def __init__(self, model: SteppingLlama, requests: Sequence[Request], **options: Any) -> None:
         super().__init__(model, requests, STEPS, **options)
-        self.drafters[1].work_beside()
-        self.due: dict[int, list[tuple[int, Walk]]] = {}  # by the forward: request and walk
+        self.drafters[1].begin_concurrent()
+        self.due: dict[int, list[tuple[int, RootMove]]] = {}  # by the forward: request and walk
         self._forward, self._roots = -1, 0
         forward, replay = model._step_forward, model.captures.replay
 
@@ -57,20 +57,20 @@ class Told(Pair):
 
         model._step_forward, model.captures.replay = told, counted  # type: ignore[method-assign]
 
-    def walk(self, number: int, node: int, token: int, before: Walk | None = None) -> Walk:
+    def walk(self, number: int, node: int, token: int, before: RootMove | None = None) -> RootMove:
         """The target walks down to a node and writes this token; or it writes it behind what it wrote `before`."""
         tree = self.trees[0][number]
         if before is not None:
             self._roots -= 1
-            return Walk([before.root_id], [token], self._roots)
+            return RootMove([before.root_id], [token], self._roots)
         nodes = list(tree.ancestry(node))[::-1]
         child = tree.child(node, token)
         if child is None:
             self._roots -= 1
         tokens = [*(tree.tokens[node] for node in nodes[1:]), token]
-        return Walk([tree.ids[node] for node in nodes], tokens, self._roots if child is None else tree.ids[child])
+        return RootMove([tree.ids[node] for node in nodes], tokens, self._roots if child is None else tree.ids[child])
 
-    def correct(self, number: int, walk: Walk) -> None:
+    def correct(self, number: int, walk: RootMove) -> None:
         """Both drafters follow, as they would when they read their mail."""
         for drafter, states, trees in zip(self.drafters, self.states, self.trees, strict=True):
             tree = trees[number]
@@ -105,7 +105,7 @@ def unlike(tree: TokenTree, node: int) -> int:
     return next(token for token in range(5, 100) if token not in below)
 
 
-def walk_of(told: Told, kind: str) -> Walk:
+def walk_of(told: Told, kind: str) -> RootMove:
     """A walk whose root was expanded, is a leaf, or is new, below a node or below a leaf."""
     tree, (expanded, leaves) = told.tree, places(told)
     if kind in ("expanded", "leaf"):
@@ -120,7 +120,7 @@ KINDS = {"expanded": 3, "leaf": 3, "below the root": 4, "below a node": 4, "belo
 learns from the walk may put the last of the others into another order."""
 
 
-def served(told: Told, walk: Walk) -> int:
+def served(told: Told, walk: RootMove) -> int:
     """Growths below the new root without a forward. The trees are compared at each."""
     told.grow([0])
     assert told.forwards == [STEPS + 1, 2]
@@ -217,7 +217,7 @@ def test_what_is_said_of_another_root_is_not_heard() -> None:
     """A walk that comes too late, when the steps were begun with what it says."""
     told = told_of()
     known, _ = places(told)
-    stale = Walk([told.tree.ids[known[0]]], [9], -77)
+    stale = RootMove([told.tree.ids[known[0]]], [9], -77)
     told.due = {1: [(0, stale)]}
     told.grow([0])
     assert told.forwards[1] == 2
@@ -279,7 +279,7 @@ def test_whatever_is_told_and_when_the_trees_are_those_of_single_steps(rule: str
     told = Told(model, requests, tree_nodes=90, draft_window=12 if seed % 2 else 0)
     for _ in range(50):
         some = sorted(rng.sample(range(3), rng.randrange(1, 4)))
-        said: list[tuple[int, Walk]] = []
+        said: list[tuple[int, RootMove]] = []
         told.due = {}
         for number in some:
             if rng.random() < 0.6:

@@ -6,7 +6,7 @@
 namespace outpace {
 namespace {
 
-// The same numbers as in outpace/drafters/_grafter.py and ngram.py.
+// The same numbers as in outpace/drafters/_lookup.py and ngram.py.
 constexpr int kCounted = 64;
 constexpr int kLengths[] = {0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65};
 constexpr int kGrades = 3;

@@ -5,17 +5,18 @@ An LLM and its streams may be used from several threads: whoever waits for text 
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
 from typing import Any
 
-from outpace.api.arguments import taken
 from outpace.api.asked import given_params, params_of_each
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams
-from outpace.api.prepared import Prepared
 from outpace.api.prompts import Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
@@ -44,6 +45,42 @@ from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.planning.profile import Profile, subject
+
+ALIKE = 0.8  # of a misspelt name and the one that was meant
+
+
+def parse_kwargs(target: Any, more: dict[str, Any], own: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
+    """The target and the fields of `LoadOptions`, both taken out of `more`: what is left there are options of methods.
+    UserError for a name that no method has, but is like one of these fields or a parameter of `own`."""
+    if "model" in more and target is not None:
+        raise UserError("model is another name for target, give one of them")
+    target = more.pop("model", target)
+    loading = [field.name for field in fields(LoadOptions)]
+    changes = {name: more.pop(name) for name in loading if name in more}
+    allowed = [*loading, "model", *inspect.signature(own).parameters]
+    sampling = [field.name for field in fields(SamplingParams)]
+    for name in more:
+        if name in sampling and not registry.owners(name):
+            raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
+        near = difflib.get_close_matches(name, allowed, n=1, cutoff=ALIKE)
+        if near and not registry.owners(name):
+            raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")
+    return target, changes
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """What the engine is handed (`request`, `decoder`, its `options`, `text.watch`, and the name of its `drafter`), and
+    what makes text of its tokens. `echo` stands before the answer."""
+
+    request: Request
+    decoder: ModuleType
+    options: Any
+    text: TextAssembler
+    method: str
+    echo: str
+    drafter: str | None = None
+
 
 PLANNED_NODES = 32  # that a planner may verify at most, unless it is told
 
@@ -108,7 +145,7 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> None:
         parts = Parts(method, drafter, rule, worker, arrays.plain(draft_threads))
         check_names(parts)
-        target, changes = taken(target, more, LLM.__init__)
+        target, changes = parse_kwargs(target, more, LLM.__init__)
         self.target, self.draft = load_pair(
             target,
             draft,
@@ -258,7 +295,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, choice: int = 0, plain: bool = False, drafter: str | None = None
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """An answer that is not begun, for whoever steps the engine without streams; any thread may call it."""
         tokens = tokens_of(prompt, self.tokenizer)
         if params.prediction and not plain:
@@ -288,7 +325,7 @@ class LLM(AbstractContextManager["LLM"]):
         decoder = self._plain if plain else self._decoder
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
         options, method = (decoder.Options(), "autoregressive") if plain else (self._options, self.method)
-        return Prepared(request, decoder, options, text, method, echo, drafter)
+        return PreparedRequest(request, decoder, options, text, method, echo, drafter)
 
     def _rule(self, params: SamplingParams, plain: bool) -> Rule:
         key = params.sampling.is_greedy, plain
@@ -297,3 +334,8 @@ class LLM(AbstractContextManager["LLM"]):
             alone = find_rule("auto", params.sampling) if plain and rule.leaf_q else rule  # it would want a draft's q
             self._rules.setdefault(key, alone)
         return self._rules[key]
+
+
+def load(target: Any = None, draft: Any = None, options: LoadOptions | None = None, **more: Any) -> LLM:
+    """Loads a target (None: the shipped model) and a draft for it: the same as `LLM` with these arguments."""
+    return LLM(target, draft, options, **more)

@@ -22,7 +22,7 @@ from outpace.bench.table_files import texts_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.extras import install
 from outpace.core.types import Request
-from outpace.drafters._sublayers import Sublayers, agreements, check_target, evenly, inner
+from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules import greedy
@@ -123,7 +123,7 @@ def check(model: Model, corpus: Sequence[Path]) -> None:
     check_target(model)
     if model.inflate != 1:
         raise UserError("an inflated target has layers that change nothing: what is left out of it says nothing")
-    inner(model.num_layers)
+    searchable_layers(model.num_layers)
 
 
 def predicted(runs: Sequence[Sequence[bool]], sublayers: Sublayers, prices: Prices) -> tuple[float, int]:
@@ -173,13 +173,13 @@ def _agreed(model: Model, answer: _Answer) -> list[bool]:
     first, found = len(request.prompt) + 1, list[bool]()
     for start in range(first, len(text), WINDOW):
         end = min(start + WINDOW, len(text))
-        found += agreements(model, session, request, text[:end], end - start)
+        found += find_agreements(model, session, request, text[:end], end - start)
     return found
 
 
 def _prices(model: Model, session: Any) -> Prices:
     """Times passes behind an answer's text, kinds in turn, and takes the medians."""
-    layers = inner(model.num_layers)
+    layers = searchable_layers(model.num_layers)
     kinds = [(model, rows) for rows in range(1, LONGEST + 2)]
     kinds += [(model.without(layers, ()), 1), (model.without((), layers), 1)]
     seconds: list[list[float]] = [[] for _ in kinds]
@@ -202,10 +202,10 @@ def _optimize(
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=options.seed))
-    layers = inner(num_layers)
+    layers = searchable_layers(num_layers)
     names = [f"{kind} {layer}" for kind in Sublayers._fields for layer in layers]
     alone = [{other: other == name for other in names} for name in names]
-    spread = [{name: _has(evenly(num_layers, ratio), name) for name in names} for ratio in STARTS]
+    spread = [{name: _has(evenly_spaced(num_layers, ratio), name) for name in names} for ratio in STARTS]
     for switches in [*alone, *spread]:
         study.enqueue_trial(switches, skip_if_exists=True)
 

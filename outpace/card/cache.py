@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     role: Role
 
 
-class Layer(NamedTuple):
+class CandidateLayer(NamedTuple):
     """A delta: what the drafter added below `root_id` since it last published, parents first. Without nodes: it offers
     no more below this root."""
 
@@ -51,7 +51,7 @@ class Correction(NamedTuple):
     is_hit: bool
 
 
-class Sight(NamedTuple):
+class VisibilityOptions(NamedTuple):
     """Which candidates the target sees. `secondary`: those of B that the drafter did not take up; `late`: those that
     came while it ran; `chain`: of all, it verifies the walk down the best children alone. The defaults see most."""
 
@@ -79,7 +79,7 @@ class CandidateCache:
         self._seen = 0  # nodes there at the last query
         self.epoch = 0
         self.missed = True  # nothing is there yet: the first query, too, may wait for a short draft
-        self.sight = Sight()
+        self.sight = VisibilityOptions()
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class CandidateCache:
         with self._lock:
             return self._tree.next_id
 
-    def insert(self, layer: Layer) -> int:
+    def insert(self, layer: CandidateLayer) -> int:
         """The drafter's thread: adds what still hangs on a live parent; the number of nodes added."""
         with self._lock:
             added = 0

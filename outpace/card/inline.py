@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from outpace.card.base import Worker
-from outpace.card.cache import CandidateCache, Layer
+from outpace.card.cache import CandidateCache, CandidateLayer
 from outpace.card.loop import DraftLoop, Message
+from outpace.card.worker import DraftWorker
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request, Source
 
@@ -31,7 +31,7 @@ class SimulatedClock:
     draft_busy: float = 0.0
 
 
-class InlineWorker(Worker):
+class InlineWorker(DraftWorker):
     """Draft forwards that finish before the clock reaches the end of the target's pass are published during it.
 
     A forward that a correction overtakes is published all the same, when it ends: its nodes then meet dead parents.
@@ -41,7 +41,7 @@ class InlineWorker(Worker):
         super().__init__()
         self._loop = DraftLoop(drafter)
         self.clock = clock or SimulatedClock()
-        self._running: tuple[float, list[tuple[int, Layer]]] | None = None  # its end, its layers
+        self._running: tuple[float, list[tuple[int, CandidateLayer]]] | None = None  # its end, its layers
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.stored_bytes(lengths)
@@ -107,7 +107,7 @@ class InlineWorker(Worker):
             return
         if layers:
             seconds = self.clock.draft_seconds()
-            self.turn_seconds += 0.1 * (seconds - self.turn_seconds) if self.turn_seconds else seconds
+            self.step_seconds += 0.1 * (seconds - self.step_seconds) if self.step_seconds else seconds
             self._running = (self.clock.now + seconds, layers)
 
     def _delay(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class InlineWorker(Worker):
             self._running = (self._running[0] + seconds, self._running[1])
 
 
-class InTurn(Worker):
+class SequentialWorker(DraftWorker):
     """Nothing runs beside the target; its passes alone move the clock, and those of a `ClockedDrafter` between them."""
 
     def __init__(self, clock: SimulatedClock) -> None:

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from outpace.card.cache import Candidate, Correction, Layer
+from outpace.card.cache import Candidate, CandidateLayer, Correction
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING
 from outpace.core.orders import FREE, Orders
@@ -32,7 +32,7 @@ class Correct(NamedTuple):
     correction: Correction
 
 
-class Order(NamedTuple):
+class Configure(NamedTuple):
     """How a request is drafted from now on."""
 
     key: int
@@ -57,11 +57,11 @@ class Close(NamedTuple):
     key: int
 
 
-Message = Open | Correct | Order | Pause | Resume | Close
+Message = Open | Correct | Configure | Pause | Resume | Close
 
 
 @dataclass
-class Track:
+class DraftedRequest:
     """One request as the drafter knows it; its tree may lag behind the target's, never the other way round."""
 
     state: Any
@@ -78,7 +78,7 @@ class Track:
         return (layers is not None and self.layers >= layers) or 0 < depth <= max(depths(self.tree.parents))
 
 
-def check_beside(drafter: Drafter) -> None:
+def check_concurrent(drafter: Drafter) -> None:
     """UserError for a drafter that cannot work beside the target."""
     if drafter.needs != NOTHING:
         raise UserError(
@@ -93,13 +93,13 @@ class DraftLoop:
     def __init__(self, drafter: Drafter, most_requests: int = 16) -> None:
         """`most_requests` share a forward; with more of them running, they take turns. UserError for a drafter that
         needs more of the target than its verdicts."""
-        check_beside(drafter)
+        check_concurrent(drafter)
         self._drafter = drafter
         self._most = most_requests
-        self._tracks: dict[int, Track] = {}
+        self._tracks: dict[int, DraftedRequest] = {}
         self.mail: SimpleQueue[Message | None] = SimpleQueue()  # None says nothing, but ends a wait
 
-    def grow(self) -> list[tuple[int, Layer]]:
+    def grow(self) -> list[tuple[int, CandidateLayer]]:
         """Reads the mail and grows the trees that can grow: new layers by request, not published yet.
 
         A layer without nodes says that this request's tree grows no more before the next correction. No layers at all:
@@ -126,9 +126,9 @@ class DraftLoop:
                 self._drafter.hear(track.state, path, tokens, root_id)
         self.mail.put(message)
 
-    def work_beside(self) -> None:
+    def begin_concurrent(self) -> None:
         """Another thread will `post`."""
-        self._drafter.work_beside()
+        self._drafter.begin_concurrent()
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""
@@ -166,7 +166,7 @@ class DraftLoop:
             self._tracks[key] = self._tracks.pop(key)
         return keys
 
-    def _delta(self, track: Track) -> Layer:
+    def _delta(self, track: DraftedRequest) -> CandidateLayer:
         tree, start = track.tree, track.published
         track.published = len(tree)
         nodes = []
@@ -174,7 +174,7 @@ class DraftLoop:
             parent = tree.parents[node]
             chance = tree.scores[node] - tree.scores[parent]
             nodes.append(Candidate(tree.ids[node], tree.ids[parent], tree.tokens[node], chance, tree.roles[node]))
-        return Layer(tree.ids[0], nodes)
+        return CandidateLayer(tree.ids[0], nodes)
 
     def _read_mail(self) -> None:
         while True:
@@ -187,12 +187,14 @@ class DraftLoop:
     def _take(self, message: Message | None) -> None:
         if isinstance(message, Open):
             state = self._drafter.open(message.request)
-            self._tracks[message.key] = Track(state, TokenTree(message.request.prompt[-1], next_id=message.next_id))
+            self._tracks[message.key] = DraftedRequest(
+                state, TokenTree(message.request.prompt[-1], next_id=message.next_id)
+            )
         elif isinstance(message, Close):
             track = self._tracks.pop(message.key, None)
             if track is not None:
                 self._drafter.close(track.state)
-        elif isinstance(message, Order):
+        elif isinstance(message, Configure):
             self._heed(self._tracks[message.key], message.orders)
         elif isinstance(message, Pause):
             track = self._tracks[message.key]
@@ -204,12 +206,12 @@ class DraftLoop:
         elif message is not None:
             self._follow(self._tracks[message.key], message.correction)
 
-    def _heed(self, track: Track, orders: Orders) -> None:
+    def _heed(self, track: DraftedRequest, orders: Orders) -> None:
         track.orders, track.layers = orders, 0
         self._drafter.heed(track.state, orders)
         track.idle = track.is_done
 
-    def _follow(self, track: Track, correction: Correction) -> None:
+    def _follow(self, track: DraftedRequest, correction: Correction) -> None:
         """Re-roots: after a hit the subtree lives on; after a miss there is a new root and nothing else."""
         old = track.tree
         if correction.is_hit:

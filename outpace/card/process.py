@@ -6,30 +6,157 @@ the models there a second time, and leave a process behind that tracks resources
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import socket
 import subprocess
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from outpace.card.base import Worker
-from outpace.card.cache import CandidateCache, Correction
-from outpace.card.child import Failed, Grown, Ping, Ready, Said, Start
-from outpace.card.loop import Close, Correct, Message, Open, Order
+from outpace.card.cache import CandidateCache, CandidateLayer, Correction
+from outpace.card.loop import Close, Configure, Correct, DraftLoop, Message, Open
+from outpace.card.worker import DraftWorker
 from outpace.core import child_process
 from outpace.core.errors import UserError, check_whole
+from outpace.core.lazy import set_threads
 from outpace.core.orders import FREE, Orders
-from outpace.core.types import Drafter, Request
+from outpace.core.types import Drafter, Request, Rule
+
+_DIE_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
+
+
+class Start(NamedTuple):
+    """The owner's first message: what builds the drafter, pickled; and how many cores a forward may use."""
+
+    recipe: bytes
+    threads: int
+
+
+class Ping(NamedTuple):
+    """The owner asks whether anybody reads; it is answered at once by Ready or Pong."""
+
+
+class Pong(NamedTuple):
+    """Somebody reads."""
+
+
+class Ready(NamedTuple):
+    """The drafter stands."""
+
+
+class Grown(NamedTuple):
+    """New layers by request, and how long they took."""
+
+    layers: Sequence[tuple[int, CandidateLayer]]
+    seconds: float
+
+
+class Failed(NamedTuple):
+    """The last message: what was raised, with its traceback as text; `again`: another process may do better."""
+
+    error: BaseException
+    traceback: str = ""
+    again: bool = True
+
+
+ChildMessage = Pong | Ready | Grown | Failed
+
+
+class ChildLoop:
+    """The process's two threads: one reads messages, the other drafts."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._saying = threading.Lock()
+        self._loop: DraftLoop | None = None  # the owner sends no requests before it is there
+        self._rules: dict[bytes, Rule] = {}
+
+    def run(self) -> None:
+        """Builds the drafter and drafts until the owner goes; an exception is told and ends it."""
+        try:
+            start: Start = pickle.loads(self._pipe.recv_bytes())
+            threading.Thread(target=self._read, name="outpace-reader", daemon=True).start()
+            set_threads(start.threads)
+            build: Callable[[], Drafter] = pickle.loads(start.recipe)
+            loop = DraftLoop(build())
+            loop.begin_concurrent()
+            self._loop = loop
+            self._say(Ready())
+            self._draft(loop)
+        except BaseException as error:
+            self._say(Failed(picklable_error(error), traceback.format_exc(), again=self._loop is not None))
+
+    def _draft(self, loop: DraftLoop) -> None:
+        while True:
+            began = time.perf_counter()
+            layers = loop.grow()
+            if layers:
+                self._say(Grown(layers, time.perf_counter() - began))
+            elif not loop.has_work:
+                loop.wait()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = pickle.loads(self._pipe.recv_bytes())
+                if isinstance(message, Ping):
+                    self._say(Pong())
+                elif self._loop is not None:
+                    self._loop.post(self._with_known_rule(message))
+        except (EOFError, OSError):
+            pass  # the owner is gone
+        except Exception as error:  # a message of classes that cannot be imported here
+            self._say(Failed(picklable_error(error), traceback.format_exc(), again=False))
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _with_known_rule(self, message: Message) -> Message:
+        """Requests of one rule get one instance of it, as their owner's have: then their rows go together."""
+        if not isinstance(message, Open):
+            return message
+        rule = message.request.rule
+        known = self._rules.setdefault(pickle.dumps(rule), rule)
+        return message._replace(request=replace(message.request, rule=known))
+
+    def _say(self, said: ChildMessage) -> None:
+        with self._saying:
+            self._pipe.send_bytes(pickle.dumps(said))
+
+
+def picklable_error(error: BaseException) -> BaseException:
+    """The exception where it can be rebuilt elsewhere, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def main() -> None:
+    """The process's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's
+    if sys.platform == "linux":  # reaches it even while it is stopped, and when another holds the owner's end
+        prctl: Any = ctypes.CDLL(None).prctl
+        prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    pipe = Connection(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    ChildLoop(pipe).run()
+
 
 T = TypeVar("T")
 
-_CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.child import main; main()"
+_CODE = "import os; os.environ['OMP_NUM_THREADS'] = sys.argv[1]; from outpace.card.process import main; main()"
 _POLL_SECONDS = 0.5  # how often a silent child is asked whether it reads, and whether the program has ended
 _STARTING = 10  # a child that imports and loads may be silent for so many times the patience
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each new start; then the drafter is given up
@@ -49,11 +176,11 @@ class _Told:
     request: Request
     cache: CandidateCache
     tokens: list[int] = field(default_factory=list)  # committed
-    child: _Child | None = None
+    child: ChildProcess | None = None
     orders: Orders = FREE
 
 
-class ProcessWorker(Worker):
+class ProcessWorker(DraftWorker):
     """Started once; the target goes on plainly until the child is ready, and while one that died is started again.
 
     A request is handed to a new child at its next miss: then the cache holds nothing of the old one's. `failure` is
@@ -76,11 +203,11 @@ class ProcessWorker(Worker):
         self._start = Start(_pickled(build), threads)
         self._patience, self._pauses = patience, pauses
         self._told: dict[int, _Told] = {}
-        self._child: _Child | None = None
-        self._ready: _Child | None = None  # the same, once it drafts
+        self._child: ChildProcess | None = None
+        self._ready: ChildProcess | None = None  # the same, once it drafts
         self._stopping = False
         self._bell: SimpleQueue[None] = SimpleQueue()  # ends a rest
-        self.turn_seconds = 0.01
+        self.step_seconds = 0.01
         self._heard = 0  # messages of the child so far
         self._unanswered = -1  # what was heard when a wait was in vain
         self._thread = threading.Thread(target=self._run, name="outpace-drafter-owner")
@@ -109,7 +236,7 @@ class ProcessWorker(Worker):
         known = any(told.cache is cache and told.child is ready for told in self._told.values())
         if ready is None or not known or heard == self._unanswered:
             return
-        cache.wait(layers, _PATIENCE * self.turn_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
+        cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1) + _TRIP_SECONDS, depth)
         if self._heard == heard and not cache.has(layers, depth):
             self._unanswered = heard
 
@@ -136,7 +263,7 @@ class ProcessWorker(Worker):
             del self._told[message.key]
         elif isinstance(message, Correct):
             told.tokens += message.correction.tokens
-        elif isinstance(message, Order):
+        elif isinstance(message, Configure):
             told.orders = message.orders
         if ready is None:
             return
@@ -146,7 +273,7 @@ class ProcessWorker(Worker):
             told.child = ready
             ready.post(Open(message.key, told.request, told.cache.next_id))
             ready.post(Correct(message.key, Correction([0], list(told.tokens), message.correction.root_id, False)))
-            ready.post(Order(message.key, told.orders))
+            ready.post(Configure(message.key, told.orders))
 
     def _run(self) -> None:
         """One child after another. Of this thread, because a child ends with the thread that started it."""
@@ -177,7 +304,7 @@ class ProcessWorker(Worker):
     def _live(self) -> Failed | None:
         """One child's life: why it ended, or None where it was to."""
         try:
-            with _Child(self._start) as child:
+            with ChildProcess(self._start) as child:
                 self._child = child
                 return self._listen(child)
         finally:
@@ -185,7 +312,7 @@ class ProcessWorker(Worker):
             for cache in list(self._caches.values()):
                 cache.give_up()
 
-    def _listen(self, child: _Child) -> Failed | None:
+    def _listen(self, child: ChildProcess) -> Failed | None:
         silent = 0.0  # counted in polls: the whole program may have been stopped meanwhile
         while not self._is_over:
             said = child.hear(_POLL_SECONDS)
@@ -200,17 +327,17 @@ class ProcessWorker(Worker):
                 child.post(Ping())
         return None
 
-    def _take(self, child: _Child, said: Said) -> None:
+    def _take(self, child: ChildProcess, said: ChildMessage) -> None:
         self._heard += 1
         if isinstance(said, Ready):
             self.failure = None
             self._ready = child
         elif isinstance(said, Grown):
             self._publish(said.layers)
-            self.turn_seconds += 0.1 * (said.seconds - self.turn_seconds)
+            self.step_seconds += 0.1 * (said.seconds - self.step_seconds)
 
 
-class _Child(AbstractContextManager["_Child"]):
+class ChildProcess(AbstractContextManager["ChildProcess"]):
     """A process and the two ends of talk with it; a thread sends, because a stopped process takes nothing."""
 
     def __init__(self, start: Start) -> None:
@@ -241,12 +368,12 @@ class _Child(AbstractContextManager["_Child"]):
         """Sends a message as soon as the child takes it; returns at once."""
         self._outbox.put(message)
 
-    def hear(self, seconds: float) -> Said | None:
+    def hear(self, seconds: float) -> ChildMessage | None:
         """What the child says next, None where it says nothing for so long; its end is a Failed."""
         try:
             if not self._pipe.poll(seconds):
                 return None if self.process.poll() is None else self._cause()
-            said: Said = pickle.loads(self._pipe.recv_bytes())
+            said: ChildMessage = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
             return self._cause()
         if isinstance(said, Failed):

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from outpace.card.base import Worker
 from outpace.card.cache import CandidateCache
 from outpace.card.loop import DraftLoop, Message
+from outpace.card.worker import DraftWorker
 from outpace.core.lazy import is_loaded, torch
 from outpace.core.types import Drafter
 
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.2  # how often an idle thread looks whether the program has en
 _PATIENCE = 2.0  # a wait lasts at most this many times what the drafter's forwards take on average
 
 
-class ThreadWorker(Worker):
+class ThreadWorker(DraftWorker):
     """Never joined a round: it reads corrections between forwards. An exception ends it and is kept in `failure`."""
 
     def __init__(self, drafter: Drafter, threads: int = 1, device: torch.device | str | None = None) -> None:
@@ -29,11 +29,11 @@ class ThreadWorker(Worker):
         works on a stream of its own, so that neither it nor the target waits for the other's work."""
         super().__init__()
         self._loop = DraftLoop(drafter)
-        self._loop.work_beside()
+        self._loop.begin_concurrent()
         self._threads = threads
         self._device = device
         self._stopping = self._resting = False
-        self.turn_seconds = 0.01
+        self.step_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
         before = torch.get_num_threads() if is_loaded() else 0
@@ -56,7 +56,7 @@ class ThreadWorker(Worker):
 
     def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
         if self.failure is None:
-            cache.wait(layers, _PATIENCE * self.turn_seconds * (max(layers, depth) + 1), depth)
+            cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1), depth)
 
     def stop(self) -> None:
         self._stopping = True
@@ -98,7 +98,7 @@ class ThreadWorker(Worker):
             layers = self._loop.grow()
             if layers:
                 self._publish(layers)
-                self.turn_seconds += 0.1 * (time.perf_counter() - start - self.turn_seconds)
+                self.step_seconds += 0.1 * (time.perf_counter() - start - self.step_seconds)
             elif not self._loop.has_work:
                 self._resting = self._loop.mail.empty()
                 self._loop.wait(_POLL_SECONDS)

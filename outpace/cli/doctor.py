@@ -123,7 +123,7 @@ def _kernels() -> dict[str, Any]:
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     """The default model: whether it runs, whether exactly, its floor and a measured pass; or why it does not."""
     try:
-        from outpace.api.load import load
+        from outpace.api.llm import load
 
         with signals.at_safe_points(), display.LoadingBar(quiet) as bar:
             progress = partial(_told_on, bar)

@@ -168,7 +168,7 @@ class ModelFlags:
         from outpace.cli.display import LoadingBar, say
 
         self._check()
-        from outpace.api.load import load
+        from outpace.api.llm import load
 
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         given["draft"] = one_or_all(self.draft)

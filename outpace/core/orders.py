@@ -33,7 +33,7 @@ class TakesOrders:
     def heed(self, state: Any, orders: Orders) -> None:
         """How wide and where to draft for a request from now on; whoever cannot, drafts as ever."""
 
-    def work_beside(self) -> None:
+    def begin_concurrent(self) -> None:
         """It works beside the target from now on, so that `hear` may be called while it grows."""
 
     def hear(self, state: Any, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:

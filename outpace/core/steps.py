@@ -1,6 +1,6 @@
 """Several draft steps that a model takes without the host: what it is told of a text's tree, and what it gives back.
 
-A step expands the best unexpanded nodes of each tree, `width` at most, as `drafters/_grower.py` chooses them.
+A step expands the best unexpanded nodes of each tree, `width` at most, as `drafters/_tree_expander.py` chooses them.
 """
 
 from __future__ import annotations

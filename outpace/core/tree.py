@@ -118,7 +118,7 @@ class TokenTree:
         self.sources += [self.planter] * len(tokens)
         self.next_id = max(self.next_id, max(ids) + 1)
 
-    def hang(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
+    def attach_children(self, children: Sequence[tuple[float, int, int]], primary: int) -> None:
         """Adds picked children, (path score, parent, token) each, as `add` would one by one, but for those below the
         bound; the first `primary` are C, the others B. No two of them are the same token below the same parent."""
         kids, siblings, scores = self._children, self.siblings, self.scores

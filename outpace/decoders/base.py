@@ -43,7 +43,7 @@ class Place:
     carries: Collection[str] | None = None  # whole rounds may be asked for, with copies by these sources; None: not
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
-    turn_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
+    step_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
     order: Callable[[Orders], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
 
     @property

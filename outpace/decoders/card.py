@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.card.cache import Sight
+from outpace.card.cache import VisibilityOptions
 from outpace.core.errors import check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
@@ -46,7 +46,7 @@ class Options:
 def decode(place: Place, options: Options) -> Coroutine:
     """Query, verify, correct. An empty query is plain decoding."""
     candidates = place.candidates
-    candidates.sight = Sight(options.secondary, options.late, options.chain, options.correction)
+    candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
     in_step = Orders(layers=options.lockstep) if options.lockstep else None
     while True:
         if candidates.missed and options.just_in_time:

@@ -91,7 +91,7 @@ class _Planner:
         """A round begins: the prices that hold in it."""
         self._ledger.elapsed(self._costs.latest_round)
         self._price = self._costs.price(self._place.requests)
-        self._step = self._place.turn_seconds()
+        self._step = self._place.step_seconds()
         if self._layers:
             self._waits.learn(self._costs.latest_round - self._costs.latest_pass, self._layers)
         self._layers = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.card.cache import Sight
+from outpace.card.cache import VisibilityOptions
 from outpace.core.errors import check_whole
 from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
@@ -35,7 +35,7 @@ class Options:
 def decode(place: Place, options: Options) -> Coroutine:
     """Verify the chain that is there, or is drafted now; commit; look the outcome up."""
     candidates, length = place.candidates, options.draft_length
-    candidates.sight = Sight(chain=True)
+    candidates.sight = VisibilityOptions(chain=True)
     place.order(Orders(outcomes=length))
     while True:
         yield Await(depth=length)

@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outpace.core.carried import NO_COPIES, Carried, Carrier, Carrying, Copied, Growing, Reading
-from outpace.drafters._grower import CHUNK
+from outpace.drafters._tree_expander import CHUNK
 
 if TYPE_CHECKING:
     from outpace.core.types import Request
     from outpace.drafters._calibration import PickModels
-    from outpace.drafters._grower import Grower
+    from outpace.drafters._tree_expander import TreeExpander
 
 Parts = Sequence[tuple[Carrying, Reading]]
 
 
-class Pair(Protocol):
+class NativeModelPair(Protocol):
     """Two models that carry out rounds together, as `models/llama/native_pair.py` does."""
 
     def carry(self, growing: Growing, parts: Parts, rounds: int, seconds: float) -> list[list[Carried]]:
@@ -40,7 +40,7 @@ class ModelCarrier(Carrier):
 
     copied: Collection[str] = ()
 
-    def __init__(self, pair: Pair, grower: Grower, choices: PickModels) -> None:
+    def __init__(self, pair: NativeModelPair, grower: TreeExpander, choices: PickModels) -> None:
         self.pair, self._grower, self._choices = pair, grower, choices
 
     def carry(
@@ -107,7 +107,7 @@ class CopiesText:
     can_be_copied = True
 
     def copied(self, state: Any, text: Sequence[int], made: Callable[..., Any]) -> Copied:
-        """What copies from `text`, the request's: where it is new what `made` gives, which is `Pair.copies`."""
+        """What copies from `text`, the request's: where it is new what `made` gives, which is `NativeModelPair.copies`."""
         raise NotImplementedError
 
     def note(self, state: Any, ids: Sequence[int], planted: Sequence[Sequence[tuple[int, int]]]) -> None:

@@ -20,7 +20,7 @@ _END = -1  # fills the places behind a phrase in a file
 _KIND = "phrases"
 
 
-class Table:
+class PhraseTable:
     """Leaders and their followers, each the latest last; of both the one that was not seen longest goes first."""
 
     def __init__(self, leaders: int, followers: int) -> None:
@@ -69,7 +69,7 @@ class Table:
             self.learn(leader, tuple(token for token in row if token != _END))
 
 
-class Kept:
+class PhraseFile:
     """The file in which a table is kept from run to run, for one tokenizer."""
 
     def __init__(self, path: str, given: Given | None) -> None:
@@ -81,21 +81,21 @@ class Kept:
         if not self._path.parent.is_dir():
             raise UserError(f"phrases cannot be kept in {path}, there is no folder {self._path.parent}")
 
-    def read(self, table: Table) -> None:
+    def read(self, table: PhraseTable) -> None:
         """Puts what the file holds into a table; a file that is not there yet holds nothing. UserError for one that is
         torn, of another kind, or of another tokenizer."""
         if self._path.exists():
             again = "delete it, and the phrases are learnt anew"
             table.recall(token_tables.read(self._path, _KIND, self._tokenizer, again))
 
-    def write(self, table: Table) -> None:
+    def write(self, table: PhraseTable) -> None:
         """Replaces the file as a whole."""
         token_tables.write(self._path, _KIND, self._tokenizer, table.arrays())
 
 
-def kept_in(path: str, given: Given | None, table: Table) -> Kept | None:
+def open_phrase_file(path: str, given: Given | None, table: PhraseTable) -> PhraseFile | None:
     """The file that an option names, "" for none; the table begins with what it holds."""
-    kept = Kept(path, given) if path else None
+    kept = PhraseFile(path, given) if path else None
     if kept is not None:
         kept.read(table)
     return kept

@@ -22,9 +22,8 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._copies import check_limits
-from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._phrases import Phrase, Table, kept_in
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, check_limits, kind_of
+from outpace.drafters._phrases import Phrase, PhraseTable, open_phrase_file
 from outpace.models.files import token_tables
 
 STORE = "table"  # the option that names the file
@@ -54,10 +53,10 @@ class Options:
 
 
 @dataclass
-class CachebackState(GraftState):
+class CachebackState(LookupState):
     """`table`: that of the request's reuse key. `last`: the end of the text, whose last phrase is not in it yet."""
 
-    table: Table = field(default_factory=lambda: Table(1, 1))
+    table: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
     last: list[int] = field(default_factory=list)
 
 
@@ -73,7 +72,7 @@ class Frozen:
         return [tuple(phrase) for phrase in self._phrases[row].tolist() if phrase[0] >= 0] if row >= 0 else []
 
 
-class Cacheback(Grafter[CachebackState]):
+class CachebackDrafter(LookupDrafter[CachebackState]):
     """Grows the followers of the last token, then those of their last tokens, the likeliest first. One table serves all
     requests of the same reuse key."""
 
@@ -82,8 +81,8 @@ class Cacheback(Grafter[CachebackState]):
     def __init__(self, options: Options, frozen: Frozen | None, given: Given | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
-        self._tables = PerSalt(lambda: Table(options.leaders, options.followers))
-        self._kept = kept_in(options.phrases, given, self._tables.shared)
+        self._tables = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
+        self._kept = open_phrase_file(options.phrases, given, self._tables.shared)
 
     def open(self, request: Request) -> CachebackState:
         state = CachebackState(request, list(request.prompt), table=self._tables.of(request.cache_salt))
@@ -111,17 +110,17 @@ class Cacheback(Grafter[CachebackState]):
         if self._kept is not None:
             self._kept.write(self._tables.shared)
 
-    def _phrases(self, learnt: Table, leader: int) -> Iterator[tuple[Phrase, int, Grade]]:
+    def _phrases(self, learnt: PhraseTable, leader: int) -> Iterator[tuple[Phrase, int, Certainty]]:
         """What is known to follow a token: each phrase, where it comes from, and how sure that is of it."""
         for origin, table in ((LEARNT, learnt), (FROZEN, self._frozen)):
             phrases = table.followers(leader) if table is not None else []
-            grade = Grade.SURE if len(phrases) == 1 else Grade.LIKELY
+            grade = Certainty.SURE if len(phrases) == 1 else Certainty.LIKELY
             for phrase in phrases:
                 yield phrase, origin, grade
-                grade = Grade.OTHER
+                grade = Certainty.OTHER
 
     def _plant(
-        self, state: CachebackState, tree: TokenTree, node: int, phrase: Phrase, how: tuple[int, Grade, float]
+        self, state: CachebackState, tree: TokenTree, node: int, phrase: Phrase, how: tuple[int, Certainty, float]
     ) -> int:
         """Plants a phrase below a node as far as its tokens are likely enough; the node where that ends."""
         origin, grade, least = how
@@ -131,7 +130,7 @@ class Cacheback(Grafter[CachebackState]):
                 break
             is_new = token not in state.planted.get(tree.ids[node], ())
             node = self.plant(state, tree, node, token, kind)
-            grade = Grade.SURE if is_new else grade
+            grade = Certainty.SURE if is_new else grade
         return node
 
 
@@ -157,8 +156,8 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     return {"rows": rows, "phrases": phrases}
 
 
-def build(options: Options, *, given: Given | None = None, **_: Any) -> Cacheback:
+def build(options: Options, *, given: Given | None = None, **_: Any) -> CachebackDrafter:
     """The drafter; a frozen table is read where there is one for the target's tokenizer."""
     path = token_tables.find("cacheback", options.table, given)
     frozen = Frozen(token_tables.read(path, "cacheback", token_tables.tokenizer_of(given))) if path else None
-    return Cacheback(options, frozen, given)
+    return CachebackDrafter(options, frozen, given)

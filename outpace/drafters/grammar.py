@@ -42,7 +42,7 @@ class GrammarState(DraftState):
     proposed: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
 
-class Grammar(Drafter):
+class GrammarDrafter(Drafter):
     """Grows the forced text below the root; asked again, below what other drafters have planted since."""
 
     name = "grammar"
@@ -123,6 +123,6 @@ class Grammar(Drafter):
             node = child
 
 
-def build(options: Options, **_: object) -> Grammar:
+def build(options: Options, **_: object) -> GrammarDrafter:
     """The drafter; it needs no model."""
-    return Grammar(options)
+    return GrammarDrafter(options)

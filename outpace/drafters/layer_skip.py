@@ -9,21 +9,205 @@ dropped before the target judges. A draft goes on while it is sure of its last t
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.needs import Given, Needs
-from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Offer, Request, Source
+from outpace.core.tree import PREFIX, TokenTree
+from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._grower import Grower, GrowState, Job
-from outpace.drafters._rows import rows_of
-from outpace.drafters._sublayers import Sublayers, agreements, check_target, read
-from outpace.drafters._swift import Search
-from outpace.models.base import Model
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
+from outpace.models.base import Extra, Model, Part, lacking
 from outpace.rules.base import best_rows
+
+_GUIDED = 25  # one trial of so many is chosen by the process
+_IDLE = 300  # trials without a better set after which the search is over
+_MEMORY = 200  # trials that the process knows
+_CANDIDATES = 128  # sets that it chooses from
+_BOLD = 2.0  # standard deviations by which a doubtful set may be better
+_NOISE = 0.01  # variance of a measured agreement, of prior variance 1
+_REACH = 0.25  # switches, as a share of all, by which two sets must differ to tell little of one another
+
+
+class SublayerSearch:
+    """The best set so far, from which `propose` and `learn` go on. All sets have the size of the first one."""
+
+    def __init__(self, num_layers: int, ratio: float, enough: float, trials: int) -> None:
+        """`ratio`: of the layers, those that are left out at first; it is over once a set agrees as often as `enough`,
+        or after so many `trials`."""
+        self.best, self.agreement = evenly_spaced(num_layers, ratio), 0.0
+        self._layers, self._enough = list(searchable_layers(num_layers)), enough
+        self._left = trials
+        self.count = self._idle = 0  # trials, and those since the last better set
+        self._tried: list[tuple[np.ndarray, float]] = []
+        self._random = random.Random(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be tried."""
+        is_full = len(self.best.attention) == len(self._layers)  # there is no other set of this size
+        is_found = self.count > 0 and (is_full or self.agreement >= self._enough)
+        return is_found or self._left <= 0 or self._idle >= _IDLE
+
+    def propose(self) -> Sublayers:
+        """The set to try next; at first the one that is spread evenly."""
+        if not self.count:
+            return self.best
+        if self.count % _GUIDED:
+            return self._drawn()
+        candidates = [
+            *(self._near() for _ in range(_CANDIDATES // 2)),
+            *(self._drawn() for _ in range(_CANDIDATES // 2)),
+        ]
+        return candidates[int(self._bounds(np.stack([self._switches(one) for one in candidates])).argmax())]
+
+    def learn(self, sublayers: Sublayers, agreement: float) -> bool:
+        """How often a set's draft agreed; whether it is the best now."""
+        self.count += 1
+        self._left -= 1
+        self._idle += 1
+        self._tried = [*self._tried, (self._switches(sublayers), agreement)][-_MEMORY:]
+        if agreement <= self.agreement and self.count > 1:
+            return False
+        self.best, self.agreement, self._idle = sublayers, agreement, 0
+        return True
+
+    def _drawn(self) -> Sublayers:
+        sizes = (len(self.best.attention), len(self.best.mlp))
+        return Sublayers(*(tuple(sorted(self._random.sample(self._layers, size))) for size in sizes))
+
+    def _near(self) -> Sublayers:
+        """The best set with one layer of each list exchanged."""
+        return Sublayers(*(self._exchanged(layers) for layers in self.best))
+
+    def _exchanged(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        others = sorted(set(self._layers) - set(layers))
+        if not others or not layers:
+            return layers
+        gone = self._random.choice(layers)
+        return tuple(sorted({*layers, self._random.choice(others)} - {gone}))
+
+    def _switches(self, sublayers: Sublayers) -> np.ndarray:
+        """1 for what is left out. float64 [2 * layers]"""
+        return np.array([layer in kind for kind in sublayers for layer in self._layers], float)
+
+    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
+        """Mean and `_BOLD` standard deviations of each candidate's agreement. [candidates, switches] to [candidates]"""
+        known = np.stack([switches for switches, _ in self._tried])
+        values = np.array([value for _, value in self._tried])
+        covariance = _kernel(known, known) + _NOISE * np.eye(len(known))
+        across = _kernel(candidates, known)  # [candidates, known]
+        spread = values.std() or 1.0
+        means = values.mean() + across @ np.linalg.solve(covariance, values - values.mean())
+        explained = np.einsum("ck,kc->c", across, np.linalg.solve(covariance, across.T))
+        bounds: np.ndarray = means + _BOLD * spread * np.sqrt(np.clip(1.0 - explained, 0.0, None))
+        return bounds
+
+
+def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """e^-(share of switches that differ / _REACH). [a, switches], [b, switches] to [a, b]"""
+    differ: np.ndarray = np.abs(one[:, None] - other[None]).mean(-1)
+    return np.exp(-differ / _REACH)
+
+
+class Sublayers(NamedTuple):
+    """Layers, numbered from 0, rising: those whose attention is left out, and those whose MLP is."""
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.attention) + len(self.mlp)
+
+    def check(self, num_layers: int) -> None:
+        """UserError for a set that leaves out nothing, everything, or a layer that a model of so many has not."""
+        for name, layers in (("skip_attention", self.attention), ("skip_mlp", self.mlp)):
+            beyond = next((layer for layer in layers if layer >= num_layers), None)
+            if beyond is not None:
+                raise UserError(f"{name} names layer {beyond}, the target has layers 0 to {num_layers - 1}")
+        if not self.size:
+            raise UserError(
+                "skip_attention and skip_mlp name no layer: a draft that leaves out nothing costs as much as the target"
+            )
+        if self.size == 2 * num_layers:
+            raise UserError(
+                f"skip_attention and skip_mlp name all {num_layers} layers: at least one attention or MLP must stay"
+            )
+
+    def __str__(self) -> str:
+        return f"--skip-attention {format_layers(self.attention)} --skip-mlp {format_layers(self.mlp)}"
+
+
+def check_target(model: Model) -> None:
+    """UserError for a model that cannot draft without some of its sublayers."""
+    for extra in (Extra.WITHOUT, Extra.LENGTH):
+        if extra not in model.extras:
+            raise lacking(model, extra)
+
+
+def parse_layers(name: str, text: str | None) -> tuple[int, ...]:
+    """Layers as "3,5-8" has them, rising; UserError for any other text. None: none."""
+    found: set[int] = set()
+    for part in (text or "").replace(" ", "").split(",") if text and text.strip() else ():
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or part.endswith("-"):
+            raise UserError(f"{name} is {text!r:.200}, it must be layers such as 3,5-8, numbered from 0")
+        if int(last or first) < int(first) or int(last or first) > 9999:
+            raise UserError(f"{name} has {part!r:.40}, a range rises and ends below 10000")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Layers as `read` reads them; "" for none."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and parts[-1][-1] == layer - 1:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    shown = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in parts)
+    return shown or '""'
+
+
+def searchable_layers(num_layers: int) -> range:
+    """The layers that a search may leave out: all but the first and the last. UserError where there is none."""
+    if num_layers < 3:
+        raise UserError(
+            f"the target has {num_layers} layers, of which a search keeps the first and the last: name what is left out"
+            " with skip_attention or skip_mlp"
+        )
+    return range(1, num_layers - 1)
+
+
+def evenly_spaced(num_layers: int, ratio: float) -> Sublayers:
+    """Attention and MLP of such a share of all layers, one at least, spread evenly between the first and the last."""
+    layers = searchable_layers(num_layers)
+    count = min(max(round(ratio * num_layers), 1), len(layers))
+    chosen = tuple(layers[number * len(layers) // count] for number in range(count))
+    return Sublayers(chosen, chosen)
+
+
+def find_agreements(model: Model, session: Any, request: Request, text: Sequence[int], count: int) -> list[bool]:
+    """Whether a model proposes, after each of the text's `count` tokens before the last, the token that stands there.
+
+    One forward in pending slots of the target's session, which holds all tokens but the last: behind the tokens before
+    those `count`, so nothing that is stored of them is read, and nothing is changed.
+    """
+    start = len(text) - 1 - count
+    part = Part(session, text[start:-1], range(PREFIX, count - 1), range(count), length=start)
+    held = model.score_held([part])
+    session.keep(())
+    rows = [Row(request, text[: start + place + 1]) for place in range(count)]
+    offers = best_rows(held, rows, 1)
+    return [offer[0][:1] == [token] for offer, token in zip(offers, text[start + 1 :], strict=True)]
+
 
 COST = "a forward of a part of the target for each token"
 _SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
@@ -63,11 +247,11 @@ class Options:
         """The sublayers that are named; None where neither option is."""
         if self.skip_attention is None and self.skip_mlp is None:
             return None
-        return Sublayers(read("skip_attention", self.skip_attention), read("skip_mlp", self.skip_mlp))
+        return Sublayers(parse_layers("skip_attention", self.skip_attention), parse_layers("skip_mlp", self.skip_mlp))
 
 
 @dataclass
-class SkipState(GrowState):
+class SkipState(ExpansionState):
     """`offers`: what was proposed below a tree node (by id). `is_unsure`: of its last token, so this round's draft is
     over. `rounds`: drafted since a set was tried on this text."""
 
@@ -76,16 +260,18 @@ class SkipState(GrowState):
     rounds: int = 0
 
 
-class LayerSkip(Drafter):
+class LayerSkipDrafter(Drafter):
     """`search` None: the set stays."""
 
     name = "layer_skip"
     needs = Needs(session=1)  # of an instance: as many as its options allow
 
-    def __init__(self, target: Model, sublayers: Sublayers, options: Options, search: Search | None = None) -> None:
+    def __init__(
+        self, target: Model, sublayers: Sublayers, options: Options, search: SublayerSearch | None = None
+    ) -> None:
         self._target, self._options, self.search = target, options, search
         self.needs = Needs(session=max(options.tree_nodes, options.skip_window))
-        self._grower = Grower(target, options.width, options.tree_nodes, on_base=True)
+        self._grower = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
         self._choices = PickModels()
         self._choose(sublayers)
 
@@ -138,7 +324,7 @@ class LayerSkip(Drafter):
         self.sublayers = sublayers
         self._grower.model = self._target.without(*sublayers)
 
-    def _expand(self, jobs: Sequence[Job]) -> None:
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
@@ -151,7 +337,7 @@ class LayerSkip(Drafter):
                 chances = choice.log_chances(values, self._options.width)
                 surest = max(surest, chances[0])
                 children = [(tree.scores[node] + c, node, t) for t, c in zip(tokens, chances, strict=False)]
-                tree.hang(children[: self._options.tree_nodes - len(tree)], self._options.width)
+                tree.attach_children(children[: self._options.tree_nodes - len(tree)], self._options.width)
             state.is_unsure = surest < least
 
     def _try(self, state: SkipState) -> None:
@@ -166,12 +352,12 @@ class LayerSkip(Drafter):
             return
         state.rounds = 0
         tried = self.search.propose()
-        found = agreements(self._target.without(*tried), session, state.request, state.tokens, count)
+        found = find_agreements(self._target.without(*tried), session, state.request, state.tokens, count)
         if self.search.learn(tried, sum(found) / count):
             self._choose(tried)
 
 
-def build(options: Options, *, given: Given) -> LayerSkip:
+def build(options: Options, *, given: Given) -> LayerSkipDrafter:
     """The drafter for a target that can leave out sublayers; UserError for one that cannot, one that is inflated, and a
     set that does not fit it."""
     target = given.target
@@ -186,6 +372,6 @@ def build(options: Options, *, given: Given) -> LayerSkip:
     sublayers = options.named()
     if sublayers is not None:
         sublayers.check(target.num_layers)
-        return LayerSkip(target, sublayers, options)
-    search = Search(target.num_layers, options.skip_ratio, options.skip_enough, options.skip_trials)
-    return LayerSkip(target, search.best, options, search)
+        return LayerSkipDrafter(target, sublayers, options)
+    search = SublayerSearch(target.num_layers, options.skip_ratio, options.skip_enough, options.skip_trials)
+    return LayerSkipDrafter(target, search.best, options, search)

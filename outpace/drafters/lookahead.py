@@ -19,8 +19,8 @@ from outpace.core.errors import check_whole
 from outpace.core.needs import Given, Needs
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._grafter import Grade, Grafter, GraftState
-from outpace.drafters._phrases import Table, kept_in
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._phrases import PhraseTable, open_phrase_file
 
 _WORTH, _TRIED = 0.05, 200.0  # tokens that a probe is held to bring in later rounds, until so many were judged
 _FADE = 0.99  # of the past's weight, a round
@@ -47,17 +47,17 @@ class Options:
 
 
 @dataclass
-class LookaheadState(GraftState):
+class LookaheadState(LookupState):
     """`columns`: each one's guesses, the oldest first; `probes`: the ids of their nodes in this round's tree."""
 
-    pool: Table = field(default_factory=lambda: Table(1, 1))
+    pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
     columns: list[list[int]] = field(default_factory=list)
     probes: list[list[int]] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # the end of the text, whose n-grams are not complete
     renewed: int = 0  # columns that were begun so far
 
 
-class Lookahead(Grafter[LookaheadState]):
+class LookaheadDrafter(LookupDrafter[LookaheadState]):
     """Grows the pool's n-grams behind the last token, then the window."""
 
     name = "lookahead"
@@ -68,7 +68,7 @@ class Lookahead(Grafter[LookaheadState]):
         self._options = options
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
         self._pools = PerSalt(self._pool)
-        self._kept = kept_in(options.phrases, given, self._pools.shared)
+        self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
     def open(self, request: Request) -> LookaheadState:
         pool = self._pools.of(request.cache_salt) if self._kept is not None else self._pool()
@@ -79,10 +79,10 @@ class Lookahead(Grafter[LookaheadState]):
 
     def propose(self, state: LookaheadState, tree: TokenTree) -> None:
         """Candidates, then probes: they share the node where both have the same token at the same place."""
-        grade = Grade.SURE
+        grade = Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[0]):
             self.branch(state, tree, phrase, 1, grade)
-            grade = Grade.OTHER
+            grade = Certainty.OTHER
         if not state.probes:
             self._probe(state, tree)
 
@@ -104,8 +104,8 @@ class Lookahead(Grafter[LookaheadState]):
         if self._kept is not None:
             self._kept.write(self._pools.shared)
 
-    def _pool(self) -> Table:
-        return Table(_LEADERS, self._options.guesses)
+    def _pool(self) -> PhraseTable:
+        return PhraseTable(_LEADERS, self._options.guesses)
 
     def _read(self, state: LookaheadState, tokens: Sequence[int]) -> None:
         if self._options.from_text:
@@ -151,6 +151,6 @@ class Lookahead(Grafter[LookaheadState]):
                 del column[0]
 
 
-def build(options: Options, *, given: Given | None = None, **_: object) -> Lookahead:
+def build(options: Options, *, given: Given | None = None, **_: object) -> LookaheadDrafter:
     """The drafter; it needs no model."""
-    return Lookahead(options, given)
+    return LookaheadDrafter(options, given)

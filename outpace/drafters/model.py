@@ -20,14 +20,12 @@ from outpace.core.orders import Orders
 from outpace.core.steps import MOST_STEPS
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
-from outpace.drafters._ahead import SPARE, Ahead, Burst
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._carrier import ModelCarrier
-from outpace.drafters._choosing import Choosing
-from outpace.drafters._grower import Grower, GrowState, Job
-from outpace.drafters._rows import rows_of
+from outpace.drafters._composite import DraftSelector
+from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpander, RootMove
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._under_way import Walk
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
@@ -64,11 +62,11 @@ class Options:
 
 
 @dataclass
-class ModelState(GrowState):
+class ModelState(ExpansionState):
     """`offers`: what was proposed below a tree node (by id)."""
 
     offers: dict[int, Offer] = field(default_factory=dict)
-    ahead: Burst = field(default_factory=Burst)
+    ahead: MultiStepCache = field(default_factory=MultiStepCache)
     choice: PickModel = field(default_factory=PickModel)  # that of such requests
     is_drawn: bool = field(init=False)  # its children are
     adjusting: Any = None  # the kernels' own adjustments of this request's scores, where they carry out its rounds
@@ -87,10 +85,10 @@ class ModelDrafter(Drafter):
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
-        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
+        self._grower = TreeExpander(model, options.width, options.tree_nodes, options.floor, window, proposed=count)
         self._draws = DrawCounts.read(options.draws)
         self._choices = PickModels()
-        self._ahead = Ahead(model, self._choices, options)
+        self._ahead = MultiStepExpander(model, self._choices, options)
         self.shares_time = self._ahead.takes_several
 
     def weight_bytes(self, source: Source) -> int | None:
@@ -125,7 +123,7 @@ class ModelDrafter(Drafter):
             jobs = self._grower.jobs([job.state for job in again], [job.tree for job in again])
         return [*map(sub, map(len, trees), before)]
 
-    def _expand(self, jobs: Sequence[Job]) -> list[int]:
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> list[int]:
         """One forward over the jobs' frontiers, or what such forwards gave before; nodes added to each tree."""
         takes_several = self._ahead.takes_several
         if takes_several and (known := self._ahead.known(jobs)) is not None:
@@ -146,7 +144,7 @@ class ModelDrafter(Drafter):
                 added.append(self._add(state, tree, frontier, offers[mine]))
         return added
 
-    def _add_all(self, jobs: Sequence[Job], offers: Sequence[Sequence[Offer]]) -> list[int]:
+    def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[Offer]]) -> list[int]:
         """Children that are picked, below each job's frontier; nodes added to each tree."""
         pairs = zip(jobs, offers, strict=True)
         return [self._add(state, tree, frontier, mine) for (state, tree, frontier), mine in pairs]
@@ -182,11 +180,11 @@ class ModelDrafter(Drafter):
     def heed(self, state: ModelState, orders: Orders) -> None:
         self._grower.heed(state, orders)
 
-    def work_beside(self) -> None:
+    def begin_concurrent(self) -> None:
         self._ahead.is_beside = True
 
     def hear(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        self._ahead.hear(state, Walk(path, tokens, root_id))
+        self._ahead.hear(state, RootMove(path, tokens, root_id))
 
     def share_cores(self, most: int) -> None:
         self._grower.model.share_cores(most)
@@ -195,7 +193,7 @@ class ModelDrafter(Drafter):
         return self._grower.stored_bytes(lengths)
 
     def pause(self, state: ModelState) -> None:
-        state.ahead = Burst(heard=state.ahead.heard)
+        state.ahead = MultiStepCache(heard=state.ahead.heard)
         self._grower.pause(state)
 
     def amortised(self, seconds: float) -> float:
@@ -239,7 +237,7 @@ class ModelDrafter(Drafter):
         before = len(tree)
         room = self._options.tree_nodes - before
         most = max(_CHILDREN * width, int(room * orders.share))
-        tree.hang(children[: min(room, most)], width)
+        tree.attach_children(children[: min(room, most)], width)
         return len(tree) - before
 
 
@@ -249,7 +247,7 @@ def build(options: Options, *, given: Given) -> Drafter:
         raise UserError("drafter model needs a draft model, name one with --draft (or draft=...)")
     drafts = (given.draft, *given.others)
     parts = [ModelDrafter(draft, options) for draft in drafts]
-    return parts[0] if len(parts) == 1 else Choosing(parts, [_cost(draft, given.target) for draft in drafts])
+    return parts[0] if len(parts) == 1 else DraftSelector(parts, [_cost(draft, given.target) for draft in drafts])
 
 
 def _cost(draft: Model, target: Model | None) -> float | None:

@@ -16,7 +16,7 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._carrier import CopiesText
-from outpace.drafters._grafter import NEVER, Grade, Grafter, GraftState
+from outpace.drafters._lookup import NEVER, Certainty, LookupDrafter, LookupState
 from outpace.drafters._ngram_index import NgramIndex
 
 LONGEST = 3  # tokens of an n-gram that the kernels hold
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass
-class NgramState(GraftState):
+class NgramState(LookupState):
     """Where each n-gram stood so far, of as much of the text as was asked about; `made`: the kernels' own index of the
     same text, where they copy."""
 
@@ -57,7 +57,7 @@ class NgramState(GraftState):
     made: Any = None
 
 
-class Ngram(Grafter[NgramState], CopiesText):
+class NgramDrafter(LookupDrafter[NgramState], CopiesText):
     """Grows a branch from the root for some places where the last tokens stood before, longest match first."""
 
     name = "ngram"
@@ -74,14 +74,14 @@ class Ngram(Grafter[NgramState], CopiesText):
 
     def propose(self, state: NgramState, tree: TokenTree) -> None:
         """Branches from the root; the first is the likeliest."""
-        options, grade = self._options, Grade.SURE
+        options, grade = self._options, Certainty.SURE
         state.index.extend(state.tokens[state.indexed :])
         state.indexed = len(state.tokens)
         found = state.index.matches(state.tokens, self._places, _COUNTED)
         for length, place in sorted(found, key=_LENGTH, reverse=True)[: options.branches]:
             tokens = state.index.after(place, options.copies)
             self.branch(state, tree, tokens, length, grade, options.least_chance)
-            grade = Grade.OTHER
+            grade = Certainty.OTHER
 
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]
@@ -104,6 +104,6 @@ class Ngram(Grafter[NgramState], CopiesText):
                 state.planted[node] = dict(below)
 
 
-def build(options: Options, **_: object) -> Ngram:
+def build(options: Options, **_: object) -> NgramDrafter:
     """The drafter; it needs no model."""
-    return Ngram(options)
+    return NgramDrafter(options)

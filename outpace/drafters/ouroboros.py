@@ -21,10 +21,9 @@ from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Offer, Request, Source
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._grafter import Grade, Grafter, GraftState, kind_of
-from outpace.drafters._grower import Grower, GrowState, Job
-from outpace.drafters._phrases import Table, kept_in
-from outpace.drafters._rows import rows_of
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
+from outpace.drafters._phrases import PhraseTable, open_phrase_file
+from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import best_rows
 
@@ -62,7 +61,7 @@ class Options:
 
 
 @dataclass
-class OuroborosState(GraftState, GrowState):
+class OuroborosState(LookupState, ExpansionState):
     """`offers`: what the draft proposed below a node, by id. `last`: the end of the text, whose phrases are not
     complete. `tree`: the one that was grown last; `end`: the id of the node where the draft goes on. `pool`: that of
     the request's reuse key."""
@@ -71,10 +70,10 @@ class OuroborosState(GraftState, GrowState):
     last: list[int] = field(default_factory=list)
     tree: TokenTree | None = None
     end: int = -1  # -1: the root
-    pool: Table = field(default_factory=lambda: Table(1, 1))
+    pool: PhraseTable = field(default_factory=lambda: PhraseTable(1, 1))
 
 
-class Ouroboros(Grafter[OuroborosState]):
+class OuroborosDrafter(LookupDrafter[OuroborosState]):
     """Keeps a session of the draft model for each request, and one pool for each reuse key."""
 
     name = "ouroboros"
@@ -86,10 +85,10 @@ class Ouroboros(Grafter[OuroborosState]):
         super().__init__()
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
-        self._grower = Grower(model, options.width, options.tree_nodes, options.floor, window)
+        self._grower = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
         self._choices = PickModels()
-        self._pools = PerSalt(lambda: Table(options.leaders, options.followers))
-        self._kept = kept_in(options.phrases, given, self._pools.shared)
+        self._pools = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
+        self._kept = open_phrase_file(options.phrases, given, self._pools.shared)
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -124,7 +123,7 @@ class Ouroboros(Grafter[OuroborosState]):
 
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
         """Hangs phrases behind the draft's end."""
-        end, grade = tree.ids.index(state.end), Grade.SURE
+        end, grade = tree.ids.index(state.end), Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
             node = end
             for place, token in enumerate(phrase):
@@ -132,8 +131,8 @@ class Ouroboros(Grafter[OuroborosState]):
                     return
                 is_new = token not in state.planted.get(tree.ids[node], ())
                 node = self.plant(state, tree, node, token, kind_of(1 + place, grade))
-                grade = Grade.SURE if is_new else grade
-            grade = Grade.OTHER
+                grade = Certainty.SURE if is_new else grade
+            grade = Certainty.OTHER
 
     def observe(self, state: OuroborosState, seen: Observation) -> None:
         self._choices.learn(state.request, state.offers, seen)
@@ -166,7 +165,7 @@ class Ouroboros(Grafter[OuroborosState]):
         self._choices.recall(kept["choices"])
         super().recall(kept["rates"])
 
-    def _expand(self, jobs: Sequence[Job]) -> None:
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         """One forward; each draft goes on as far as it agrees with what hangs at its end, and one token further."""
         offers, first = best_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
         for state, tree, frontier in jobs:
@@ -210,8 +209,8 @@ class Ouroboros(Grafter[OuroborosState]):
                     state.pool.learn(tree.tokens[node], tuple(phrase))
 
 
-def build(options: Options, *, given: Given) -> Ouroboros:
+def build(options: Options, *, given: Given) -> OuroborosDrafter:
     """The drafter for the draft model; UserError without one."""
     if given.draft is None:
         raise UserError("drafter ouroboros needs a draft model, name one with --draft (or draft=...)")
-    return Ouroboros(given.draft, options, given)
+    return OuroborosDrafter(given.draft, options, given)

@@ -12,7 +12,7 @@ from outpace.core.alignment import Alignment
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Source
-from outpace.drafters._grafter import Grade, Grafter, GraftState
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
 
 _VOUCHED = 4  # equal tokens that the caller's word counts as, at the beginning of an answer
 
@@ -30,14 +30,14 @@ class Options:
 
 
 @dataclass
-class PredictionState(GraftState):
+class PredictionState(LookupState):
     """Where the answer stands in its prediction; `is_new` until something is written of one that the caller made."""
 
     alignment: Alignment = field(default_factory=lambda: Alignment(()))
     is_new: bool = True
 
 
-class Prediction(Grafter[PredictionState]):
+class PredictionDrafter(LookupDrafter[PredictionState]):
     """Grows the prediction's next tokens from the root, for each place where the answer may stand in it."""
 
     name = "prediction"
@@ -57,11 +57,11 @@ class Prediction(Grafter[PredictionState]):
 
     def propose(self, state: PredictionState, tree: TokenTree) -> None:
         """Branches from the root, the likelier place first."""
-        grade, vouched = Grade.SURE, _VOUCHED if state.is_new else 0
+        grade, vouched = Certainty.SURE, _VOUCHED if state.is_new else 0
         for offer in state.alignment.offers[: self._options.branches]:
             tokens: Sequence[int] = state.alignment.tokens(offer, self._options.ahead)
             self.branch(state, tree, tokens, offer.length + vouched, grade)
-            grade = Grade.OTHER
+            grade = Certainty.OTHER
 
     def observe(self, state: PredictionState, seen: Observation) -> None:
         super().observe(state, seen)
@@ -69,6 +69,6 @@ class Prediction(Grafter[PredictionState]):
         state.is_new = False
 
 
-def build(options: Options, **_: object) -> Prediction:
+def build(options: Options, **_: object) -> PredictionDrafter:
     """The drafter; it needs no model."""
-    return Prediction(options)
+    return PredictionDrafter(options)

@@ -17,8 +17,7 @@ from outpace.core.cache_salt import PerSalt
 from outpace.core.needs import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._copies import check_limits
-from outpace.drafters._grafter import Grafter, GraftState, kind_of
+from outpace.drafters._lookup import LookupDrafter, LookupState, check_limits, kind_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ Successors = dict[int, Sequence[int]]
 
 
 @dataclass
-class RecycleState(GraftState):
+class RecycleState(LookupState):
     """`successors`: the table of the request's reuse key."""
 
     successors: Successors = field(default_factory=dict)
 
 
-class Recycle(Grafter[RecycleState]):
+class RecycleDrafter(LookupDrafter[RecycleState]):
     """Grows the successors of the last token, then theirs, the likeliest first. One table serves all requests of the
     same reuse key; it has a row for each token of the vocabulary at most."""
 
@@ -78,6 +77,6 @@ class Recycle(Grafter[RecycleState]):
             state.successors.update(zip(seen.seen.tokens, seen.seen.top.tolist(), strict=True))
 
 
-def build(options: Options, **_: object) -> Recycle:
+def build(options: Options, **_: object) -> RecycleDrafter:
     """The drafter; it needs no model."""
-    return Recycle(options)
+    return RecycleDrafter(options)

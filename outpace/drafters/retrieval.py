@@ -18,8 +18,14 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
-from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
-from outpace.drafters._grafter import Grafter, GraftState
+from outpace.drafters._lookup import (
+    Continuation,
+    LookupDrafter,
+    LookupState,
+    check_limits,
+    grow_continuations,
+    limits_of,
+)
 from outpace.drafters._ngram_index import BREAK
 from outpace.models.files import token_tables
 
@@ -106,7 +112,7 @@ class Datastore:
         return tokens[::-1]
 
 
-class Retrieval(Grafter[GraftState]):
+class RetrievalDrafter(LookupDrafter[LookupState]):
     """Grows the tree of what followed in the datastore, the likeliest nodes first."""
 
     name = "retrieval"
@@ -115,15 +121,15 @@ class Retrieval(Grafter[GraftState]):
         super().__init__()
         self._options, self._datastore = options, datastore
 
-    def open(self, request: Request) -> GraftState:
-        return GraftState(request, list(request.prompt))
+    def open(self, request: Request) -> LookupState:
+        return LookupState(request, list(request.prompt))
 
-    def propose(self, state: GraftState, tree: TokenTree) -> None:
+    def propose(self, state: LookupState, tree: TokenTree) -> None:
         """What followed at the places with the longest match."""
         options, store = self._options, self._datastore
         found = store.matches(state.tokens, options.places, options.shortest, options.longest)
-        copies = [Copy(length, store.after(place, options.copies)) for length, place in found]
-        grow_copies(self, state, tree, copies, limits_of(options))
+        copies = [Continuation(length, store.after(place, options.copies)) for length, place in found]
+        grow_continuations(self, state, tree, copies, limits_of(options))
 
 
 def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> dict[str, np.ndarray]:
@@ -146,11 +152,11 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     return {"tokens": tokens, "order": order.astype(np.int32)}
 
 
-def build(options: Options, *, given: Given | None = None, **_: Any) -> Retrieval:
+def build(options: Options, *, given: Given | None = None, **_: Any) -> RetrievalDrafter:
     """The drafter; UserError without a datastore for the target's tokenizer."""
     path = token_tables.find("retrieval", options.datastore, given)
     if path is None:
         raise UserError(
             "drafter retrieval needs a datastore: make one with outpace tune --drafter retrieval --corpus FILE"
         )
-    return Retrieval(options, Datastore(token_tables.read(path, "retrieval", token_tables.tokenizer_of(given))))
+    return RetrievalDrafter(options, Datastore(token_tables.read(path, "retrieval", token_tables.tokenizer_of(given))))

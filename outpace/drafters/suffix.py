@@ -15,8 +15,14 @@ from outpace.core.cache_salt import PerSalt
 from outpace.core.errors import check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._copies import Copy, check_limits, grow_copies, limits_of
-from outpace.drafters._grafter import Grafter, GraftState
+from outpace.drafters._lookup import (
+    Continuation,
+    LookupDrafter,
+    LookupState,
+    check_limits,
+    grow_continuations,
+    limits_of,
+)
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
 _LENGTHS = (1, 2, 4)  # n-grams that are looked up; what is longer is compared token by token
@@ -48,14 +54,14 @@ class Options:
 
 
 @dataclass
-class SuffixState(GraftState):
+class SuffixState(LookupState):
     """Where the text's n-grams stood in it."""
 
     index: NgramIndex = field(default_factory=lambda: NgramIndex((1,), 1))
     past: NgramIndex | None = None  # answers of the same reuse key
 
 
-class Suffix(Grafter[SuffixState]):
+class SuffixDrafter(LookupDrafter[SuffixState]):
     """Grows the tree of all that followed, the likeliest nodes first."""
 
     name = "suffix"
@@ -74,7 +80,7 @@ class Suffix(Grafter[SuffixState]):
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
         """The tree of what followed at the best places of the text and of past answers."""
-        grow_copies(self, state, tree, list(self._copies(state)), limits_of(self._options))
+        grow_continuations(self, state, tree, list(self._copies(state)), limits_of(self._options))
 
     def observe(self, state: SuffixState, seen: Observation) -> None:
         super().observe(state, seen)
@@ -84,14 +90,14 @@ class Suffix(Grafter[SuffixState]):
         if state.past is not None:
             state.past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
-    def _copies(self, state: SuffixState) -> Iterator[Copy]:
+    def _copies(self, state: SuffixState) -> Iterator[Continuation]:
         options = self._options
         for origin, index in enumerate((state.index, state.past)):
             if index is not None:
                 for length, place in index.matches(state.tokens, options.places, options.depth, is_alone=True):
-                    yield Copy(min(length, options.depth), index.after(place, options.copies), origin)
+                    yield Continuation(min(length, options.depth), index.after(place, options.copies), origin)
 
 
-def build(options: Options, **_: object) -> Suffix:
+def build(options: Options, **_: object) -> SuffixDrafter:
     """The drafter; it needs no model."""
-    return Suffix(options)
+    return SuffixDrafter(options)

@@ -8,8 +8,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from outpace.card.base import Worker
-from outpace.card.loop import check_beside
+from outpace.card.loop import check_concurrent
+from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.needs import NOTHING, Given
@@ -175,12 +175,12 @@ def needs_same_tokens(drafter: str | None) -> bool:
 
 def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter:
     """One drafter, or several on one tree, those that run no model first."""
-    from outpace.drafters._combined import Combined
+    from outpace.drafters._composite import SharedTree
 
     modules = drafter_modules(name).values()
     parts = [module.build(registry.build_options(module, values), given=given) for module in modules]
     parts.sort(key=lambda part: part.runs_model)  # what costs no model stands first
-    return parts[0] if len(parts) == 1 else Combined(parts)
+    return parts[0] if len(parts) == 1 else SharedTree(parts)
 
 
 def _given(target: Loaded | None, draft: Loaded | None) -> Given:
@@ -236,7 +236,7 @@ def build_engine(
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {parts.method} has one drafter in its worker, not {name!r} to choose from")
-    check_beside(drafters[name])
+    check_concurrent(drafters[name])
     is_apart = parts.worker == "process"  # the drafter above then only tells a wrong option at once
     worker = _build_process(parts, name, draft, options) if is_apart else _build_worker(parts, drafters[name], draft)
     if parts.worker != "inline" and all(_device(one) == "cpu" for one in (target, draft) if one):
@@ -251,7 +251,7 @@ def _check_worker(parts: Parts, decoder: ModuleType) -> None:
         raise UserError(f"method {parts.method} has no worker: {instead}")
 
 
-def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> Worker:
+def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> DraftWorker:
     from outpace.card.inline import InlineWorker
     from outpace.card.thread import ThreadWorker
 
@@ -260,7 +260,7 @@ def _build_worker(parts: Parts, drafter: Drafter, draft: Loaded | None) -> Worke
     return ThreadWorker(drafter, parts.draft_threads, draft.model.device if draft else None)
 
 
-def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> Worker:
+def _build_process(parts: Parts, name: str, draft: Loaded | None, options: Mapping[str, Any]) -> DraftWorker:
     from outpace.card.process import ProcessWorker
 
     if draft is not None and draft.others:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from outpace.card.base import Worker
 from outpace.card.cache import CandidateCache
+from outpace.card.worker import DraftWorker
 from outpace.core import setups
 from outpace.core.errors import UserError, unknown
 from outpace.core.needs import NOTHING, Seen
@@ -24,7 +24,7 @@ class Drafting:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], worker: Worker | None, costs: Costs, clock: Callable[[], float]
+        self, drafters: Mapping[str, Drafter], worker: DraftWorker | None, costs: Costs, clock: Callable[[], float]
     ) -> None:
         """`drafters` by name, as requests ask for them; the first is for those that name none."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock
@@ -60,7 +60,7 @@ class Drafting:
             run.place.candidates = CandidateCache(run.place.last_token)
             run.place.correct = partial(self.worker.correct, run.key)
             run.place.order = partial(self.worker.order, run.key)
-            run.place.turn_seconds = partial(getattr, self.worker, "turn_seconds")
+            run.place.step_seconds = partial(getattr, self.worker, "turn_seconds")
             self.worker.open(run.key, run.request, run.place.candidates)
         elif (drafter := self._of(run)) is not None:
             run.place.sources = drafter.sources_for(run.request)

@@ -15,7 +15,7 @@ from functools import reduce
 from types import ModuleType
 from typing import Any
 
-from outpace.card.base import Worker
+from outpace.card.worker import DraftWorker
 from outpace.core import setups
 from outpace.core.errors import UserError
 from outpace.core.needs import NOTHING, Needs
@@ -47,7 +47,7 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         target: Model,
         drafters: Drafter | Mapping[str, Drafter] | None = None,
-        worker: Worker | None = None,
+        worker: DraftWorker | None = None,
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
         needs: Needs = NOTHING,
@@ -89,7 +89,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._admission.running
 
     @property
-    def worker(self) -> Worker | None:
+    def worker(self) -> DraftWorker | None:
         """What drafts beside the target."""
         return self.drafting.worker
 

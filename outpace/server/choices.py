@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from outpace.api.prepared import Prepared
+from outpace.api.llm import PreparedRequest
 from outpace.core.stats import Figures, Step, fold, together
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import History, Round, Running
@@ -63,7 +63,7 @@ class Choice:
     """One answer that is computed. `indices`: under which numbers the client gets it, more than one where choices
     are alike."""
 
-    def __init__(self, asked: Prepared, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
+    def __init__(self, asked: PreparedRequest, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
         """`stop_ids`: those that the client named, one of which it is told if that ends the text."""
         self.asked, self.indices, self.stop_ids = asked, tuple(indices), frozenset(stop_ids)
         self.run: Running | None = None  # set by the engine's thread

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outpace.api.llm import LLM
+from outpace.api.llm import LLM, PreparedRequest
 from outpace.api.params import SamplingParams
-from outpace.api.prepared import Prepared
 from outpace.core import registry
 from outpace.engine.build import find_rule
 from outpace.server.choices import Choice, no_thoughts
@@ -70,7 +69,9 @@ def choices_of(job: Job, llm: LLM, key: str) -> Iterator[Choice]:
             yield Choice(_prepared(llm, prompt, params, choice, job, key), indices, params.stop_token_ids)
 
 
-def _prepared(llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, job: Job, key: str) -> Prepared:
+def _prepared(
+    llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, job: Job, key: str
+) -> PreparedRequest:
     own = job.own or OutpaceOptions()
     is_plain = own.speculation is False or own.method == PLAIN
     asked = llm.prepare(prompt, params, choice, is_plain, None if is_plain else own.drafter)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outpace.card.base import Worker
-from outpace.card.inline import ClockedDrafter, InlineWorker, InTurn, SimulatedClock
+from outpace.card.inline import ClockedDrafter, InlineWorker, SequentialWorker, SimulatedClock
+from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.logits import Held
@@ -270,14 +270,14 @@ class _Clock(SimulatedClock):
         self.target_seconds = lambda rows: 0.0 if self.is_reading else cost(rows)
 
 
-def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, Worker]:
+def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Drafter | None, DraftWorker]:
     """The drafter in turn, if one is needed, and what moves the clock."""
     if setup.decoder.NEEDS is None:
-        return None, InTurn(clock)
+        return None, SequentialWorker(clock)
     drafter = build_drafter(setup.drafter, Given(draft), setup.options)
     if setup.decoder.NEEDS == "worker":
         return None, InlineWorker(drafter, clock)
-    return ClockedDrafter(drafter, clock), InTurn(clock)
+    return ClockedDrafter(drafter, clock), SequentialWorker(clock)
 
 
 def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[Step]:

@@ -21,7 +21,7 @@ from outpace.core.lazy import sha256
 from outpace.core.needs import Given
 from outpace.models.files.cache_place import cache_folder
 
-SHIPPED = Path(__file__).parent / "tables"  # files that come with outpace
+SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"
 _LONGEST = 1 << 20  # bytes of the line of JSON
 _BLOCK = 1 << 24  # bytes that the checksum reads at a time

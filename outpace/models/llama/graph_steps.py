@@ -104,7 +104,7 @@ class SteppingLlama(GraphLlama):
             origin = nodes.origin.masked_fill(~nodes.ok, -1)
             out[step].copy_(torch.cat([torch.stack([origin, nodes.tokens], -1).double(), tokens.double(), values], -1))
             if step + 1 < sizes.steps:
-                choice.hang(step, nodes, tokens, values)
+                choice.attach_children(step, nodes, tokens, values)
                 after = torch.arange(step * sizes.width, (step + 1) * sizes.width, device=out.device)
                 pending = given["pending"][:, None] + after
                 nodes = choice.best(step, pending)

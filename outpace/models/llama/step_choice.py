@@ -1,6 +1,6 @@
 """What a drafter chooses between two steps, as operations on tensors of fixed shapes: no value is read by the host.
 
-The same choice as `drafters/_grower.py` and `drafters/model.py` make, for all texts of a batch at once: path scores in
+The same choice as `drafters/_tree_expander.py` and `drafters/model.py` make, for all texts of a batch at once: path scores in
 float64, children in the order of their parents and proposals, ranked by stable sorts: equal ones keep their order.
 """
 
@@ -111,7 +111,7 @@ class Choice:
         scores = _numbers(given["first_scores"])
         return Nodes(ok, scores, torch.zeros_like(depths), depths, given["first_bits"], torch.zeros_like(depths))
 
-    def hang(self, step: int, nodes: Nodes, tokens: Tensor, values: Tensor) -> None:
+    def attach_children(self, step: int, nodes: Nodes, tokens: Tensor, values: Tensor) -> None:
         """The best children of a step's nodes, of the proposals and values [batch, width, offered] below each."""
         width, given = self._sizes.width, self._given
         above = nodes.scores[..., None]

@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from outpace.card.cache import CandidateCache, Correction, Layer
-from outpace.card.loop import Close, Correct, Message, Open, Order, Pause, Resume
+from outpace.card.cache import CandidateCache, CandidateLayer, Correction
+from outpace.card.loop import Close, Configure, Correct, Message, Open, Pause, Resume
 from outpace.core.orders import Orders
 from outpace.core.types import Request
 
 T = TypeVar("T")
 
 
-class Worker(ABC):
+class DraftWorker(ABC):
     """Runs a drafter beside the target and never holds it up. Whoever starts a worker closes it.
 
     `failure` is the exception that ended it, or keeps it from drafting just now, if one does. Only requests,
@@ -23,7 +23,7 @@ class Worker(ABC):
     """
 
     cores = 0
-    turn_seconds = 0.0  # of the drafter's forwards, on average; 0: not known yet
+    step_seconds = 0.0  # of the drafter's forwards, on average; 0: not known yet
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -42,7 +42,7 @@ class Worker(ABC):
     def order(self, key: int, orders: Orders) -> None:
         """How a request is drafted from now on; returns at once."""
         (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
-        self._post(Order(key, orders))
+        self._post(Configure(key, orders))
 
     def pause(self, key: int) -> None:
         """A request gives its keys and values back until there is room for them; returns at once."""
@@ -90,7 +90,7 @@ class Worker(ABC):
     def _post(self, message: Message) -> None:
         """Hands a message to the drafter's side; returns at once."""
 
-    def _publish(self, layers: Sequence[tuple[int, Layer]]) -> None:
+    def _publish(self, layers: Sequence[tuple[int, CandidateLayer]]) -> None:
         for key, layer in layers:
             cache = self._caches.get(key)
             if cache is not None:

@@ -8,25 +8,74 @@ whatever the device chose.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Any
+from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.core.logits import Held
 from outpace.core.noise import halves, row_key
-from outpace.core.steps import MOST_STEPS, Asked, Expanded, OpenNode, most_open
+from outpace.core.steps import MOST_STEPS, MOST_WALKED, Asked, Expanded, Mail, Moved, OpenNode, most_open
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Observation, Offer, Request
 from outpace.drafters._calibration import PickModels
-from outpace.drafters._grower import Job
-from outpace.drafters._under_way import UnderWay, Walk
+from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 from outpace.rules.match import Match
+
+
+class RootMove(NamedTuple):
+    """Where the target went: the nodes by id, what it wrote behind each, the root from then on."""
+
+    path: Sequence[int]
+    tokens: Sequence[int]
+    root_id: int
+
+
+class InFlightSteps:
+    """What another thread may know of a tree while a graph grows it: its nodes that are pending, as they were when the
+    steps began. `mail`: by which the steps are told."""
+
+    def __init__(self, job: ExpansionJob, heard: deque[RootMove]) -> None:
+        """`heard`: what was said and not yet observed, to which others add."""
+        state, tree, _ = job
+        self._heard, self._lock = heard, threading.Lock()
+        self._known = {
+            node_id: (state.slots[node_id], score)
+            for node_id, score in zip(tree.ids, tree.scores, strict=True)
+            if node_id in state.slots
+        }
+        self._root = tree.ids[0]
+        self._above = self._known.get(self._root)
+        self._written: list[int] = []  # below that node
+        self.mail = Mail()
+
+    def listen(self) -> None:
+        """Any thread, when something was said: follows what leads on from the present root."""
+        with self._lock:
+            for walk in self._heard.copy():
+                self._follow(*walk)
+
+    def _follow(self, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        """As `Drafter.hear` has it. What begins at another root than the present one was followed before, or came too
+        early."""
+        if path[0] != self._root or self._above is None:
+            return
+        self._root = root_id
+        walked = [*path, root_id]  # tokens[n] stands between walked[n] and walked[n + 1]
+        last = max((place for place, node_id in enumerate(walked) if node_id in self._known), default=None)
+        if last is None:
+            self._written += tokens
+        else:
+            self._above, self._written = self._known[walked[last]], [*tokens[last:]]
+        if len(self._written) <= MOST_WALKED:
+            self.mail.send(Moved(*self._above, tuple(self._written)))
+
 
 SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
 _FADE = 0.9  # of the past's weight, a round
@@ -34,7 +83,7 @@ _FIRST = 4.0  # steps that a round is held to take, before any was seen
 
 
 @dataclass
-class Burst:
+class MultiStepCache:
     """Steps that were taken for one request and not asked for yet: what they expanded, and which of it the nodes of the
     tree are, by id. `taken`: steps that the present round has asked for."""
 
@@ -43,8 +92,8 @@ class Burst:
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number, or `_below`, and token
     taken: int = 0
     loose: list[int] = field(default_factory=list)  # what no node has asked for, while a session numbers anew
-    under_way: UnderWay | None = None  # steps that are being taken
-    heard: deque[Walk] = field(default_factory=deque)  # where the target went, as far as that is not yet observed
+    under_way: InFlightSteps | None = None  # steps that are being taken
+    heard: deque[RootMove] = field(default_factory=deque)  # where the target went, as far as that is not yet observed
 
     def claim(self, seen: Observation, slots: dict[int, int]) -> bool:
         """Follows the target's walk: gives walked nodes that were expanded ahead their slots. Whether the next root,
@@ -102,7 +151,7 @@ class Burst:
         return None if found is None else self.expanded[found]
 
 
-class Ahead:
+class MultiStepExpander:
     """Takes steps ahead, and hands out their proposals one step at a time."""
 
     def __init__(self, model: Model, choices: PickModels, options: Any) -> None:
@@ -121,7 +170,7 @@ class Ahead:
         self._is_used = False
         self.is_beside = False  # so that steps under way may be told where the target went
 
-    def known(self, jobs: Sequence[Job]) -> list[list[Offer]] | None:
+    def known(self, jobs: Sequence[ExpansionJob]) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
         for job in jobs:
             job.state.ahead.taken += 1
@@ -135,7 +184,7 @@ class Ahead:
             }
         return [[_offer(one) for one in mine if one is not None] for mine in found]
 
-    def steps(self, jobs: Sequence[Job], held: Held) -> list[list[Offer]] | None:
+    def steps(self, jobs: Sequence[ExpansionJob], held: Held) -> list[list[Offer]] | None:
         """The proposals below the jobs' frontiers, whose scores `held` are, and steps beyond; None where no step is to
         be taken ahead."""
         count = min(self._count(job) for job in jobs)
@@ -147,7 +196,7 @@ class Ahead:
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
         if self.is_beside:
             for job, one in zip(jobs, asked, strict=True):
-                job.state.ahead.under_way = steps = UnderWay(job, job.state.ahead.heard)
+                job.state.ahead.under_way = steps = InFlightSteps(job, job.state.ahead.heard)
                 one.mail = steps.mail
                 steps.listen()
         taken = self._model.draft_steps(asked, held, count, width, width + SPARE)
@@ -160,7 +209,7 @@ class Ahead:
             job.state.ahead = _burst(job, some, expanded)
         return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
-    def hear(self, state: Any, walk: Walk) -> None:
+    def hear(self, state: Any, walk: RootMove) -> None:
         """Another thread says where the target went: it may be that steps are under way, or will be before that is
         observed."""
         if self.is_beside and self.takes_several:
@@ -197,7 +246,7 @@ class Ahead:
         self._is_new = self._is_used = False
         return seconds
 
-    def _count(self, job: Job) -> int:
+    def _count(self, job: ExpansionJob) -> int:
         """Steps that are worth taking together for this request: a power of two."""
         state = job.state
         most = MOST_STEPS if self._chosen is None else self._chosen
@@ -208,7 +257,7 @@ class Ahead:
         left = round(self._usual) - state.ahead.taken + 1
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
-    def _asked(self, job: Job, opened: list[OpenNode], count: int) -> Asked:
+    def _asked(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> Asked:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
@@ -246,7 +295,7 @@ def _keys(request: Request, start: int, depths: int) -> list[tuple[int, int]]:
     return [halves(row_key(request.seed, request.choice, start + depth)) for depth in range(depths)]
 
 
-def _opened(job: Job, most: int) -> list[tuple[int, OpenNode]]:
+def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     """The best nodes that are open beside the frontier, with their ids, in the tree's order; not those below a node
     that is open itself."""
     state, tree, _ = job
@@ -259,10 +308,10 @@ def _opened(job: Job, most: int) -> list[tuple[int, OpenNode]]:
     return opened
 
 
-def _burst(job: Job, opened: Sequence[tuple[int, OpenNode]], expanded: list[Expanded]) -> Burst:
+def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: list[Expanded]) -> MultiStepCache:
     """What was expanded, by the nodes of the tree that it is or stands below; `opened` with their ids."""
     state, tree, frontier = job
-    burst = Burst(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
+    burst = MultiStepCache(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
     first = {one.slot: number for number, one in enumerate(expanded[: len(frontier)])}
     for number, one in enumerate(expanded):
         if number < len(frontier):

@@ -7,7 +7,7 @@ the drafter's own affair.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter, itemgetter
@@ -17,10 +17,46 @@ from outpace.core.carried import Growing
 from outpace.core.logits import Held, scores_of
 from outpace.core.orders import FREE, Orders
 from outpace.core.tree import PREFIX, Role, TokenTree
-from outpace.core.types import DraftState, Observation, Request
-from outpace.drafters._outcomes import for_outcomes
+from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import offers_by_score
+
+
+def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, count: int) -> list[int]:
+    """The nodes that a forward expands, `count` at most: the tips of unfinished chains of `length` tokens, below the
+    root and below the likeliest outcomes of that chain's verification. `expanded` are ids; what another drafter planted
+    above a tip is expanded with it."""
+    chain = _chain(tree, 0, length)
+    on_chain = set(chain)
+    others = [
+        child
+        for node in chain
+        for child in tree.children(node)
+        if child not in on_chain and tree.roles[child] is not Role.PROBE
+    ]
+    others.sort(key=lambda node: (-tree.scores[node], node))
+    tips = [chain[-1]]  # its last token is expanded too: what the target writes after it is an outcome
+    for outcome in others[:count]:
+        branch = _chain(tree, outcome, length)
+        if len(branch) <= length:
+            tips.append(branch[-1])
+    chosen: dict[int, None] = {}
+    for tip in tips:
+        above = [node for node in tree.ancestry(tip) if tree.ids[node] not in expanded]
+        chosen |= dict.fromkeys(above[::-1]) if tree.ids[tip] not in expanded else {}
+    return sorted(list(chosen)[:count])
+
+
+def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
+    """The node, and `length` below it at most, each the likeliest child."""
+    chain = [node]
+    while len(chain) <= length:
+        children = [child for child in tree.children(chain[-1]) if tree.roles[child] is not Role.PROBE]
+        if not children:
+            break
+        chain.append(max(children, key=lambda child: (tree.scores[child], -child)))
+    return chain
+
 
 CHUNK = 256  # prompt tokens a forward
 _FULL = 3
@@ -29,7 +65,7 @@ _HAS_COMPANY = attrgetter("has_company")
 
 
 @dataclass
-class GrowState(DraftState):
+class ExpansionState(DraftState):
     """`slots`: which pending node of the session holds a tree node (by id); `open`: the nodes to be expanded among the
     first `seen` of the tree, a heap of (-W, node); `start`: where in the text the session's tokens begin.
     Between calls either committed tokens are missing from the session and nothing is pending, or none is missing (but
@@ -58,7 +94,7 @@ class GrowState(DraftState):
         return self.session.capacity - len(self.tokens) + self.start
 
 
-class Job(NamedTuple):
+class ExpansionJob(NamedTuple):
     """One request's share of a forward."""
 
     state: Any  # a GrowState
@@ -71,7 +107,7 @@ def most_bytes(model: Model, tokens: Sequence[float]) -> int:
     return model.stored_bytes([int(most * Session.growth) + Session.block for most in tokens])
 
 
-class Grower:
+class TreeExpander:
     """Expands the best nodes of every tree: `width` a forward, none where `tree_nodes` stand, none below `floor`.
     With a `window` a session begins with the text's last `window` tokens, and anew before it holds more than `_FULL`
     times that.
@@ -108,7 +144,7 @@ class Grower:
             return 0
         return most_bytes(self.model, [self._most(length) for length in lengths])
 
-    def pause(self, state: GrowState) -> None:
+    def pause(self, state: ExpansionState) -> None:
         """Gives back what the session holds: it begins anew when the next nodes are expanded."""
         state.slots, state.open, state.seen = {}, [], 0
         if self._on_base:
@@ -117,7 +153,7 @@ class Grower:
             state.session.truncate(0)
             state.session.trim()
 
-    def jobs(self, states: Sequence[GrowState], trees: Sequence[TokenTree]) -> list[Job]:
+    def jobs(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[ExpansionJob]:
         """What one forward would expand; trees with nothing to expand have no part in it, nor those of texts of which
         much is to be read while others wait: one chunk of these is read now."""
         for state in states if self._on_base else ():
@@ -126,10 +162,10 @@ class Grower:
         jobs = []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
             if number not in reading and (some := self._frontier(state, tree)):
-                jobs.append(Job(state, tree, some))
+                jobs.append(ExpansionJob(state, tree, some))
         return jobs
 
-    def score(self, jobs: Sequence[Job]) -> Held:
+    def score(self, jobs: Sequence[ExpansionJob]) -> Held:
         """One forward over the jobs' frontiers: scores of their nodes, job after job. Committed tokens that are missing
         travel with them; the frontier's nodes stay pending."""
         self._catch_up([*map(_STATE, jobs)])
@@ -140,7 +176,7 @@ class Grower:
                 state.session.keep(range(missing), range(missing, len(part.tokens)))
         return held
 
-    def likelihood(self, state: GrowState, tokens: Sequence[int]) -> list[float] | None:
+    def likelihood(self, state: ExpansionState, tokens: Sequence[int]) -> list[float] | None:
         """log q of tokens that follow the text, at temperature 1, by one forward; None where they have no room. Nothing
         of them stays."""
         session = state.session
@@ -157,13 +193,13 @@ class Grower:
         session.keep(range(missing), () if missing else range(pending))
         return scores_of(log_q, tokens)
 
-    def heed(self, state: GrowState, orders: Orders) -> None:
+    def heed(self, state: ExpansionState, orders: Orders) -> None:
         """From now on it drafts as it is told; which nodes are open is found anew where that depends on it."""
         before, state.orders = state.orders, orders
         if orders.floor != before.floor or orders.outcomes or before.outcomes:
             state.open, state.seen = [], 0
 
-    def follow(self, state: GrowState, seen: Observation, more: Sequence[int] = ()) -> None:
+    def follow(self, state: ExpansionState, seen: Observation, more: Sequence[int] = ()) -> None:
         """Commits what the target walked; of the rest only what lives on in its next tree stays, and nothing in the
         target's session: that is the target's. `more`: pending nodes below the next root that are no tree's yet; they
         stay behind the others, or go where the session begins anew."""
@@ -188,7 +224,7 @@ class Grower:
                 live.append(slots[node])
         state.session.keep(path, [*live, *more])
 
-    def _frontier(self, state: GrowState, tree: TokenTree, is_anew: bool = False) -> list[int]:
+    def _frontier(self, state: ExpansionState, tree: TokenTree, is_anew: bool = False) -> list[int]:
         """The unexpanded nodes worth a place in the next forward, parents first; a parent never scores below its
         child, so a node comes after its parent or together with it."""
         count = len(tree)
@@ -197,7 +233,7 @@ class Grower:
         room = state.room
         width = min(state.orders.width or self._width, self._width)
         if state.orders.outcomes:
-            tips = for_outcomes(tree, state.slots, state.orders.outcomes, width)
+            tips = outcome_frontier(tree, state.slots, state.orders.outcomes, width)
             return [node for node in tips if tree.depth(node) <= room]
         floor = self._floor if state.orders.floor is None else _log(state.orders.floor)
         floor = -math.inf if state.request.rule.leaf_q else floor  # such a rule wants q after every token
@@ -220,7 +256,7 @@ class Grower:
             best = [node for node in best if scores[node] >= bound]
         return sorted(best)
 
-    def _read_beside(self, states: Sequence[GrowState]) -> set[int]:
+    def _read_beside(self, states: Sequence[ExpansionState]) -> set[int]:
         """Reads one chunk of texts that lack more than that and have company; their places."""
         behind = set[int]()
         for place, state in enumerate(states):
@@ -232,7 +268,7 @@ class Grower:
             self._read_chunk([states[place] for place in sorted(behind)])
         return behind
 
-    def _catch_up(self, states: Sequence[GrowState]) -> None:
+    def _catch_up(self, states: Sequence[ExpansionState]) -> None:
         """Feeds committed tokens that the session lacks, but for the last chunk, which travels with the frontier."""
         behind = []
         for state in states:
@@ -244,7 +280,7 @@ class Grower:
             self._read_chunk(behind)
             behind = [state for state in behind if state.missing > CHUNK]
 
-    def _read_chunk(self, states: Sequence[GrowState]) -> None:
+    def _read_chunk(self, states: Sequence[ExpansionState]) -> None:
         """Feeds the next chunk of committed tokens that these sessions lack."""
         starts = [state.start + state.session.length for state in states]
         texts = [self.known(state.tokens[at : at + CHUNK]) for state, at in zip(states, starts, strict=True)]
@@ -252,14 +288,14 @@ class Grower:
         for state in states:
             state.session.keep(range(CHUNK))
 
-    def begin(self, state: GrowState) -> None:
+    def begin(self, state: ExpansionState) -> None:
         """A session that holds nothing, or whose text has gone on too far, begins with the text's window."""
         if self._is_full(state, state.missing):
             state.session.truncate(0)
         if self.window and not state.session.length and not state.session.pending:
             state.start = max(0, len(state.tokens) - 1 - self.window)
 
-    def _is_full(self, state: GrowState, more: int) -> bool:
+    def _is_full(self, state: ExpansionState, more: int) -> bool:
         """Whether so many tokens more are too many for a session with a window."""
         return self.window > 0 and state.session.length + more > _FULL * self.window
 
@@ -267,7 +303,7 @@ class Grower:
         """Slots that a text of so many tokens needs at most: a tree's nodes come behind what is read of it."""
         return min(length, _FULL * self.window or math.inf) + self._tree_nodes
 
-    def _part(self, state: GrowState, tree: TokenTree, frontier: Sequence[int]) -> Part:
+    def _part(self, state: ExpansionState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """The tokens still missing, then the frontier. Where tokens are missing, nothing is pending yet."""
         session, slots = state.session, state.slots
         tokens = state.tokens[state.start + session.length : -1]
@@ -297,3 +333,21 @@ def _stand_together(nodes: Sequence[int], tree: TokenTree, known: Mapping[int, i
 
 def _log(chance: float) -> float:
     return math.log(chance) if chance else -math.inf
+
+
+def rows_of(jobs: Sequence[ExpansionJob]) -> list[Row]:
+    """Whose the scores of the jobs' nodes are."""
+    rows = []
+    for state, tree, frontier in jobs:
+        for node in frontier:
+            rows.append(Row(state.request, state.tokens, _below_root(tree, node)))
+    return rows
+
+
+def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The tokens from below the root down to a node."""
+    tokens = []
+    while node:
+        tokens.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tuple(tokens[::-1])

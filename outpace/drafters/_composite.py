@@ -1,0 +1,295 @@
+"""Several drafters on one tree: each grafts its own nodes, and each may grow what another has planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import sub
+from typing import Any
+
+from outpace.core.carried import Carrier
+from outpace.core.needs import Needs, Seen
+from outpace.core.orders import Orders
+from outpace.core.theory import best_length, expected_tokens, speedup
+from outpace.core.tree import TokenTree
+from outpace.core.types import Drafter, DraftState, Observation, Request, Source
+from outpace.core.untold import Untold
+from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
+
+
+@dataclass
+class CompositeState(DraftState):
+    """The parts' own states, in the parts' order; `untold`: what each is still to be told, where it is told late."""
+
+    parts: list[Any] = field(default_factory=list)
+    untold: list[Untold] = field(default_factory=list)
+
+
+class CompositeDrafter(Drafter):
+    """Who drafts when, and what each is shown, is said in a class for each way."""
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        self.parts = parts
+        self.shares_time = any(part.shares_time for part in parts)
+
+    def heed(self, state: CompositeState, orders: Orders) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.heed(inner, orders)
+
+    def begin_concurrent(self) -> None:
+        for part in self.parts:
+            part.begin_concurrent()
+
+    def hear(self, state: CompositeState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.hear(inner, path, tokens, root_id)
+
+    def amortised(self, seconds: float) -> float:
+        for part in self.parts:
+            seconds = part.amortised(seconds)
+        return seconds
+
+    def share_cores(self, most: int) -> None:
+        for part in self.parts:
+            part.share_cores(most)
+
+    def stored_bytes(self, lengths: Sequence[int]) -> int:
+        """Of all parts together."""
+        return sum(part.stored_bytes(lengths) for part in self.parts)
+
+    def pause(self, state: CompositeState) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            inner.base = None
+            part.pause(inner)
+
+    def close(self, state: CompositeState) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.close(inner)
+
+    def end(self) -> None:
+        for part in self.parts:
+            part.end()
+
+
+class SharedTree(CompositeDrafter):
+    """Drafters that grow in turn; cheap ones stand first, so that a model expands their branches in the same round."""
+
+    def __init__(self, parts: Sequence[Drafter]) -> None:
+        super().__init__(parts)
+        self.needs = reduce(Needs.joined, (part.needs for part in parts))
+        self._growers: dict[Source | None, list[tuple[int, Drafter, Source | None]]] = {None: []}
+        for number, part in enumerate(parts):
+            self._growers[None].append((number, part, None))
+            for source in part.sources:
+                own = source if len(part.sources) > 1 else None  # else whatever the part has
+                self._growers.setdefault(source, []).append((number, part, own))
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Those of all parts."""
+        return tuple(source for part in self.parts for source in part.sources)
+
+    def sources_for(self, request: Request) -> Sequence[Source]:
+        return tuple(source for part in self.parts for source in part.sources_for(request))
+
+    def weight_bytes(self, source: Source) -> int | None:
+        """Of the part that has this source."""
+        return next((part.weight_bytes(source) for part in self.parts if source in part.sources), None)
+
+    def reads_at_most(self, source: Source) -> int | None:
+        """That of the part that has this source."""
+        return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
+
+    def open(self, request: Request) -> CompositeState:
+        untold = [Untold() for _ in self.parts]
+        return CompositeState(request, parts=[part.open(request) for part in self.parts], untold=untold)
+
+    def grow(self, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
+        """Nodes added to each tree by all parts together."""
+        return self.grow_by(None, states, trees)
+
+    def grow_by(self, source: Source | None, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
+        """Nodes added to each tree by the parts that have this source."""
+        before = [*map(len, trees)]
+        for number, part, asked in self._growers.get(source, ()):
+            inner = []
+            for state, tree in zip(states, trees, strict=True):
+                own = self._told(state, number)
+                own.base, own.has_company = state.base, state.has_company
+                tree.planter = part.name if source is None else source.name
+                inner.append(own)
+            part.grow_by(asked, inner, trees)
+        return [*map(sub, map(len, trees), before)]
+
+    def carrier(self, target: Any) -> Carrier | None:
+        """That of the one part that runs a model, which copies as the one that copies from the text would."""
+        numbers = [number for number, part in enumerate(self.parts) if part.runs_model]
+        inner = self.parts[numbers[0]].carrier(target) if len(numbers) == 1 else None
+        if not isinstance(inner, ModelCarrier):
+            return None
+        copiers = [(number, part) for number, part in enumerate(self.parts) if isinstance(part, CopiesText)]
+        copier = copiers[0] if len(copiers) == 1 and copiers[0][1].can_be_copied else None
+        return PartCarrier(inner, self._told, numbers[0], copier)
+
+    def _told(self, state: CompositeState, number: int) -> Any:
+        """A part's own state, when it was told what it had not been told yet."""
+        if (seen := state.untold[number].take()) is not None:
+            self.parts[number].observe(state.parts[number], seen)
+        return state.parts[number]
+
+    def remember(self) -> list[Any]:
+        """What a profile keeps, of each part."""
+        return [part.remember() for part in self.parts]
+
+    def recall(self, kept: Sequence[Any]) -> None:
+        """Begins from a profile."""
+        for part, known in zip(self.parts, kept, strict=True):
+            if known is not None:
+                part.recall(known)
+
+    def observe(self, state: CompositeState, seen: Observation) -> None:
+        """Each part is told when it is asked next; at once where it is shown something of the pass."""
+        if seen.seen is None:
+            for untold in state.untold:
+                untold.add(seen)
+            return
+        for part, untold in zip(self.parts, state.untold, strict=True):
+            untold.add(seen._replace(seen=seen.seen.only(part.needs, self.needs.layers)))
+        self._tell(state)
+
+    def _tell(self, state: CompositeState) -> None:
+        """Tells all parts what they were not told yet."""
+        for number in range(len(self.parts)):
+            self._told(state, number)
+
+    def pause(self, state: CompositeState) -> None:
+        self._tell(state)
+        super().pause(state)
+
+    def close(self, state: CompositeState) -> None:
+        self._tell(state)
+        super().close(state)
+
+    def read(self, state: CompositeState, seen: Seen) -> None:
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            if part.needs.prompt:
+                part.read(inner, seen.only(part.needs, self.needs.layers))
+
+
+_FIRST, _EVERY = 6, 16  # rounds of an answer that all drafts read at once, and of the later ones one in so many
+_FADE = 0.96  # of the past's weight, a token that was read
+_BELIEF = 4.0  # tokens that other answers count as, at the beginning of one
+_BETTER = 1.03  # by so much another draft must be faster to take over: it has to read what was written
+_DEEPEST = 8  # tokens of a chain
+UNKNOWN = 0.1  # of a pass, what a draft's step is held to cost
+
+
+class AgreementRate:
+    """How much of the chance a draft gave to what was written, on average."""
+
+    def __init__(self, value: float = 0.5, weight: float = 4.0) -> None:
+        self._sum, self._count = value * weight, weight
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count
+
+    def learn(self, logs: Sequence[float]) -> None:
+        """The logarithms of these chances, one for each token."""
+        for value in logs:
+            self._sum, self._count = self._sum * _FADE + math.exp(value), self._count * _FADE + 1.0
+
+
+@dataclass
+class SelectorState(CompositeState):
+    """What the drafts agreed with in this answer, and which of them drafts."""
+
+    shares: list[AgreementRate] = field(default_factory=list)
+    rounds: int = 0
+    chosen: int = 0
+
+
+class DraftSelector(CompositeDrafter):
+    """Drafts of one kind, as one source. By costs that are told beforehand and not by the clock, so that the same
+    request is drafted alike again."""
+
+    def __init__(self, parts: Sequence[Drafter], costs: Sequence[float | None]) -> None:
+        """`costs`: of a draft's step, as a share of the target's pass; None where that is not known."""
+        super().__init__(parts)
+        self.name = parts[0].name
+        self._costs = [UNKNOWN if cost is None else cost for cost in costs]
+        self._shares = [AgreementRate() for _ in parts]
+
+    def weight_bytes(self, source: Source) -> int | None:
+        """The most of any."""
+        return max(part.weight_bytes(source) or 0 for part in self.parts) or None
+
+    def reads_at_most(self, source: Source) -> int | None:
+        """The most of any; None where one reads all."""
+        most = [part.reads_at_most(source) for part in self.parts]
+        return None if None in most else max(count for count in most if count is not None)
+
+    def open(self, request: Request) -> SelectorState:
+        shares = [AgreementRate(share.value, _BELIEF) for share in self._shares]
+        state = SelectorState(request, parts=[part.open(request) for part in self.parts], shares=shares)
+        state.chosen = self._best(state)
+        return state
+
+    def grow(self, states: Sequence[SelectorState], trees: Sequence[TokenTree]) -> list[int]:
+        """Each tree by the draft that its request has; nodes added to each."""
+        added = [0] * len(trees)
+        for number, part in enumerate(self.parts):
+            mine = [n for n, state in enumerate(states) if state.chosen == number]
+            for n in mine:
+                states[n].parts[number].has_company = states[n].has_company
+            if mine:
+                found = part.grow([states[n].parts[number] for n in mine], [trees[n] for n in mine])
+                for n, count in zip(mine, found, strict=True):
+                    added[n] = count
+        return added
+
+    def observe(self, state: SelectorState, seen: Observation) -> None:
+        is_due = state.rounds < _FIRST or state.rounds % _EVERY == 0
+        state.rounds += 1
+        if is_due and seen.tokens:
+            self._compare(state, seen.tokens)
+        for part, inner in zip(self.parts, state.parts, strict=True):
+            part.observe(inner, seen)
+        if is_due:
+            state.chosen = self._best(state)
+
+    def remember(self) -> list[Any]:
+        """What a profile keeps: what the drafts agreed with, and what each learnt."""
+        return [
+            {"share": share.value, "draft": part.remember()}
+            for share, part in zip(self._shares, self.parts, strict=True)
+        ]
+
+    def recall(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        """Begins from a profile."""
+        self._shares = [AgreementRate(float(known["share"]), _BELIEF) for known in kept]
+        for part, known in zip(self.parts, kept, strict=True):
+            part.recall(known["draft"])
+
+    def _compare(self, state: SelectorState, tokens: Sequence[int]) -> None:
+        """Learns what each draft holds of what was written."""
+        for number, (part, inner) in enumerate(zip(self.parts, state.parts, strict=True)):
+            logs = part.likelihood(inner, tokens)
+            if logs is not None:
+                state.shares[number].learn(logs)
+                self._shares[number].learn(logs)
+
+    def _best(self, state: SelectorState) -> int:
+        """The draft whose chains would be the fastest; the one that drafts already unless another is clearly better."""
+        speeds = [expected_speed(share.value, cost) for share, cost in zip(state.shares, self._costs, strict=True)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        return best if speeds[best] > _BETTER * speeds[state.chosen] else state.chosen
+
+
+def expected_speed(chance: float, cost: float) -> float:
+    """Tokens in the time of a pass by chains of the best length, each token accepted with this chance, where a step of
+    the draft takes `cost` of a pass."""
+    length = best_length(chance, cost, _DEEPEST)
+    return speedup(expected_tokens(chance, length), length, cost)
