@@ -14,11 +14,11 @@ from outpace.core.compiled import refusal
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-from outpace.models.llama.batched import FUSED, KINDS
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.attention import FUSED, KINDS
+from outpace.models.llama.torch.runtime import Llama
 
 TOLERANCE = {
     torch.float64: 1e-3,

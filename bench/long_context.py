@@ -21,8 +21,8 @@ from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native_kernels import Options, usable_cores
-from outpace.models.llama.native_runtime import NativeLlama, NativeSession
+from outpace.models.llama.native.binding import NativeOptions, usable_cores
+from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 
 PIECE = 256  # tokens that are read, and then copied
 
@@ -54,7 +54,7 @@ def main() -> None:
     with open_source(locate(asked.model)) as source:
         config = replace(from_dict(source.config), max_positions=2 * max(asked.context))
         for kv in asked.kv:
-            options = Options(asked.threads, kv, weights=asked.dtype)
+            options = NativeOptions(asked.threads, kv, weights=asked.dtype)
             models[kv] = NativeLlama.from_tensors(config, source.weight, options=options)
     sessions = {(kv, n): filled(model, n, max(asked.rows)) for kv, model in models.items() for n in asked.context}
     times: dict[tuple[str, int, int], list[float]] = defaultdict(list)

@@ -18,8 +18,8 @@ from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native_kernels import WEIGHTS, Options, usable_cores
-from outpace.models.llama.native_runtime import NativeLlama, NativeSession
+from outpace.models.llama.native.binding import WEIGHTS, NativeOptions, usable_cores
+from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
@@ -27,7 +27,7 @@ ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
 
 def open_model(args: argparse.Namespace, name: str, dtype: str, threads: int) -> NativeLlama:
     """The model by this instruction set, in this precision, on so many threads."""
-    options = Options(threads=threads, kv_dtype=args.kv_dtype, instruction_set=name, weights=dtype)
+    options = NativeOptions(threads=threads, kv_dtype=args.kv_dtype, instruction_set=name, weights=dtype)
     with open_source(locate(args.model)) as source:
         return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=options)
 

@@ -37,8 +37,8 @@ from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native_kernels import Options, usable_cores
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.binding import NativeOptions, usable_cores
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import NATIVE_KV
 
 OURS, THEIRS = "outpace", "llama.cpp"
@@ -49,7 +49,7 @@ class Ours:
     """The native runtime with a context that stands."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
-        options = Options(threads=args.threads, kv_dtype=args.kv_dtype, weights=args.dtype)
+        options = NativeOptions(threads=args.threads, kv_dtype=args.kv_dtype, weights=args.dtype)
         with open_source(locate(args.model)) as source:
             config = from_dict(source.config)
             config = replace(config, max_positions=max(config.max_positions, len(context) + max(args.rows)))

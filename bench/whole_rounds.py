@@ -27,8 +27,8 @@ from short_answers import as_prompt, end, new_llm, read_prompts, shipped_pair
 from outpace.core.errors import UserError
 from outpace.engine.engine import Engine
 from outpace.engine.native_rounds import Carriers
-from outpace.models.llama.native_pair import NativePair
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.pair import NativePair
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import Loaded
 
 PLAIN, STEPS, WHOLE = "plain", "auto, step by step", "auto, whole rounds"

@@ -14,7 +14,7 @@ import torch
 
 from outpace.core import machine
 from outpace.core.available import available_bytes
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.rules import gumbel
 
 if not torch.cuda.is_available():

@@ -26,7 +26,7 @@ from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.engine.target_runner import Passes
-from outpace.models.llama import batched
+from outpace.models.llama.torch import attention
 from outpace.planning.estimators import Ledger
 from outpace.rules import base as rules_base
 
@@ -122,7 +122,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "captured passes: weights of exact attention on no grid",
-        batched,
+        attention,
         "exact_weights",
         lambda f: lambda scores: scores.softmax(-1),
         "test_graph_exact.py::test_exact_attention_has_no_order",

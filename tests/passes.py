@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outpace.core.tree import PREFIX
 from outpace.models.base import chain
-from outpace.models.llama.torch_runtime import Llama
-from outpace.models.llama.torch_session import LlamaSession
+from outpace.models.llama.torch.runtime import Llama
+from outpace.models.llama.torch.session import LlamaSession
 
 
 def text(model: Llama, count: int, seed: int = 0) -> list[int]:

@@ -17,7 +17,7 @@ from outpace.core.adjust import adjusted, adjusted_held
 from outpace.core.banned_text import BannedText
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, Request, Row
-from outpace.models.llama.native_pair import NativePair
+from outpace.models.llama.native.pair import NativePair
 from outpace.rules import gumbel
 
 VOCAB = 300

@@ -19,12 +19,12 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama.attention import FastAttention
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import Rotation, YarnScaling
-from outpace.models.llama.head_turns import Rotary
-from outpace.models.llama.linear import can_pack
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.attention import FastAttention
+from outpace.models.llama.torch.linear import can_pack
+from outpace.models.llama.torch.rope_tables import Rotary
+from outpace.models.llama.torch.runtime import Llama
 
 CPU = torch.device("cpu")
 YARNED = YarnScaling(4.0, 1.0, 32.0, 64, 1.1, True)

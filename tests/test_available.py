@@ -18,8 +18,8 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.llama.config.footprint import float_bytes, native_bytes
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.native_kernels import Options
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_model
 
 MIB = 1 << 20
@@ -109,7 +109,7 @@ def test_what_is_said_to_be_needed_is_near_what_is_held(tmp_path: Path) -> None:
     for held in ("file", "int8"):
         with GgufSource(path) as source:
             config = from_dict(source.config)
-            model = NativeLlama.from_tensors(config, source.weight, options=Options(weights=held))
+            model = NativeLlama.from_tensors(config, source.weight, options=NativeOptions(weights=held))
         said = needs(path, held == "file")
         assert said >= model.weight_bytes
         assert said < 1.5 * model.weight_bytes  # what is rounded at a time is much of a tiny model
@@ -187,7 +187,7 @@ def test_a_bounded_process_is_told_before_it_runs_out() -> None:
     smollm2_file()
     code = (
         "import resource; from outpace.models.load import load_model; from outpace.core.errors import UserError\n"
-        "import outpace.models.llama.native_runtime, outpace.models.text.tokenizer\n"
+        "import outpace.models.llama.native.runtime, outpace.models.text.tokenizer\n"
         "held = [line for line in open('/proc/self/status') if line.startswith('VmData')][0].split()[1]\n"
         "most = 1024 * int(held) + (60 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"

@@ -16,7 +16,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TARGET, Running
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.rules._arrays import by_score
 
 kernels = pytest.importorskip("outpace_kernels")

@@ -28,9 +28,9 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.sequence import TARGET, Running
 from outpace.models.base import chain
-from outpace.models.llama import turns
-from outpace.models.llama.native_pair import NativePair
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native import rope_tables
+from outpace.models.llama.native.pair import NativePair
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.planning.cost_model import Costs
 from outpace.rules import gumbel
 
@@ -461,7 +461,7 @@ def test_wrong_trees_and_copies_are_refused(target: NativeLlama) -> None:
 @pytest.mark.parametrize("block", [1, 7, 32])
 def test_no_position_is_asked_for_behind_the_table(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Which reaches as far as sessions do and no further, where it is made in small pieces."""
-    monkeypatch.setattr(turns, "BLOCK", block)
+    monkeypatch.setattr(rope_tables, "BLOCK", block)
     model = tiny(TINIES["tiny"])
     ways = Ways(monkeypatch, model, model.shallow(range(model.num_layers - 1)))
     for seed in range(4):

@@ -21,9 +21,9 @@ from outpace.core.errors import UserError
 from outpace.distill.train import _has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
-from outpace.models.llama import torch_runtime
 from outpace.models.llama.config.llama_config import tensor_shapes
-from outpace.models.llama.linear import stock
+from outpace.models.llama.torch import runtime
+from outpace.models.llama.torch.linear import stock
 from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions
 
@@ -120,11 +120,11 @@ def test_weights_are_counted_as_they_are_held(dtype: str, is_tied: bool, monkeyp
 
     kept: list[torch.Tensor] = []
     options = LoadOptions(device="cuda", dtype=dtype)
-    monkeypatch.setattr(torch_runtime, "pack", note)
-    monkeypatch.setattr(torch_runtime, "packer", lambda kind: lambda weight, bias=None: note(weight.to(torch.int8)))
+    monkeypatch.setattr(runtime, "pack", note)
+    monkeypatch.setattr(runtime, "packer", lambda kind: lambda weight, bias=None: note(weight.to(torch.int8)))
     config = replace(reference.TINY, vocab_size=970, tie_embeddings=is_tied)
     given = {"dtype": options.torch_dtype, "quantized": options.quantized, "exact": False}
-    model = torch_runtime.Llama.from_tensors(config, reference.random_tensors(config).__getitem__, **given)
+    model = runtime.Llama.from_tensors(config, reference.random_tensors(config).__getitem__, **given)
     seen[model._embedding.data_ptr()] = model._embedding.nbytes
     norms = 4 * (2 * config.num_layers + 1) * config.hidden_size
     assert 0 <= devices.held_bytes(tensor_shapes(config), options) - sum(seen.values()) <= norms

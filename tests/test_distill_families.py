@@ -25,7 +25,7 @@ from outpace.distill.student import EMBEDDING, NORM, Packed, Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 
 TEXTS = ([5, 80, 9, 33, 61, 12, 7, 44, 2, 19, 70, 3, 8, 55, 21, 90, 17], [4, 4, 71, 30, 12, 6, 88, 41, 9, 23, 50, 1])
 LLAMA3 = {

@@ -19,8 +19,8 @@ from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama import graph_loop
 from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.native_kernels import UnsupportedShape
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.native.binding import UnsupportedShape
+from outpace.models.llama.torch.runtime import Llama
 
 TENSORS = reference.random_tensors(reference.TINY)
 TARGET = Llama.from_tensors(reference.TINY, TENSORS.__getitem__)

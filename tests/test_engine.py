@@ -23,7 +23,7 @@ from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
 

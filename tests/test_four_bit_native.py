@@ -17,11 +17,11 @@ import outpace
 from outpace.models.base import Part
 from outpace.models.files import four_bit_blocks
 from outpace.models.files.source import open_source
-from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native_kernels import Options
-from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.load import load_model
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
@@ -36,7 +36,7 @@ ROUNDED = "rounded to int8, for the kernels do not take them so: "
 def model_of(folder: Path, **options: Any) -> NativeLlama:
     with open_source(folder) as source:
         return NativeLlama.from_tensors(
-            from_dict(source.config), source.weight, options=Options(weights="file", **options)
+            from_dict(source.config), source.weight, options=NativeOptions(weights="file", **options)
         )
 
 
@@ -54,7 +54,7 @@ def test_panels_hold_what_the_folder_means(tmp_path: Path, way: str, group: int,
             if "proj.weight" not in name:
                 assert isinstance(held, np.ndarray) or held.kind == "F32"
                 continue
-            assert isinstance(held, Stored)
+            assert isinstance(held, StoredMatrix)
             assert held.kind == ("U4_32" if group == 32 else "U4_64")
             assert four.held(name) == (held.kind, held.data.nbytes)
             for package in (kernels, emulation):
@@ -151,7 +151,7 @@ def test_a_tensor_is_fetched_once(tmp_path: Path, changes: dict[str, Any], weigh
                 asked.append(name)
                 return source.weight(name)
 
-            NativeLlama.from_tensors(from_dict(source.config), weight, options=Options(weights=weights))
+            NativeLlama.from_tensors(from_dict(source.config), weight, options=NativeOptions(weights=weights))
         assert sorted(asked) == sorted(set(asked))
         assert set(asked) == set(source.names())
 

@@ -21,8 +21,8 @@ from outpace.models.files import four_bit_blocks
 from outpace.models.files.checkpoint import SINGLE
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.stored import Stored
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
+from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.load import load_model
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "attention_bias": True}
@@ -123,7 +123,7 @@ def test_blocks_hold_what_the_folder_means(
     with open_source(pair[0]) as four, open_source(pair[1]) as plain:
         for name in (name for name in four.names() if "proj.weight" in name):
             held = four.weight(name)
-            assert isinstance(held, Stored)
+            assert isinstance(held, StoredMatrix)
             assert np.array_equal(held.values(), plain.array(name))
             if not held.data.size:
                 continue
@@ -139,7 +139,7 @@ def test_groups_in_another_order_have_no_blocks(tmp_path: Path) -> None:
     folder, _ = folders(tmp_path, "gptq", 64, act_order=True)
     with open_source(folder) as four:
         held = four.weight("model.layers.0.mlp.up_proj.weight")
-        assert isinstance(held, Stored)
+        assert isinstance(held, StoredMatrix)
         assert (held.kind, held.data.size) == ("GPTQ in act-order", 0)
 
 

@@ -29,13 +29,12 @@ from outpace.core import compiled, fused_noise, noise
 from outpace.models import runtimes
 from outpace.models.base import Part, chain
 from outpace.models.llama import captures, fused, fused_attention
-from outpace.models.llama.attention import rotated
-from outpace.models.llama.batched import attend, tree_mask
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_fused import FusedLlama
 from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.attention import attend_batch, rotated, tree_mask
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import LoadOptions
 
 WORDS = 4
@@ -138,7 +137,7 @@ def test_attention(shape: tuple[int, ...], window: int | None) -> None:
     mask = tree_mask(*trees.given.values(), slots, window)
     held = trees.kv[:, :, :, :slots].contiguous()
     expected, bound = rounding.attention(query, held[0], held[1], mask)
-    assert_within(attend(query, held[0], held[1], mask, "matmul"), expected, bound)
+    assert_within(attend_batch(query, held[0], held[1], mask, "matmul"), expected, bound)
     assert_within(fused_attention.attend(query, trees.kv, trees.given, slots, window), expected, bound)
 
 

@@ -18,12 +18,13 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
-from outpace.models.llama import batched, graph_exact
-from outpace.models.llama.attention import ExactAttention, exact_weights
+from outpace.models.llama import graph_exact
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.linear import FIXED, Linear, rows_stay
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch import attention
+from outpace.models.llama.torch.attention import ExactAttention, exact_weights
+from outpace.models.llama.torch.linear import FIXED, Linear, rows_stay
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import KV_DTYPES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -140,9 +141,9 @@ def test_exact_attention_has_no_order() -> None:
 
     query, (keys, values) = on_grid(2 * 3, 4, 8), on_grid(2, 2, 2, 30, 8)
     hidden = torch.rand(2, 3, 30, generator=generator) < 0.3
-    expected = batched.attend_exactly(query, keys, values, hidden)
+    expected = attention.attend_batch_exactly(query, keys, values, hidden)
     order = torch.randperm(30, generator=generator)
-    moved = batched.attend_exactly(
+    moved = attention.attend_batch_exactly(
         query, *(held[:, :, order].contiguous() for held in (keys, values)), hidden[..., order]
     )
     assert torch.equal(moved, expected)
@@ -151,8 +152,8 @@ def test_exact_attention_has_no_order() -> None:
         for held in (keys, values)
     ]
     padded = torch.cat([hidden, torch.ones(2, 3, 34, dtype=torch.bool)], 2)
-    assert torch.equal(batched.attend_exactly(query, *wide, padded), expected)
-    alone = batched.attend_exactly(query.view(2, 3, 4, 8)[1, 1:2], keys[1:], values[1:], hidden[1:, 1:2])
+    assert torch.equal(attention.attend_batch_exactly(query, *wide, padded), expected)
+    alone = attention.attend_batch_exactly(query.view(2, 3, 4, 8)[1, 1:2], keys[1:], values[1:], hidden[1:, 1:2])
     assert torch.equal(alone, expected.view(2, 3, 32)[1, 1:2])
     plain = (query[0, 0] @ keys[0, 0].T).masked_fill(hidden[0, 0], -torch.inf).softmax(-1) @ values[0, 0]
     torch.testing.assert_close(expected[0, :8], plain, atol=1e-6, rtol=1e-6)
@@ -182,7 +183,7 @@ def test_where_products_see_places_there_is_no_exact_mode(monkeypatch: pytest.Mo
 
 def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
-    return batched.attend(query.float(), keys.float(), values.float(), mask, "matmul")
+    return attention.attend_batch(query.float(), keys.float(), values.float(), mask, "matmul")
 
 
 @pytest.mark.parametrize("mistake", ["attends in float32", "forgets the grids", "forgets moves"])
@@ -190,7 +191,7 @@ def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> No
     if mistake == "attends in float32":
         monkeypatch.setattr(graph_exact, "attend_exactly", in_float32)
     elif mistake == "forgets the grids":
-        monkeypatch.setattr(batched, "exact_weights", lambda scores: scores.softmax(-1))
+        monkeypatch.setattr(attention, "exact_weights", lambda scores: scores.softmax(-1))
     else:
         monkeypatch.setattr(ExactGraphLlama, "_moves_pass", lambda *_: None)
     with pytest.raises(AssertionError):

@@ -19,13 +19,13 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
-from outpace.models.llama.attention import FastAttention, attend_folded
 from outpace.models.llama.captures import Captures, EagerCapture, HostRead
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import GraphSession
 from outpace.models.llama.sharing import shared
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.attention import FastAttention, attend_folded
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import KV_DTYPES
 
 HALVES = [torch.bfloat16, torch.float16]

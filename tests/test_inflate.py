@@ -15,7 +15,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models import runtimes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.inflate import added_layers, inflated
+from outpace.models.llama.weight_sources import added_layers, inflated
 from outpace.models.load import load_draft, load_model
 
 RUNTIMES = ["llama"] if runtimes.missing_kernels() else ["llama", "native"]

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 from outpace.core.errors import UserError
 from outpace.models.base import Part
-from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.native_kernels import Options
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_draft, load_model
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
@@ -81,7 +81,7 @@ def test_a_wrong_shape_is_refused() -> None:
 
 def model_of(config: LlamaConfig, weights: str = "int4") -> NativeLlama:
     return NativeLlama.from_tensors(
-        config, reference.random_tensors(config).__getitem__, options=Options(weights=weights)
+        config, reference.random_tensors(config).__getitem__, options=NativeOptions(weights=weights)
     )
 
 
@@ -119,10 +119,10 @@ def test_drafts_are_held_so_unless_another_precision_is_named(tmp_path: Path) ->
 
 
 def test_kernels_of_before_hold_drafts_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outpace.models.llama import native_kernels
+    from outpace.models.llama.native import binding
 
     before = {name: getattr(kernels, name) for name in dir(kernels) if name != "round_to_q4_1"}
-    monkeypatch.setattr(native_kernels, "load_kernels", lambda: SimpleNamespace(**before))
+    monkeypatch.setattr(binding, "load_kernels", lambda: SimpleNamespace(**before))
     folder = model_folder(tmp_path)
     assert load_draft(folder, load_model(folder)).precision == "int8"
     with pytest.raises(UserError, match="dtype int4 needs newer kernels"):

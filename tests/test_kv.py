@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.models.base import chain
 from outpace.models.llama.config.footprint import ENTRY_BYTES, held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.torch_session import Holding
+from outpace.models.llama.torch.session import KVFormat
 from outpace.models.load import load_model
 from outpace.models.options import KV_DTYPES, LoadOptions
 
@@ -122,7 +122,7 @@ def test_both_runtimes_hold_the_same_bytes(depth: int) -> None:
     x = np.random.default_rng(depth).normal(0, 3, (5, 7, depth)).astype(np.float32)
     x[0] = 0
     x[1, 2] *= 1e-32
-    holding = Holding("int8", torch.float32, depth)
+    holding = KVFormat("int8", torch.float32, depth)
     held = holding.encode(torch.from_numpy(x))
     assert (held.shape[-1], held.dtype) == (holding.width, torch.int8)
     assert np.array_equal(holding.decode(held).numpy(), as_bytes(x))
@@ -131,7 +131,7 @@ def test_both_runtimes_hold_the_same_bytes(depth: int) -> None:
 
 
 def test_half_precision_stays_finite() -> None:
-    holding = Holding("float16", torch.float64, 4)
+    holding = KVFormat("float16", torch.float64, 4)
     x = torch.tensor([1e9, -1e9, 1.0, 0.0], dtype=torch.float64)
     assert holding.decode(holding.encode(x)).tolist() == [65504.0, -65504.0, 1.0, 0.0]
 

@@ -39,7 +39,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.models.base import Model, Part, chain
 from outpace.models.hf.load import adapt
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.toy import Toy
 
 DEEP = replace(reference.TINY, num_layers=6)

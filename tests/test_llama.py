@@ -18,7 +18,7 @@ from outpace.core.tree import PREFIX, depths
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
 TINY = reference.TINY

@@ -21,8 +21,8 @@ from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine
 from outpace.models.base import Extra, Model, Part, chain
 from outpace.models.hf.load import adapt
-from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.toy import Toy
 
 PROMPT = 12

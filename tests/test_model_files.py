@@ -21,7 +21,7 @@ from outpace.models.files.cache_place import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from outpace.models.files.reading import read_json
 from outpace.models.llama.config.llama_config import llama_config as llama
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.runtime import NativeLlama
 
 
 def tensors(**changes: Any) -> dict[str, torch.Tensor]:

@@ -23,12 +23,12 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
-from outpace.models.llama import native_kernels
-from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
-from outpace.models.llama.native_kernels import Options, UnsupportedShape, check_supported
-from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.native import binding
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.binding import NativeOptions, UnsupportedShape, check_supported
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import Loaded
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -51,13 +51,15 @@ SETS = kernels.instruction_sets()
 
 def tiny(config: LlamaConfig, head_ids: Tensor | None = None, **options: object) -> NativeLlama:
     tensor = reference.random_tensors(config).__getitem__
-    return NativeLlama.from_tensors(config, tensor, options=Options(**options), head_ids=head_ids)
+    return NativeLlama.from_tensors(config, tensor, options=NativeOptions(**options), head_ids=head_ids)
 
 
 def open_smollm2(**options: object) -> NativeLlama:
     smollm2_file()
     with Checkpoint.open(resolve(None)) as checkpoint:
-        return NativeLlama.from_tensors(from_dict(checkpoint.config), checkpoint.tensor, options=Options(**options))
+        return NativeLlama.from_tensors(
+            from_dict(checkpoint.config), checkpoint.tensor, options=NativeOptions(**options)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -237,11 +239,11 @@ def test_kernels_that_were_built_before_refuse_what_they_would_get_wrong(config:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UnsupportedShape, match="head_dim is 258"):
         tiny(replace(TINY, head_dim=258))
-    for threads in (0, native_kernels.usable_cores() + 1):
+    for threads in (0, binding.usable_cores() + 1):
         with pytest.raises(UserError, match=f"threads is {threads}"):
-            Options(threads=threads)
+            NativeOptions(threads=threads)
     with pytest.raises(UserError, match="unknown kv_dtype"):
-        Options(kv_dtype="int4")
+        NativeOptions(kv_dtype="int4")
     with pytest.raises(UserError, match="unknown instruction_set 'mmx'"):
         tiny(TINY, instruction_set="mmx")
 

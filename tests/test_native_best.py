@@ -11,7 +11,7 @@ from passes import random_parents, text
 from test_native import TINIES, tiny
 
 from outpace.models.base import Part, chain
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native.runtime import NativeLlama
 
 kernels = pytest.importorskip("outpace_kernels")
 if not hasattr(kernels.Model, "score"):

@@ -23,9 +23,9 @@ from outpace.core.tree import PREFIX
 from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, chain
-from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config.footprint import ENTRY_BYTES
-from outpace.models.llama.native_runtime import NativeLlama
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.runtime import NativeLlama
 
 kernels = pytest.importorskip("outpace_kernels")
 if not hasattr(kernels.Model, "project"):

@@ -22,7 +22,7 @@ from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
-from outpace.models.llama.linear import find_row_counts, in_calls, padded
+from outpace.models.llama.torch.linear import find_row_counts, in_calls, padded
 from outpace.models.toy import Toy, ToySession
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel

@@ -19,8 +19,8 @@ from outpace.core.extras import install
 from outpace.models import devices
 from outpace.models.base import Part, chain
 from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.quantized import packer
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.linear import packer
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
 

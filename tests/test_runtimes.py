@@ -18,9 +18,9 @@ from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models import runtimes
 from outpace.models.base import UnsupportedModel
-from outpace.models.llama import native_kernels
-from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.native import binding
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 from outpace.models.options import FLOATS, LoadOptions
 
@@ -148,8 +148,8 @@ def test_native_keys_and_values_are_in_half_precision(folder: Path) -> None:
 def test_more_threads_in_the_environment_than_cores_are_no_error(folder: Path) -> None:
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(native_kernels.usable_cores() + 3)
-        assert load_model(folder).model.options.threads == native_kernels.usable_cores()
+        torch.set_num_threads(binding.usable_cores() + 3)
+        assert load_model(folder).model.options.threads == binding.usable_cores()
     finally:
         torch.set_num_threads(before)
 
@@ -176,7 +176,7 @@ def test_a_native_target_drafts_with_its_own_layers(folder: Path, options: dict[
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("threads", ["0", "-1", str(native_kernels.usable_cores() + 1)])
+@pytest.mark.parametrize("threads", ["0", "-1", str(binding.usable_cores() + 1)])
 def test_threads_that_are_not_there_are_refused(folder: Path, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
@@ -199,7 +199,7 @@ def shown(found: dict[str, Any]) -> str:
 def test_doctor_names_the_kernels_and_what_runs() -> None:
     smollm2_file()
     found = doctor.collect()
-    sets = list(native_kernels.load_kernels().instruction_sets())
+    sets = list(binding.load_kernels().instruction_sets())
     assert found["kernels"]["instruction_sets"] == sets
     assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("file", sets[0])
     line = shown(found)

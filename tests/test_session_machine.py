@@ -28,7 +28,7 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
 from outpace.models.llama.graph_exact import ExactGraphLlama
 from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 
 CAPACITY, ROOM, BLOCK, VOCAB = 10, 90, 6, 5
 NUMBERS = st.integers(0, 1 << 16)
@@ -233,7 +233,7 @@ def exact_captured_runtime() -> Model:
 
 def native_runtime() -> Model:
     pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
-    from outpace.models.llama.native_runtime import NativeLlama
+    from outpace.models.llama.native.runtime import NativeLlama
 
     return NativeLlama.from_tensors(reference.TINY, reference.random_tensors(reference.TINY).__getitem__)
 

@@ -27,7 +27,7 @@ FLAT = Prices([1.0] * 9, 0.05, 0.1)  # the rows of a pass cost nothing more
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Eight layers, of which the MLP of the second and the attention of the fifth do nothing."""
-    from outpace.models.llama.torch_runtime import Llama
+    from outpace.models.llama.torch.runtime import Llama
 
     loaded = load_model(folder(tmp_path_factory.mktemp("search"), "target"), runtime="llama")
     config = replace(loaded.model.config, num_layers=8)

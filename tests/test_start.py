@@ -25,8 +25,8 @@ from outpace.models.files import mapped
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.mapped import is_finite
 from outpace.models.llama.config.rope import LinearScaling, Llama3Scaling, Rotation, Scaling, YarnScaling
-from outpace.models.llama.head_turns import Rotary
-from outpace.models.llama.turns import Turns
+from outpace.models.llama.native.rope_tables import NativeRopeTable
+from outpace.models.llama.torch.rope_tables import Rotary
 from outpace.rules import greedy, gumbel
 from outpace.rules.base import reduce_rows
 
@@ -211,12 +211,15 @@ SCALINGS: list[Scaling | None] = [
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_kernels_turn_as_torch_does(scaling: Scaling | None) -> None:
     """To one unit in the last place of each part, where torch rounds twice."""
-    turns, rotary = Turns(64, [Rotation(1e5, scaling)]), Rotary(64, Rotation(1e5, scaling), torch.device("cpu"))
+    turns, rotary = (
+        NativeRopeTable(64, [Rotation(1e5, scaling)]),
+        Rotary(64, Rotation(1e5, scaling), torch.device("cpu")),
+    )
     turns.reach(5000)
     rotary.reach(5000)
     expected = torch.view_as_real(rotary(torch.arange(5000))).numpy()
     np.testing.assert_allclose(turns.table[:5000], expected, rtol=0, atol=2.0**-23)
-    grown = Turns(64, [Rotation(1e5, scaling)])
+    grown = NativeRopeTable(64, [Rotation(1e5, scaling)])
     grown.reach(1)
     grown.reach(5000)
     assert grown.table.tobytes() == turns.table.tobytes()

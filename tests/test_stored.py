@@ -25,11 +25,11 @@ from outpace.models.files.four_bit_blocks import BYTES, INPUTS
 from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.gguf.types import COMMON
-from outpace.models.llama import native_runtime as native
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native_kernels import Options
-from outpace.models.llama.native_runtime import NativeLlama
-from outpace.models.llama.packing import Packing
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.native.weights import Packing
 from outpace.models.load import load_model
 from outpace.models.text.source import tokenizer_of
 from outpace.models.text.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def file_of(folder: Path, kind: str, **changes: Any) -> Path:
 def model_of(path: Path, held: str = "file", **options: Any) -> NativeLlama:
     with GgufSource(path) as source:
         return NativeLlama.from_tensors(
-            from_dict(source.config), source.weight, options=Options(weights=held, **options)
+            from_dict(source.config), source.weight, options=NativeOptions(weights=held, **options)
         )
 
 

@@ -24,7 +24,7 @@ from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.tokenizer import OtherTokenizer, wrap
-from outpace.models.llama.torch_runtime import Llama
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer

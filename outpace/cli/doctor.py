@@ -108,7 +108,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
 
 def _kernels() -> dict[str, Any]:
     """The native kernels: what this machine runs them with, the fastest first; or why they are not there."""
-    from outpace.models.llama.native_kernels import load_kernels
+    from outpace.models.llama.native.binding import load_kernels
     from outpace.models.runtimes import missing_kernels
 
     missing = missing_kernels()

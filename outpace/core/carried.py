@@ -217,5 +217,5 @@ class Pairs:
     """What a model offers that may be a target."""
 
     def pair_with(self, draft: Any) -> Any:
-        """What carries out whole rounds with this draft, see `models/llama/native_pair.py`; None: nothing."""
+        """What carries out whole rounds with this draft, see `models/llama/native/pair.py`; None: nothing."""
         return None

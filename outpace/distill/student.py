@@ -15,7 +15,7 @@ from outpace.models.llama.config.gemma import FEED_NORM, MIX_NORM
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
-from outpace.models.llama.head_turns import frequencies_of
+from outpace.models.llama.torch.rope_tables import frequencies_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 

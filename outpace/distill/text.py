@@ -15,7 +15,7 @@ from outpace.distill.progress import Progress
 from outpace.distill.shards import TextFolder
 from outpace.distill.writer import Job, WriterOptions, Written, writer_of
 from outpace.models.base import Model
-from outpace.models.llama.native_kernels import UnsupportedShape
+from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.load import load_model
 from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer

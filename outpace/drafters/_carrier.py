@@ -19,7 +19,7 @@ Parts = Sequence[tuple[Carrying, Reading]]
 
 
 class NativeModelPair(Protocol):
-    """Two models that carry out rounds together, as `models/llama/native_pair.py` does."""
+    """Two models that carry out rounds together, as `models/llama/native/pair.py` does."""
 
     def carry(self, growing: Growing, parts: Parts, rounds: int, seconds: float) -> list[list[Carried]]:
         """Up to so many rounds of all requests, round by round."""

@@ -12,10 +12,10 @@ from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.extras import install
 from outpace.core.lazy import torch
-from outpace.models.llama.config.footprint import Held, float_bytes, has_blocks, native_bytes, token_bytes
+from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.inflate import source_of
-from outpace.models.llama.native_kernels import load_kernels, read_formats, usable_cores
+from outpace.models.llama.native.binding import load_kernels, read_formats, usable_cores
+from outpace.models.llama.weight_sources import source_of
 from outpace.models.options import AUTO, CUDA, FILE, FP8, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
@@ -154,8 +154,8 @@ def _ways(
     """How it is to be held, and bytes by each way that is none larger."""
     shapes = tensor_shapes(config)
 
-    def held(name: str) -> Held:
-        found: Held = source.held(source_of(name, source.config["num_hidden_layers"]))
+    def held(name: str) -> StoredSize:
+        found: StoredSize = source.held(source_of(name, source.config["num_hidden_layers"]))
         return found
 
     ways = {INT8: native_bytes(shapes, held, _read_by_kernels() if formats is None else formats, False)}

@@ -20,7 +20,7 @@ from outpace.core.extras import install
 from outpace.core.lazy import threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
-from outpace.models.llama.inflate import inflated, label, notice
+from outpace.models.llama.weight_sources import inflated, label, notice
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
@@ -90,7 +90,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
 def missing_kernels() -> str | None:
     """Why the native runtime is not available; None where it is."""
-    from outpace.models.llama.native_kernels import load_kernels
+    from outpace.models.llama.native.binding import load_kernels
 
     try:
         load_kernels()
@@ -112,7 +112,7 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
 
 def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Native on a CPU where no other precision is asked for, else torch."""
-    from outpace.models.llama.native_kernels import UnsupportedShape
+    from outpace.models.llama.native.binding import UnsupportedShape
 
     if options.dtype in (INT8, INT4, FILE) and not options.quantized:
         return _native(spec, options, progress)
@@ -129,7 +129,7 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
     """By torch; `reason`: why it is not the native runtime, where that was expected."""
-    from outpace.models.llama.torch_runtime import Llama
+    from outpace.models.llama.torch.runtime import Llama
 
     if options.trust_remote_code or options.is_spread:
         raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
@@ -166,8 +166,8 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
 
 def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """On a CPU by the package outpace-kernels. A `dtype` of float16 is int8 with half the keys and values."""
-    from outpace.models.llama.native_kernels import Options, load_kernels, read_formats, usable_cores
-    from outpace.models.llama.native_runtime import NativeLlama
+    from outpace.models.llama.native.binding import NativeOptions, load_kernels, read_formats, usable_cores
+    from outpace.models.llama.native.runtime import NativeLlama
 
     if options.has_graphs:
         raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
@@ -184,7 +184,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
     if options.is_draft and weights == AUTO and rounds:
         weights, options = INT4, replace(options, dtype=INT4)
-    native = Options(count, options.kv_dtype_or(NATIVE_KV), weights=weights)
+    native = NativeOptions(count, options.kv_dtype_or(NATIVE_KV), weights=weights)
     build = partial(NativeLlama.from_tensors, options=native)
     return _read(spec, options, progress, build, None, True, is_old, read_formats(load_kernels()))
 

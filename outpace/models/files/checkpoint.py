@@ -20,8 +20,8 @@ from outpace.models.files import mapped
 from outpace.models.files.cache_place import new_folder
 from outpace.models.files.model_kind import has_text_part, text_config, text_names
 from outpace.models.files.reading import check_file, is_there, read_json
-from outpace.models.llama.config.footprint import FLOATS, Held
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.config.footprint import FLOATS, StoredSize
+from outpace.models.llama.weight_sources import StoredMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes, by type
@@ -84,10 +84,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """The shape of one tensor, from the header alone."""
         return tuple(self._slice(name).get_shape())
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> StoredSize:
         """A tensor's type, and bytes in the file."""
         part = self._slice(name)
-        return Held(part.get_dtype(), prod(part.get_shape()) * WIDTHS.get(part.get_dtype(), 1))
+        return StoredSize(part.get_dtype(), prod(part.get_shape()) * WIDTHS.get(part.get_dtype(), 1))
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor in the type that is stored, mapped from the file.
@@ -117,7 +117,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         except Exception as error:
             raise UserError(f"{file}: tensor {name!r} cannot be read ({error!s:.200})") from error
 
-    def weight(self, name: str) -> Stored | np.ndarray:
+    def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """A matrix as the file has it, which nobody has looked into; anything else as `array`."""
         if len(self.shape(name)) != 2 or self.held(name).kind not in FLOATS:
             return self.array(name)
@@ -125,7 +125,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         rows, columns = values.shape
         order, data = np.arange(rows, dtype=np.int32), values.view(np.uint8)
         read, forget = partial(self.array, name), partial(self._forget, name)
-        return Stored(self.file_of(name), name, kind, data, order, columns, read, forget)
+        return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
     def _mapped(self, name: str) -> mapped.Raw:
         """A tensor as it is stored, mapped from the file, which nobody has looked into."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.four_bits import AWQ, WHOLE, Matrix, Scheme, read_matrix, read_zeros, shape_of
-from outpace.models.llama.native_kernels import load_kernels
+from outpace.models.llama.native.binding import load_kernels
 
 PART = 32  # inputs whose nibbles lie together
 NARROW, WIDE = "U4_32", "U4_64"  # the kernels' names

@@ -18,8 +18,8 @@ from outpace.models.files.four_bit_blocks import INPUTS, blocks_of, held_bytes, 
 from outpace.models.files.four_bits import AWQ, GPTQ, Matrix, Scheme, read_groups, read_matrix, read_scheme, shape_of
 from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import is_there, read_json
-from outpace.models.llama.config.footprint import Held
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.config.footprint import StoredSize
+from outpace.models.llama.weight_sources import StoredMatrix
 
 ORDER = "g_idx"
 NEEDED, ALLOWED = ("qweight", "qzeros", "scales"), (ORDER,)
@@ -91,14 +91,14 @@ class FourBitFolder(Checkpoint):
                 found = f"shape {list(self.shape(name))} in groups of {self.scheme.group}"
                 raise UserError(f"{where} has {found}, expected {list(expected)}")
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> StoredSize:
         """Of a matrix in 4 bits: the format of its blocks, and their bytes."""
         if not self._is_packed(name):
             return super().held(name)
         kind, count = self._kind(name), prod(self.shape(name))
-        return Held(kind, held_bytes(kind, count) if kind in INPUTS else count)
+        return StoredSize(kind, held_bytes(kind, count) if kind in INPUTS else count)
 
-    def weight(self, name: str) -> Stored | np.ndarray:
+    def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """A matrix in 4 bits as blocks of the same values where there are such; anything else as in any folder."""
         if not self._is_packed(name):
             return super().weight(name)
@@ -108,7 +108,9 @@ class FourBitFolder(Checkpoint):
             data = blocks_of(kind, self.scheme, self._values(name), self._where(name))
             self._forget_parts(name)
         order, read = np.arange(rows, dtype=np.int32), partial(self.array, name)
-        return Stored(self.file_of(name), name, kind, data, order, columns, read, partial(self._forget_parts, name))
+        return StoredMatrix(
+            self.file_of(name), name, kind, data, order, columns, read, partial(self._forget_parts, name)
+        )
 
     def raw(self, name: str) -> Raw:
         """As `array` where it is a matrix in 4 bits."""

@@ -35,7 +35,7 @@ from outpace.models.files.mapped import Raw
 from outpace.models.files.reading import read_json
 from outpace.models.files.source import open_source
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
 
 SHARED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -226,7 +226,7 @@ def _hash_tokenizer(source: GgufSource) -> str:
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
     """Of a tensor's type, shape and values, in the blocks that the file has."""
     weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
-    if isinstance(weight, Stored):
+    if isinstance(weight, StoredMatrix):
         digest = sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
         digest.update(np.ascontiguousarray(weight.data).data)
         return digest.hexdigest()

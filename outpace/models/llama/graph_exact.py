@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outpace.models.llama.attention import ExactAttention
-from outpace.models.llama.batched import attend_exactly, tree_mask
 from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.linear import FIXED, Linear, rows_stay
-from outpace.models.llama.torch_weights import Normed
+from outpace.models.llama.torch.attention import ExactAttention, attend_batch_exactly, tree_mask
+from outpace.models.llama.torch.linear import FIXED, Linear, rows_stay
+from outpace.models.llama.torch.weights import Normed
 
 
 class ExactGraphLlama(SteppingLlama):
@@ -35,7 +34,7 @@ class ExactGraphLlama(SteppingLlama):
         if not self._holding.is_own:
             held = attention.rounded(held)
         keys, values = held
-        mixed = attend_exactly(query, keys, values, mask).to(self.dtype)
+        mixed = attend_batch_exactly(query, keys, values, mask).to(self.dtype)
         missing = -len(mixed) % FIXED
         return torch.cat([mixed, mixed.new_zeros(missing, mixed.shape[1])]) if missing else mixed
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from outpace.core.compiled import slower
 from outpace.models.base import chain
 from outpace.models.llama import fused, fused_attention
-from outpace.models.llama.batched import FUSED, KINDS
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.linear import Linear, add_product, in_float32
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
+from outpace.models.llama.torch.attention import FUSED, KINDS
+from outpace.models.llama.torch.linear import Linear, add_product, in_float32
 
 
 class FusedLlama(SteppingLlama):

@@ -21,16 +21,16 @@ from outpace.core.arrays import power_of_two, uploaded
 from outpace.core.errors import unknown
 from outpace.core.logits import Scored, tensor_of
 from outpace.models.base import Part
-from outpace.models.llama.batched import KINDS, attend, prepared, tree_mask
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.head_turns import Turns
-from outpace.models.llama.linear import padded
 from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
 from outpace.models.llama.sharing import shared
 from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
-from outpace.models.llama.torch_runtime import Llama
-from outpace.models.llama.torch_weights import LayerWeights, Normed
+from outpace.models.llama.torch.attention import KINDS, attend_batch, prepare_mask, tree_mask
+from outpace.models.llama.torch.linear import padded
+from outpace.models.llama.torch.rope_tables import RopeFactors
+from outpace.models.llama.torch.runtime import Llama
+from outpace.models.llama.torch.weights import LayerWeights, Normed
 from outpace.models.options import AUTO
 
 MOST_NODES = 64  # a session in a captured forward; more are a prompt's
@@ -246,9 +246,9 @@ class GraphLlama(Llama):
     def _mask(self, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         mask = tree_mask(given["bits"], given["lengths"], given["depths"], given["below"], slots, window)
         shared, dtype = self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype
-        return prepared(mask, shared, dtype, self.attention)
+        return prepare_mask(mask, shared, dtype, self.attention)
 
-    def _mix_batch(self, number: int, start: int, x: Tensor, turns: Turns, slots: Tensor, mask: Tensor) -> Tensor:
+    def _mix_batch(self, number: int, start: int, x: Tensor, turns: RopeFactors, slots: Tensor, mask: Tensor) -> Tensor:
         """A layer's attention, for all sessions at once. `slots` [batch, nodes]: where new keys and values go."""
         heads, (batch, nodes) = self.config.num_heads, slots.shape
         mixed = self._turned(number, x, turns)[: batch * nodes]
@@ -261,7 +261,7 @@ class GraphLlama(Llama):
 
     def _attend_all(self, number: int, query: Tensor, held: Tensor, mask: Tensor) -> Tensor:
         """Mixed values for the forward's rows: [rows, heads * d]. `held`: keys and values, decoded"""
-        return attend(query, held[0], held[1], mask, self.attention)
+        return attend_batch(query, held[0], held[1], mask, self.attention)
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (), ()

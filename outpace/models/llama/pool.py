@@ -18,7 +18,7 @@ from outpace.core.arrays import power_of_two, uploaded
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.static_inputs import seen_bits
-from outpace.models.llama.torch_session import Holding
+from outpace.models.llama.torch.session import KVFormat
 
 SPARE = 8  # slots behind those of the texts: padding is written to the last, nothing reads them
 LEAST = 64  # slots
@@ -41,7 +41,7 @@ class Pool:
     """The storage. `kv` [layers, keys and values, rows, kv_heads, slots + SPARE, width of a held head], finite wherever
     it is."""
 
-    def __init__(self, config: LlamaConfig, holding: Holding, device: torch.device) -> None:
+    def __init__(self, config: LlamaConfig, holding: KVFormat, device: torch.device) -> None:
         self._config, self._width = config, holding.width
         self._sessions: list[ref[GraphSession] | None] = []  # by row; dead or None: the row is free
         self._largest = 0  # rows times slots that there were at most: so many were allowed

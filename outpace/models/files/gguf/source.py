@@ -24,8 +24,8 @@ from outpace.models.files.gguf.parts import open_model
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.gguf.types import COMMON, type_of
 from outpace.models.files.gguf.weights import check_types, half_rotary, read_values, rotary_unit
-from outpace.models.llama.config.footprint import Held
-from outpace.models.llama.stored import Stored
+from outpace.models.llama.config.footprint import StoredSize
+from outpace.models.llama.weight_sources import StoredMatrix
 
 
 class GgufSource(AbstractContextManager["GgufSource"]):
@@ -68,10 +68,10 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         """The file that holds a tensor; UserError if there is none of that name."""
         return self._header.file_of(self._source(name))
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> StoredSize:
         """What a tensor takes in the file, and in which format."""
         entry = self._header.tensors[self._source(name)]
-        return Held(type_of(entry.kind).name, entry.num_bytes)
+        return StoredSize(type_of(entry.kind).name, entry.num_bytes)
 
     def write_tokenizer(self, folder: Path) -> None:
         """The tokenizer's files of a model folder."""
@@ -85,7 +85,7 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         """As `array`."""
         return torch.from_numpy(np.require(self.array(name), requirements="W"))
 
-    def weight(self, name: str) -> Stored | np.ndarray:
+    def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """A matrix as the file has it, anything else as float32."""
         source = self._source(name)
         entry = self._header.tensors[source]
@@ -96,7 +96,7 @@ class GgufSource(AbstractContextManager["GgufSource"]):
         unit = rotary_unit(self._model, source)
         order = half_rotary(order, len(raw) // unit) if unit > 1 else order
         read, forget = partial(self.array, name), partial(self._header.forget, source)
-        return Stored(file, source, kind, raw, order, entry.shape[1], read, forget)
+        return StoredMatrix(file, source, kind, raw, order, entry.shape[1], read, forget)
 
     def _source(self, name: str) -> str:
         if name not in self._model.sources:

@@ -17,7 +17,7 @@ INT8_BYTES = 34 / 32  # of a weight: a byte, and a scale in half precision for 3
 INT4_BYTES = 20 / 32  # half a byte, and a scale and a smallest value for 32
 
 
-class Held(NamedTuple):
+class StoredSize(NamedTuple):
     """A tensor as its file has it: the name of its format, and bytes."""
 
     kind: str
@@ -34,7 +34,7 @@ def has_blocks(kind: str, formats: Collection[str]) -> bool:
 
 def native_bytes(
     shapes: Shapes,
-    held: Callable[[str], Held],
+    held: Callable[[str], StoredSize],
     formats: Collection[str],
     kept: bool,
     in_four: bool = False,

@@ -20,7 +20,7 @@ MOST_SCALED = 1e38  # what is read back must not become infinite either
 TINY = 1e-30  # 127 / top must stay finite
 
 
-class Holding:
+class KVFormat:
     """How keys and values [..., head_dim] are held. In int8 their scales' bytes stand behind them."""
 
     def __init__(self, kv_dtype: str, own: torch.dtype, head_dim: int) -> None:
@@ -63,7 +63,7 @@ class LlamaSession(Session):
     one layer's old ones are there at any time.
     """
 
-    def __init__(self, capacity: int, room: int, config: LlamaConfig, holding: Holding, device: torch.device) -> None:
+    def __init__(self, capacity: int, room: int, config: LlamaConfig, holding: KVFormat, device: torch.device) -> None:
         super().__init__(capacity, room)
         self.last_position = config.max_positions - 1
         shape = (2 * config.num_kv_heads, 0, holding.width)

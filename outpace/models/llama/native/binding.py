@@ -24,7 +24,7 @@ class UnsupportedShape(UserError):
 
 
 @dataclass(frozen=True)
-class Options:
+class NativeOptions:
     """`threads` None: as many as this process may use. `instruction_set` "": the fastest that the machine has.
     `weights` "file": those in blocks stay as the file has them; all others are rounded to int8. "auto": the same,
     and nothing is told of what comes in float. "int4": the same, and the layers' matrices in float are rounded to four

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -16,16 +17,42 @@ from outpace.models.llama.config import gemma
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.footprint import FLOATS
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.packing import Packing
-from outpace.models.llama.stored import Q4_1, Stored
+from outpace.models.llama.weight_sources import Q4_1, StoredMatrix
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+class Packing:
+    """Makes the matrices of one model. Several threads may use it."""
+
+    def __init__(self, kernels: Any, threads: int = 1) -> None:
+        self.kernels, self._threads = kernels, threads
+        self._packing = Lock()
+        self._room = {"room": kernels.Room()} if hasattr(kernels, "Room") else {}  # kernels of before know none
+
+    def of_floats(self, weights: np.ndarray, bias: Sequence[float] = ()) -> Any:
+        """float32 [outputs, inputs], rounded to int8; UserError for what that does not hold."""
+        try:
+            return self.kernels.Matrix(weights, bias, **self._room)
+        except ValueError as error:
+            shape = " x ".join(map(str, weights.shape))
+            raise UserError(f"a matrix of {shape} weights does not fit int8, {error}: use --dtype float32") from error
+
+    def of_file(self, parts: Sequence[tuple[str, np.ndarray]], rows: np.ndarray, inputs: int, **options: Any) -> Any:
+        """Rows of tensors in a file's formats: ggml's name and bytes of each; ValueError for what is not finite
+        or, in int8, too large.
+
+        By all threads together and one matrix after the other, so that one matrix's part of the file is in memory."""
+        order, more = np.ascontiguousarray(rows, np.int32), {"threads": self._threads, **options, **self._room}
+        with self._packing:
+            return self.kernels.Matrix.stored(parts, order, inputs, **more)
+
+
 PANEL = 32  # outputs that the kernels pack together
 INT8_MOST = 127 * 65504.0  # by the largest scale in half precision
-Weight: TypeAlias = "Tensor | np.ndarray | Stored"
+Weight: TypeAlias = "Tensor | np.ndarray | StoredMatrix"
 
 
 class Fetch:
@@ -55,7 +82,7 @@ class Fetch:
         return self._floats(self._weight(name))
 
     def _floats(self, held: Weight) -> np.ndarray:
-        if isinstance(held, Stored):
+        if isinstance(held, StoredMatrix):
             self._note_rounded(held.kind)
             values = held.values()
             held.forget()
@@ -70,7 +97,7 @@ class Fetch:
     def stored(self, *names: str) -> Matrices:
         """The matrices, their blocks as a file has them, or its floats, which the kernels round as they read them."""
         held = [self._weight(name) for name in names]
-        blocks = [one for one in held if isinstance(one, Stored) and one.kind in self._formats]
+        blocks = [one for one in held if isinstance(one, StoredMatrix) and one.kind in self._formats]
         kinds = {one.kind for one in blocks}
         if len(blocks) < len(held) or (len(kinds) > 1 and kinds.intersection(FLOATS)):
             return Matrices(held, [], self._floats)
@@ -96,7 +123,7 @@ class Matrices:
     all can be."""
 
     held: list[Weight]
-    blocks: list[Stored]
+    blocks: list[StoredMatrix]
     _floats: Callable[[Weight], np.ndarray]
 
     def floats(self) -> list[np.ndarray]:
@@ -105,7 +132,7 @@ class Matrices:
 
 
 def _is_float(held: Weight) -> bool:
-    return not isinstance(held, Stored) or held.kind in FLOATS
+    return not isinstance(held, StoredMatrix) or held.kind in FLOATS
 
 
 def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
@@ -214,7 +241,7 @@ def of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None =
 
 
 @dataclass(frozen=True)
-class Ends:
+class EmbeddingAndHead:
     """What stands before and behind the layers. `held` [rows]: the output layer's tokens, rising; None: all."""
 
     embedding: Any
@@ -223,7 +250,9 @@ class Ends:
     held: np.ndarray | None
 
     @classmethod
-    def load(cls, packing: Packing, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None) -> Ends:
+    def load(
+        cls, packing: Packing, config: LlamaConfig, fetch: Fetch, head_ids: np.ndarray | Tensor | None
+    ) -> EmbeddingAndHead:
         """From Hugging Face weight names; an output layer that is the embedding is held once."""
         name, held = "model.embed_tokens.weight", None
         embedding, norm = of_rows(packing, fetch, name), _norm(config, fetch, "model.norm")
@@ -235,7 +264,7 @@ class Ends:
         return cls(embedding, norm, head, held)
 
 
-def round_to_four_bits(kernels: Any, name: str, weights: np.ndarray) -> Stored | None:
+def round_to_four_bits(kernels: Any, name: str, weights: np.ndarray) -> StoredMatrix | None:
     """float32 [rows, columns] in the form of Q4_1: 32 weights share a scale and a smallest value. None for rows that
     are not whole blocks."""
     rows, columns = weights.shape
@@ -244,10 +273,10 @@ def round_to_four_bits(kernels: Any, name: str, weights: np.ndarray) -> Stored |
     data = np.empty((rows, columns // Q4_1.values * Q4_1.bytes), np.uint8)
     kernels.round_to_q4_1(weights, data)
     order = np.arange(rows, dtype=np.int32)
-    return Stored(Path(name), name, Q4_1.name, data, order, columns, lambda: weights, lambda: None)
+    return StoredMatrix(Path(name), name, Q4_1.name, data, order, columns, lambda: weights, lambda: None)
 
 
-def stack_stored(packing: Packing, parts: Sequence[Stored], bias: Sequence[float], rounded: bool) -> Any:
+def stack_stored(packing: Packing, parts: Sequence[StoredMatrix], bias: Sequence[float], rounded: bool) -> Any:
     """The rows of all parts; None where a panel would have two formats."""
     ends = np.cumsum([len(part.order) for part in parts])
     kinds = [part.kind for part in parts]
@@ -260,7 +289,7 @@ def stack_stored(packing: Packing, parts: Sequence[Stored], bias: Sequence[float
 
 
 def interleave_stored(
-    packing: Packing, parts: Sequence[Stored], middle: int, bias: Sequence[float], rounded: bool
+    packing: Packing, parts: Sequence[StoredMatrix], middle: int, bias: Sequence[float], rounded: bool
 ) -> Any:
     """16 rows of the first part, 16 of the second, and so on, each part with zeros up to `middle` rows; None where they
     have two formats."""
@@ -274,7 +303,7 @@ def interleave_stored(
     return _stored_matrix(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
 
 
-def pad_stored(packing: Packing, part: Stored, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
+def pad_stored(packing: Packing, part: StoredMatrix, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
     """Every `chunk` inputs padded to whole groups; None where a block would have to be cut."""
     padding = -chunk % packing.kernels.GROUP
     unit = packing.kernels.FORMATS.get(part.kind, 1)  # of floats, one
@@ -284,7 +313,9 @@ def pad_stored(packing: Packing, part: Stored, chunk: int, bias: Sequence[float]
     return _stored_matrix(packing, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
 
 
-def _stored_matrix(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, inputs: int, **options: Any) -> Any:
+def _stored_matrix(
+    packing: Packing, parts: Sequence[StoredMatrix], rows: np.ndarray, inputs: int, **options: Any
+) -> Any:
     data = [(part.kind, part.data) for part in parts]
     try:
         return packing.of_file(data, rows, inputs, **options)
@@ -298,7 +329,7 @@ def _stored_matrix(packing: Packing, parts: Sequence[Stored], rows: np.ndarray, 
             part.forget()
 
 
-def _check_sizes(parts: Sequence[Stored]) -> None:
+def _check_sizes(parts: Sequence[StoredMatrix]) -> None:
     """UserError where a value is not finite, which `values` finds, or too large for int8."""
     for part in parts:
         most = float(np.abs(part.values()).max())

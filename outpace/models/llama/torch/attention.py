@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from outpace.core.arrays import uploaded
+from outpace.models.base import Part
 
 _HALF_BITS = 26  # |q|, |k| within 2^26 grid units each: their dot product within 2^52, exact in float64
 _VALUE_BITS = 27  # |v| within 2^27 units, weights within 2^25 and summing to 1: within 2^53
@@ -137,3 +143,133 @@ class FastAttention:
             query.transpose(0, 1)[None], keys[None], values[None], mask, scale=1.0, enable_gqa=heads != len(keys)
         )
         out.view(nodes, heads, width).copy_(mixed[0].transpose(0, 1))
+
+
+class WindowView(NamedTuple):
+    """The slots that matter to a layer: those before `first` are out of every row's window.
+
+    `hidden` [nodes, last slots] is -inf where a node does not see one of the last slots; None: all is seen.
+    """
+
+    first: int
+    hidden: Tensor | None
+
+
+class SessionRows:
+    """One session's part of a forest; reserves its slots. `windows`: those that the model's layers have."""
+
+    def __init__(
+        self, part: Part, first_row: int, last_position: int, windows: Iterable[int | None], device: torch.device
+    ) -> None:
+        session = part.session
+        before = session.pending
+        sees = session.extend(part.parents)  # [nodes, pending]
+        self.session, self.steer, self.inputs = session, part.steer, part.inputs
+        self.rows = slice(first_row, first_row + len(part.tokens))
+        self.slots = slice(session.length + before, session.length + session.pending)
+        self.seen = session.length + session.pending
+        depths = np.asarray(session.pending_depths, dtype=np.int64)
+        length = session.length if part.length is None else part.length
+        # a tree may reach past the context; what lies there is never committed
+        self.positions = np.minimum(length + depths[before:], last_position).tolist()
+        gap = session.length - length  # committed tokens that are not there for these nodes
+        self.views = {window: _view(length, depths, sees, window, gap, device) for window in windows}
+
+
+def _view(
+    length: int, depths: np.ndarray, sees: np.ndarray, window: int | None, gap: int, device: torch.device
+) -> WindowView:
+    """What nodes `sees` [nodes, pending], the last of those with `depths` [pending], see behind `length` tokens, then
+    `gap` slots that nobody sees.
+
+    A node at position p sees the tokens of its own branch and prefix at positions above p - window.
+    """
+    new = depths[len(depths) - len(sees) :]
+    unseen = np.zeros((len(sees), gap), dtype=bool)
+    if window is None or not len(new) or length + new.max() < window:
+        return WindowView(0, _hidden(np.concatenate([unseen, sees], axis=1) if gap else sees, device))
+    first = max(0, min(length, length + int(new.min()) + 1 - window))
+    places = np.concatenate([np.arange(first, length), length + depths])
+    seen = np.concatenate([np.ones((len(sees), length - first), dtype=bool), sees], axis=1)
+    seen &= places[None] > (length + new - window)[:, None]
+    if gap:
+        seen = np.concatenate([seen[:, : length - first], unseen, seen[:, length - first :]], axis=1)
+    return WindowView(first, _hidden(seen, device))
+
+
+def _hidden(seen: np.ndarray, device: torch.device) -> Tensor | None:
+    return None if seen.all() else uploaded(np.where(seen, 0.0, -np.inf), np.float64, device)
+
+
+KINDS = ("matmul", "sdpa")
+FUSED = "fused"  # by kernels of our own, see graph_fused.py
+_UNSEEN = -1e300  # finite: a row that sees nothing stays so
+
+
+def tree_mask(bits: Tensor, lengths: Tensor, depths: Tensor, below: Tensor, slots: int, window: int | None) -> Tensor:
+    """Added to the scores: 0 where a node sees a slot, else half of the least float32. float32 [batch, nodes, slots]
+
+    `bits` int64 [batch, nodes, words]: bit i of word w is set where the node sees pending node 64 w + i. `lengths`
+    [batch]: committed tokens, which all nodes see. `depths` [batch, nodes] of the nodes, `below` [batch, 64 words] of
+    the pending ones. With a `window` a node sees positions above its own less the window.
+    """
+    slot = torch.arange(slots, device=bits.device)
+    place = slot - lengths[:, None]  # [batch, slots]; which pending node, below 0 where committed
+    words = bits.shape[2]
+    held = place.clamp(0, 64 * words - 1)
+    word = bits.gather(2, (held // 64)[:, None].expand(-1, bits.shape[1], -1))  # [batch, nodes, slots]
+    seen = ((word >> (held % 64)[:, None]) & 1).bool() & (place >= 0)[:, None] & (place < 64 * words)[:, None]
+    seen = seen | (place < 0)[:, None]
+    if window is not None:
+        offset = torch.where(place < 0, place, below.gather(1, held))  # position less the text's length
+        seen = seen & (offset[:, None] > depths[:, :, None] - window)
+    # not `where` with two numbers: it copies them from the host, which a capture forbids
+    return torch.zeros(seen.shape, device=bits.device).masked_fill_(~seen, torch.finfo(torch.float32).min / 2)
+
+
+def prepare_mask(mask: Tensor, groups: int, dtype: torch.dtype, kind: str) -> Tensor:
+    """The mask as `attend` takes it, made once for all layers. `groups`: query heads that share keys."""
+    if kind == "matmul":
+        return mask
+    batch, nodes, slots = mask.shape
+    least = torch.finfo(dtype).min / 2
+    wide = mask.clamp(min=least)[:, None].expand(-1, groups, -1, -1)
+    return wide.reshape(batch, 1, groups * nodes, slots).to(dtype)
+
+
+def attend_batch(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """query [batch * nodes, heads, d], scaled, over keys and values [batch, kv_heads, slots, d]: rows [.., heads * d].
+
+    `mask` as `prepared` gives it."""
+    batch, groups, slots, width = keys.shape
+    nodes, part = len(query) // batch, folded(query, batch, groups)
+    if kind == "sdpa":
+        mixed = F.scaled_dot_product_attention(part, keys, values, mask, scale=1.0)
+    else:
+        scores = _product(part.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
+        scores.view(batch, groups, -1, nodes, slots).add_(mask[:, None, None])
+        weights = scores.softmax(-1).to(values.dtype)
+        mixed = torch.bmm(weights, values.view(-1, slots, width))
+    return unfolded(mixed.view(part.shape), nodes)
+
+
+def attend_batch_exactly(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """As `attend`, for what `ExactAttention` put on grids, in float64: sums are exact, so a row's bits depend neither
+    on the number of slots, nodes and sessions nor on where its keys lie. `hidden` bool [batch, nodes, slots]."""
+    batch, groups, slots, width = keys.shape
+    nodes, part = len(query) // batch, folded(query, batch, groups)
+    scores = torch.bmm(part.flatten(0, 1), keys.view(-1, slots, width).transpose(1, 2))
+    scores.view(batch, groups, -1, nodes, slots).masked_fill_(hidden[:, None, None], _UNSEEN)
+    mixed = torch.bmm(exact_weights(scores), values.view(-1, slots, width))
+    return unfolded(mixed.view(part.shape), nodes)
+
+
+def _product(query: Tensor, keys: Tensor) -> Tensor:
+    """Scores in float32, whatever the dtype: on a GPU the product itself keeps them so."""
+    if query.dtype == torch.float32:
+        return torch.bmm(query, keys)
+    if query.device.type == "cuda":
+        if "dtype" in torch.ops.aten.bmm.overloads():  # from torch 2.8 on
+            return torch.bmm(query, keys, out_dtype=torch.float32)
+        return torch.bmm(query.float(), keys.float())
+    return torch.bmm(query, keys).float()

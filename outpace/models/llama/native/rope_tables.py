@@ -13,7 +13,7 @@ import numpy as np
 from outpace.models.llama.config.rope import BLOCK, Rotation
 
 
-class Turns:
+class NativeRopeTable:
     """Cosines and sines of position times frequency, times the scaling's gain, of as many positions as were asked for.
 
     `table` float32 [positions, rotations * head_dim / 2, cosine then sine]; a position's numbers do not depend on the

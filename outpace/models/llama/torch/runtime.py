@@ -23,17 +23,25 @@ from outpace.core.arrays import uploaded
 from outpace.core.errors import UserError
 from outpace.core.logits import Held, Scored, tensor_of
 from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
-from outpace.models.llama.attention import ExactAttention, FastAttention
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.head_turns import HeadTurns, Turns
-from outpace.models.llama.linear import COUNTS, HEAD_COUNTS, Linear, can_pack, find_row_counts, in_calls, pack, padded
-from outpace.models.llama.quantized import packer
-from outpace.models.llama.span import Span
-from outpace.models.llama.split_weights import split
-from outpace.models.llama.torch_session import Holding, LlamaSession
-from outpace.models.llama.torch_weights import LayerWeights, Normed, load_head, load_layer
+from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows
+from outpace.models.llama.torch.linear import (
+    COUNTS,
+    HEAD_COUNTS,
+    Linear,
+    can_pack,
+    find_row_counts,
+    in_calls,
+    pack,
+    packer,
+    padded,
+)
+from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
+from outpace.models.llama.torch.session import KVFormat, LlamaSession
+from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
+from outpace.models.llama.weight_sources import split_fused
 from outpace.models.options import AUTO
 
 
@@ -75,8 +83,8 @@ class Llama(Model):
         self._attention: list[ExactAttention | FastAttention] = [
             ExactAttention(layer.bounds, self.device) if self.exact else FastAttention(self.dtype) for layer in layers
         ]
-        self._turns = HeadTurns(config, self._attention[0].turn_dtype, self.device)
-        self.kv_dtype, self._holding = kv_dtype, Holding(kv_dtype, self._attention[0].dtype, config.head_dim)
+        self._turns = RopeTables(config, self._attention[0].turn_dtype, self.device)
+        self.kv_dtype, self._holding = kv_dtype, KVFormat(kv_dtype, self._attention[0].dtype, config.head_dim)
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
 
     @property
@@ -118,7 +126,7 @@ class Llama(Model):
         lay = packer(quantized) if quantized else pack
         held = None if head_ids is None else torch.from_numpy(checked_ids(head_ids, config.vocab_size)).to(device)
 
-        tensor = split(config, tensor)
+        tensor = split_fused(config, tensor)
 
         def fetch(name: str) -> Tensor:
             return tensor(name).to(device=device, dtype=dtype)
@@ -166,10 +174,10 @@ class Llama(Model):
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)
-        spans: list[Span] = []
+        spans: list[SessionRows] = []
         for part in forest:
             first, last = spans[-1].rows.stop if spans else 0, self.max_positions - 1
-            spans.append(Span(part, first, last, self._windows, self.device))
+            spans.append(SessionRows(part, first, last, self._windows, self.device))
         tokens = uploaded([token for part in forest for token in part.tokens], np.int64, self.device)
         positions = uploaded([place for span in spans for place in span.positions], np.int64, self.device)
         x = self._embedded(padded(tokens, self.row_counts))
@@ -192,13 +200,13 @@ class Llama(Model):
         x = F.embedding(tokens, self._embedding)
         return x if self.config.embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
-    def _forward(self, number: int, x: Tensor, turns: Turns, spans: Sequence[Span]) -> Tensor:
+    def _forward(self, number: int, x: Tensor, turns: RopeFactors, spans: Sequence[SessionRows]) -> Tensor:
         """One layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         if number not in self._skipped[0]:
             x = self._mix(number, x, turns, spans)
         return x if number in self._skipped[1] else self._feed(number, x, spans)
 
-    def _mix(self, number: int, x: Tensor, turns: Turns, spans: Sequence[Span]) -> Tensor:
+    def _mix(self, number: int, x: Tensor, turns: RopeFactors, spans: Sequence[SessionRows]) -> Tensor:
         """A layer's attention."""
         mixed = self._turned(number, x, turns)
         attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
@@ -214,14 +222,14 @@ class Llama(Model):
         """The residual and a product, which is normed before where there is a norm for it."""
         return self._apply(linear, inner, x) if norm is None else x + self._norm(self._apply(linear, inner), norm)
 
-    def _turned(self, number: int, x: Tensor, turns: Turns) -> Tensor:
+    def _turned(self, number: int, x: Tensor, turns: RopeFactors) -> Tensor:
         """A layer's queries, keys and values, normed and turned. [rows, heads + 2 kv_heads, head_dim]"""
         layer = self._layers[number]
         mixed = self._apply_normed(layer.qkv, x)
         mixed = mixed if layer.head_norm is None else self._norm_heads(mixed, layer.head_norm)
         return self._attention[number].prepare(mixed, turns[self.config.rotation(number)])
 
-    def _feed(self, number: int, x: Tensor, spans: Sequence[Span]) -> Tensor:
+    def _feed(self, number: int, x: Tensor, spans: Sequence[SessionRows]) -> Tensor:
         """A layer's MLP."""
         layer = self._layers[number]
         gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
@@ -230,7 +238,7 @@ class Llama(Model):
                 up[span.rows] += span.steer[number].to(up)
         return self._add(layer.down, layer.down_norm, self._gate(gate).mul_(up), x)
 
-    def _attend(self, number: int, span: Span, mixed: Tensor, out: Tensor) -> None:
+    def _attend(self, number: int, span: SessionRows, mixed: Tensor, out: Tensor) -> None:
         """Stores one session's new keys and values and mixes over what its nodes see, into `out`."""
         heads, groups = self.config.num_heads, self.config.num_kv_heads
         kv, view, attention = span.session.kv[number], span.views[self.config.window(number)], self._attention[number]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from outpace.core.carried import Carried, Carrying, Forward, Growing, Layer, PassTimes, Reading
 from outpace.core.types import Request
-from outpace.models.llama.turns import Turns
+from outpace.models.llama.native.rope_tables import NativeRopeTable
 
 MOST = 2**31 - 1  # that the kernels count to
 _NO_SHARES = -1.0  # in place of what is left open
@@ -22,7 +22,7 @@ class Native(Protocol):
     """What is asked of a model of `native_runtime.py`."""
 
     kernels: Any
-    turns: Turns
+    turns: NativeRopeTable
     max_positions: int
     vocab_size: int
 

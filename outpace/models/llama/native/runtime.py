@@ -22,28 +22,104 @@ from outpace.core.logits import Held, Offer, Scored
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.native_forest import Forest, array_of
-from outpace.models.llama.native_kernels import (
+from outpace.models.llama.native.binding import (
     INSTALL,
-    Options,
+    NativeOptions,
     check_supported,
     constants_of,
     load_kernels,
     read_formats,
     usable_cores,
 )
-from outpace.models.llama.native_pair import NativePair
-from outpace.models.llama.native_weights import Ends, Fetch, load_layer, middle_size
-from outpace.models.llama.packing import Packing
-from outpace.models.llama.split_weights import split
-from outpace.models.llama.stored import Stored
-from outpace.models.llama.turns import Turns
+from outpace.models.llama.native.pair import NativePair
+from outpace.models.llama.native.rope_tables import NativeRopeTable
+from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, middle_size
+from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT = Options()
+
+Span = tuple[Any, int, int, int, bytes]
+"""A session's store, its committed tokens, those that are pending, the new ones, and which of these each of them sees:
+a byte each, 1 or 0."""
+
+
+class Forest:
+    """Reserves the slots of all parts. `more`: what the kernels are told beside tokens and positions; {} for those who
+    ask for nothing else. `best`: so many best tokens all ask for of each wanted row; below 1: none."""
+
+    def __init__(self, parts: Sequence[Part], last_position: int, middle: int) -> None:
+        """`middle`: the MLP's width in the kernels, whole groups."""
+        self.spans: list[Span] = []
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.wanted: list[int] = []
+        self.more: dict[str, Any] = {}
+        self.best = -1
+        self._last_position = last_position
+        for number, part in enumerate(parts):
+            if part.keep is not None:
+                part.session.keep(part.keep)
+            if part.length is not None or part.inputs is not None or part.steer is not None:
+                self._add_more(number, part, middle)
+            if part.wanted:
+                self.best = part.best if self.best in (-1, part.best) else 0
+            first = len(self.tokens)
+            self.wanted += [first + node for node in part.wanted] if first else part.wanted
+            self.tokens += part.tokens
+            self._add_span(part)
+
+    def arrays(self, turns: np.ndarray) -> tuple[Any, ...]:
+        """Spans, tokens, what each row turns by, of `turns` [positions, pairs, 2], and wanted rows: as the kernels take
+        them from those who ask for more than scores."""
+        spans = [
+            (store, length, before, count, np.ndarray((count, before + count), bool, sees))
+            for store, length, before, count, sees in self.spans
+        ]
+        tokens, wanted = np.array(self.tokens, np.int32), np.array(self.wanted, np.int32)
+        return spans, tokens, turns.take(self.positions, 0), wanted
+
+    def show(self, rows: Sequence[int], layers: Sequence[int], width: int) -> np.ndarray:
+        """Asks for hidden states of these rows after so many layers each; where they will be, float32 [layers, rows,
+        width]."""
+        hidden = np.empty((len(layers), len(rows), width), np.float32)
+        self.more |= {"shown": np.array(rows, np.int32), "layers": np.array(layers, np.int32), "hidden": hidden}
+        return hidden
+
+    def _add_more(self, number: int, part: Part, middle: int) -> None:
+        """What a part has beside its tokens."""
+        if part.length is not None:
+            self._add("gaps", number, part.session.length - part.length)
+        if part.inputs is not None:
+            self._add("inputs", number, array_of(part.inputs))
+        if part.steer is not None:
+            steer = array_of(part.steer)
+            self._add("steer", number, np.pad(steer, [(0, 0), (0, middle - steer.shape[1])]))
+
+    def _add(self, name: str, number: int, value: Any) -> None:
+        self.more.setdefault(name, {})[number] = value
+
+    def _add_span(self, part: Part) -> None:
+        """Reserves a part's slots: where its rows lie, what they see, and their positions."""
+        session = part.session
+        depths, length = session.pending_depths, session.length
+        before = len(depths)
+        sees = session.add(part.parents)
+        start, last = length if part.length is None else part.length, self._last_position
+        for node in range(before, len(depths)):  # a tree may reach past the context; that is never committed
+            self.positions.append(min(start + depths[node], last))
+        self.spans.append((session.store, length, before, len(part.tokens), sees))
+
+
+def array_of(values: Tensor | np.ndarray) -> np.ndarray:
+    """float32 on the host, row by row in memory."""
+    host = values if isinstance(values, np.ndarray) else values.detach().cpu().numpy()
+    return np.ascontiguousarray(host, np.float32)
+
+
+DEFAULT = NativeOptions()
 
 
 class NativeSession(Session):
@@ -86,7 +162,9 @@ class NativeLlama(Model):
     usual_kv = NATIVE_KV  # what a profile does not name
     extras = frozenset(Extra)
 
-    def __init__(self, config: LlamaConfig, layers: Sequence[Any], ends: Ends, options: Options) -> None:
+    def __init__(
+        self, config: LlamaConfig, layers: Sequence[Any], ends: EmbeddingAndHead, options: NativeOptions
+    ) -> None:
         """`layers`: as `native_weights.load_layer` gives them."""
         self.kernels = load_kernels()
         sets = self.kernels.instruction_sets()
@@ -97,7 +175,7 @@ class NativeLlama(Model):
         self.draft_window = config.draft_window
         self.num_layers = config.num_layers
         self._layers, self._ends = layers, ends
-        self.turns = Turns(config.head_dim, config.rotations)
+        self.turns = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         scale = {"scale": config.query_scale} if config.query_scale else {}  # of which older kernels know nothing
@@ -171,9 +249,9 @@ class NativeLlama(Model):
     def from_tensors(
         cls,
         config: LlamaConfig,
-        tensor: Callable[[str], Tensor | np.ndarray | Stored],
+        tensor: Callable[[str], Tensor | np.ndarray | StoredMatrix],
         *,
-        options: Options = DEFAULT,
+        options: NativeOptions = DEFAULT,
         head_ids: np.ndarray | Tensor | None = None,
         progress: Callable[[str, float], None] = lambda stage, fraction: None,
     ) -> NativeLlama:
@@ -186,10 +264,10 @@ class NativeLlama(Model):
         check_supported(kernels, config)
         threads = options.threads or usable_cores()
         packing = Packing(kernels, threads)
-        fetch = Fetch(split(config, tensor), read_formats(kernels), options.weights)
+        fetch = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights)
         with ThreadPoolExecutor(threads) as pool:
             try:
-                ends = pool.submit(Ends.load, packing, config, fetch, head_ids)
+                ends = pool.submit(EmbeddingAndHead.load, packing, config, fetch, head_ids)
                 found = pool.map(lambda number: load_layer(packing, config, number, fetch), range(config.num_layers))
                 layers = []
                 for number, layer in enumerate(found, 1):

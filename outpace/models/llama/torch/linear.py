@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from outpace.models.options import FP8, INT8
 
 
 class Linear(Protocol):
@@ -144,3 +146,18 @@ def in_calls(linear: Linear, x: Tensor, residual: Tensor | None, counts: Sequenc
 
 def _same(linear: Linear, x: Tensor, reference: Tensor, start: int, count: int) -> bool:
     return torch.equal(linear(x[start : start + count].contiguous()), reference[start : start + count])
+
+
+def packer(kind: str) -> Pack:
+    """Lays a weight out in int8 or fp8 (e4m3), as `pack` does in the model's dtype."""
+    from torchao import quantization
+
+    configs = {INT8: quantization.Int8WeightOnlyConfig, FP8: quantization.Float8WeightOnlyConfig}
+    return partial(_quantized_linear, partial(quantization.quantize_, config=configs[kind]()))
+
+
+def _quantized_linear(quantize: Any, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    module.weight = torch.nn.Parameter(weight.contiguous(), requires_grad=False)
+    quantize(module)
+    return partial(stock, module.weight, bias)

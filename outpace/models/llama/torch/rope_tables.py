@@ -8,12 +8,12 @@ from torch import Tensor
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.rope import BLOCK, Rotation
 
-Turns = dict[int | None, Tensor]
+RopeFactors = dict[int | None, Tensor]
 """By the number of a rotation, None for layers that know no positions: [rows, heads + 2 kv_heads, head_dim / 2]
 complex."""
 
 
-class HeadTurns:
+class RopeTables:
     """Of all rotations of a model, complex numbers of a `dtype`. Tables are made as far as they are asked for."""
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class HeadTurns:
         rotation = self._config.rotation(layer)
         return None if rotation is None else self._rotaries[rotation].table
 
-    def __call__(self, positions: Tensor) -> Turns:
+    def __call__(self, positions: Tensor) -> RopeFactors:
         """Unit numbers for rows at these positions, for queries times the scores' scale; values stay."""
         config = self._config
         still = torch.ones((len(positions), 1, config.head_dim // 2), dtype=self._dtype, device=self._device)
@@ -45,7 +45,7 @@ class HeadTurns:
             parts = (query, turn.expand(-1, config.num_kv_heads, -1), still.expand(-1, config.num_kv_heads, -1))
             return torch.cat(parts, dim=1)
 
-        turns: Turns = {
+        turns: RopeFactors = {
             number: of_heads(rotary(positions)[:, None].to(self._dtype)) for number, rotary in enumerate(self._rotaries)
         }
         return turns | {None: of_heads(still)} if config.rotary_layers else turns

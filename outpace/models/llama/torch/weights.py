@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outpace.models.llama.config import gemma
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.linear import Linear, Pack, pack
+from outpace.models.llama.torch.linear import Linear, Pack, pack
 
 Fetch = Callable[[str], Tensor]
 
