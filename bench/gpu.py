@@ -26,7 +26,7 @@ from gpu_steps import draft_steps
 from outpace.api.llm import LLM
 from outpace.core import machine
 from outpace.core.errors import UserError
-from outpace.core.plan import MACHINES
+from outpace.core.plan import DEVICES
 from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
@@ -219,7 +219,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 1
     bench, quick = Bench(args), args.quick
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.bfloat16, torch.float16]
-    about = {**machine.describe(args.device), "bandwidth": bandwidth(bench), "known": list(MACHINES)}
+    about = {**machine.describe(args.device), "bandwidth": bandwidth(bench), "known": list(DEVICES)}
     bench.part("machine", lambda: [about])
     bench.part("checks", lambda: checks(bench, dtypes))
     bench.part("texts", lambda: texts(bench))

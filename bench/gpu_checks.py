@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from outpace.api.llm import LLM
-from outpace.core.compiled import refusal
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
+from outpace.core.triton_support import unavailable_reason
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.graph_exact import ExactGraphLlama
@@ -60,7 +60,7 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Call
 
 def kinds(device: str, is_eager: bool = False) -> tuple[str, ...]:
     """How a captured pass may compute on this device."""
-    is_fused = not is_eager and torch.device(device).type == "cuda" and refusal(torch.device(device)) is None
+    is_fused = not is_eager and torch.device(device).type == "cuda" and unavailable_reason(torch.device(device)) is None
     return (*KINDS, FUSED) if is_fused else KINDS
 
 
@@ -133,8 +133,8 @@ def of_exact(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
     tensor = random_weights(CHECKED, device, dtype)
     try:
         model = ExactGraphLlama.from_tensors(CHECKED, tensor, is_eager=is_eager, exact=True, **given)
-    except UserError as refusal:  # said by the device's products, which is no mistake of ours
-        return [{"check": f"exact mode ({label})", "note": str(refusal)}]
+    except UserError as unavailable_reason:  # said by the device's products, which is no mistake of ours
+        return [{"check": f"exact mode ({label})", "note": str(unavailable_reason)}]
     assert isinstance(model, GraphLlama)
     first, *rest = _rows(label, model, Llama.from_tensors(CHECKED, tensor, exact=False, **given))
     return [first, *(row | {"passed": row["error"] == 0} for row in rest)]

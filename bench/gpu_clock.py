@@ -104,6 +104,6 @@ def joules(bench: Bench) -> float | None:
 def bandwidth(bench: Bench) -> float:
     """Bytes a second that reading memory reaches on the device."""
     if not bench.is_cuda:
-        return machine.bandwidth()
+        return machine.memory_bandwidth()
     buffer = torch.ones(1 << 29, dtype=torch.bfloat16, device=bench.device)
     return buffer.nbytes / bench.seconds(buffer.sum, 10)

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_clock import Bench, Row
 
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
@@ -20,7 +20,7 @@ RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", greedy, GREEDY), ("samp
 
 def drafter_of(model: Any, steps: int, is_beside: bool = False) -> Any:
     """The drafter `model`, which takes so many steps at once; beside a target it asks at each where that went."""
-    drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=Given(draft=model))
+    drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=BuildContext(draft=model))
     if is_beside:
         drafter.begin_concurrent()
     return drafter

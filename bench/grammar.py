@@ -18,9 +18,8 @@ from typing import Any
 
 import outpace
 from outpace.api.params import SamplingParams
-from outpace.tools.families import HERMES
-from outpace.tools.forced import structure_of
-from outpace.tools.offered import Choice, read_tools
+from outpace.tools.call_grammar import structure_of
+from outpace.tools.definitions import HERMES, ToolChoice, read_tools
 
 RECORD = {
     "type": "object",
@@ -100,7 +99,7 @@ def cost(llm: Any, tokens: int, rounds: int) -> dict[str, Any]:
 def gains(llm: Any, rounds: int) -> list[dict[str, Any]]:
     """Documents and calls: plainly, drafted, drafted by the grammar too."""
     tools = read_tools(TOOLS)
-    call = structure_of(llm.tokenizer, HERMES, tools, Choice("required"), parallel=False)
+    call = structure_of(llm.tokenizer, HERMES, tools, ToolChoice("required"), parallel=False)
     record = {"json": RECORD, "disable_any_whitespace": True}
     first, *_ = llm.engine.drafting.drafters
     rows = []

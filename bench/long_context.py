@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pass_times import time_pass
 
-from outpace.core.machine import bandwidth
+from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
@@ -72,7 +72,7 @@ def report(
     middle: dict[tuple[str, int, int], float],
 ) -> None:
     """The table, and the line for machines."""
-    speed, table = bandwidth(), []
+    speed, table = memory_bandwidth(), []
     print(f"{speed / 1e9:.1f} GB/s are read by all threads together")
     for (kv, context), session in sessions.items():
         model = models[kv]

@@ -25,7 +25,7 @@ from rich.table import Table
 from outpace.api.llm import LLM, Result
 from outpace.api.params import SamplingParams
 from outpace.core.errors import UserError
-from outpace.core.stats import Figures
+from outpace.core.stats import RunStats
 from outpace.models.load import Loaded, load_draft, load_model
 
 DRAFT = "layers:0,1,2,3,4,5,6,7,8,9,20,21,22,23,24,25,26,27,28,29"
@@ -82,7 +82,7 @@ def answer_together(llm: LLM, wishes: Sequence[Wish], threads: int) -> tuple[lis
     return results, time.perf_counter() - start
 
 
-def sums(figures: Sequence[Figures]) -> dict[str, int]:
+def sums(figures: Sequence[RunStats]) -> dict[str, int]:
     """Of what the methods counted."""
     names = ("emitted", "passes", "drafted", "accepted", "hits", "misses")
     return {name: sum(getattr(each, name) for each in figures) for name in names}

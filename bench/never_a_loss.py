@@ -29,7 +29,7 @@ from outpace.api.llm import LLM, load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
 from outpace.bench.own import MethodRunner
-from outpace.core.logits import Held
+from outpace.core.logits import SparseLogits
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part
 
@@ -51,7 +51,7 @@ class Turning:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def score_held(self, forest: Sequence[Part]) -> Held:
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """The draft's scores, turned around behind the place."""
         places = [part.session.length for part in forest]  # before it reads on
         held = self.model.score_held(forest)

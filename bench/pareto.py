@@ -29,15 +29,15 @@ from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.tasks import TaskPrompt, collect
 from outpace.core import registry
-from outpace.core.chances import UNSCALED, Chances, chances_of
+from outpace.core.distribution import UNFILTERED, TokenDistribution, distribution_of
 from outpace.core.errors import UserError
 from outpace.core.logits import host_array
 from outpace.core.sampling import Sampling
-from outpace.core.theory import expected_rejections, ideal_speedup, least_loss
-from outpace.core.tree import Drawn, TokenTree
+from outpace.core.theory import expected_rejections, ideal_speedup, min_distance
+from outpace.core.tree import DrawnChildren, TokenTree
 from outpace.core.types import Request, Row
 from outpace.models.base import Model, chain
-from outpace.rules._ratio import Judged, TopDown, residual
+from outpace.rules._ratio import NodeScores, TopDown, residual
 from outpace.rules._relaxed import Relaxed
 
 DIALS: list[tuple[str, dict[str, Any]]] = [
@@ -57,9 +57,9 @@ DIALS: list[tuple[str, dict[str, Any]]] = [
 class Place(NamedTuple):
     """One position of a text: its target row and the draft's q, as processed and as they are."""
 
-    judged: Judged
+    judged: NodeScores
     tree: TokenTree
-    q: Chances
+    q: TokenDistribution
 
 
 def places(llm: LLM, prompts: Sequence[TaskPrompt], sampling: Sampling, tokens: int) -> Iterator[Place]:
@@ -75,9 +75,9 @@ def places(llm: LLM, prompts: Sequence[TaskPrompt], sampling: Sampling, tokens: 
         for number, (target_row, draft_row) in enumerate(zip(own, other, strict=True)):
             row = Row(request, text[: len(request.prompt) + number])
             scores = host_array(draft_row)
-            tree, q = TokenTree(text[len(request.prompt) + number - 1]), chances_of(scores, sampling)
-            tree.drawn[0] = Drawn(q, (), partial(chances_of, scores, UNSCALED))
-            yield Place(Judged(row, target_row), tree, q)
+            tree, q = TokenTree(text[len(request.prompt) + number - 1]), distribution_of(scores, sampling)
+            tree.drawn[0] = DrawnChildren(q, (), partial(distribution_of, scores, UNFILTERED))
+            yield Place(NodeScores(row, target_row), tree, q)
 
 
 def _rows(model: Model, text: Sequence[int], first: int) -> Tensor:
@@ -116,7 +116,7 @@ def measure(found: Sequence[Place]) -> list[dict[str, Any]]:
         module = registry.find("rules", name)
         rule = module.build(module.Options(**options))
         points = [point(rule, place) for place in found]
-        below = min(loss - least_loss(distance, rejected) for distance, rejected, loss in points)
+        below = min(loss - min_distance(distance, rejected) for distance, rejected, loss in points)
         assert below > -1e-6, f"{name} {options} lies {-below} below the line"
         distance, rejected, loss = (sum(column) / len(points) for column in zip(*points, strict=True))
         slack = rejected + loss - distance

@@ -32,7 +32,7 @@ from outpace.bench.peer import PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers.llama_cpp import open_llama
 from outpace.core.errors import UserError
-from outpace.core.machine import bandwidth
+from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate
 from outpace.models.files.source import open_source
@@ -150,7 +150,7 @@ def main() -> None:
     speeds = [args.gigabytes] if args.gigabytes else []
     for turn in range(args.rounds + 2):
         if not args.gigabytes:
-            speeds.append(bandwidth() / 1e9)
+            speeds.append(memory_bandwidth() / 1e9)
         for rows in args.rows:
             for name, engine in engines.items():
                 time.sleep(SETTLE)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.core.sampling import Sampling, processed
-from outpace.core.stats import Figures, fold
+from outpace.core.sampling import Sampling, log_probs
+from outpace.core.stats import RunStats, summarize
 from outpace.core.types import Request, Rule
 from outpace.decoders import speculative
 from outpace.drafters.model import ModelDrafter, Options
@@ -92,7 +92,7 @@ def exact_pairs(model: Model) -> dict[Pair, float]:
 
 def _p(model: Model, text: tuple[int, ...]) -> dict[int, float]:
     logits = model.score([chain(model.open(len(text), len(text)), text, [len(text) - 1])])
-    p = torch.exp(processed(logits.double(), [SAMPLING]))[0]
+    p = torch.exp(log_probs(logits.double(), [SAMPLING]))[0]
     return {token: p[token].item() for token in torch.nonzero(p).flatten().tolist()}
 
 
@@ -105,7 +105,7 @@ def rule_of(name: str) -> Rule:
 
 def count_pairs(
     engine: Engine, seeds: Iterable[int], name: str = "rejection", length: int = 1
-) -> tuple[Counter[Pair], Figures]:
+) -> tuple[Counter[Pair], RunStats]:
     """What the engine writes, one request a seed, as many at once as its batch holds."""
     rule, options = rule_of(name), speculative.Options(draft_length=length)
     runs = [engine.submit(Request(PROMPT, rule, 2, SAMPLING, seed), speculative, options) for seed in seeds]
@@ -114,7 +114,7 @@ def count_pairs(
     for run in runs:
         if run.error is not None:
             raise run.error
-    return Counter(tuple(run.tokens) for run in runs), fold(step for run in runs for step in run.history.steps)
+    return Counter(tuple(run.tokens) for run in runs), summarize(step for run in runs for step in run.history.steps)
 
 
 def count_on(engine: Engine, args: argparse.Namespace) -> tuple[Counter[Pair], dict[str, int]]:

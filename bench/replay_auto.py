@@ -26,8 +26,8 @@ from torch import Tensor, device
 
 from outpace.api.llm import PLANNED_NODES
 from outpace.core import registry
-from outpace.core.logits import Held, tensor_of
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
+from outpace.core.logits import SparseLogits, tensor_of
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters._composite import SharedTree
@@ -103,7 +103,7 @@ class Stepping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def score_held(self, forest: Sequence[Part]) -> Held:
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         rows = sum(len(part.tokens) for part in forest)
         self._clock.now += self._milliseconds * (1 + max(0, rows - 4) / 16) / 1000
         self.forwards += 1
@@ -145,7 +145,7 @@ class Stand:
         """One that knows nothing, on the stated clock, with drafters joined by +."""
         parts = []
         for name in names.split("+"):
-            part = build_drafter(name, Given(self.draft, self.target), {})
+            part = build_drafter(name, BuildContext(self.draft, self.target), {})
             parts.append(part if part.runs_model else Slow(part, self.clock))
         parts.sort(key=lambda part: part.runs_model)
         options = EngineOptions(nodes=PLANNED_NODES, reuse=False, batch=1)

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.core.logits import Held
+from outpace.core.logits import SparseLogits
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings, TokenTree, best_nodes, path_to
 from outpace.core.types import Request, Row, Rule, tree_rows
 from outpace.drafters._sampled import DrawCounts, draw_layer
-from outpace.rules.base import best_rows, reduce_rows
+from outpace.rules.base import reduce_rows, top_k_rows
 
 PROMPT = tuple(range(32))
 AGREEMENT = 0.9
@@ -64,7 +64,7 @@ def _pick(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> 
     """The two best below each node, breadth first."""
     for node in range(nodes):
         row = _row(request, tree, node)
-        tokens, _ = best_rows(Held(drafts[node : node + 1], None, drafts.shape[1]), [row], 2)[0]
+        tokens, _ = top_k_rows(SparseLogits(drafts[node : node + 1], None, drafts.shape[1]), [row], 2)[0]
         for token in tokens:
             if len(tree) < nodes:
                 tree.add(node, token, tree.scores[node] - 0.5)
@@ -75,7 +75,7 @@ def _draw(tree: TokenTree, request: Request, drafts: np.ndarray, nodes: int) -> 
     draws, node, drawn = DrawCounts.read("3,2,1"), 0, 1
     while node < len(tree) and drawn < nodes + request.rule.leaf_q:
         row = _row(request, tree, node)
-        draw_layer(tree, [node], Held(drafts[node : node + 1], None, drafts.shape[1]), [row], draws)
+        draw_layer(tree, [node], SparseLogits(drafts[node : node + 1], None, drafts.shape[1]), [row], draws)
         drawn += len(tree.drawn[node].tokens)
         node += 1
 

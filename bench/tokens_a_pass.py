@@ -26,7 +26,7 @@ from rich.table import Table
 
 from outpace.api.llm import load
 from outpace.bench.tasks import collect
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Drafter, Observation, Request
 from outpace.engine.build import build_drafter
@@ -112,7 +112,7 @@ def rate(done: Sequence[Replayed]) -> float:
 
 
 def measure(
-    name: str, found: Sequence[Answer], rows: int, least: float, given: Given
+    name: str, found: Sequence[Answer], rows: int, least: float, given: BuildContext
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One drafter over all answers, as they come: tokens a pass; what was written by depth and by source."""
     drafter = build_drafter(name, given, {})
@@ -156,7 +156,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = answers(arguments)
     names = arguments.drafters.split(",")
-    given = Given(tokenizer=load_model(arguments.target).tokenizer)  # by which drafters find their files
+    given = BuildContext(tokenizer=load_model(arguments.target).tokenizer)  # by which drafters find their files
     made = [measure(name, found, arguments.rows, arguments.least, given) for name in names]
     show([row for row, _ in made], "tokens a pass; of all prompts the first fifth, ..., the last")
     show([{"drafter": one["drafter"], **one["depths"]} for _, one in made], "written, of those judged at this depth")

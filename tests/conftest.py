@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outpace.core import machine
-from outpace.core.available import available_bytes
+from outpace.core.machine import available_bytes
 from outpace.models.llama.torch.runtime import Llama
 from outpace.rules import gumbel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outpace.core.constraint import Constraint
+from outpace.core.constraints import Constraint
 
 
 class Table(Constraint):

@@ -11,14 +11,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from outpace.core.needs import Needs, Seen
+from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
 from outpace.drafters._tree_expander import ExpansionState, TreeExpander, rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.models.base import Model
-from outpace.rules.base import best_rows
+from outpace.rules.base import top_k_rows
 from outpace.rules.greedy import Greedy
 
 
@@ -34,7 +34,7 @@ class Successors(Drafter):
     def open(self, request: Request) -> DraftState:
         return DraftState(request, list(request.prompt))
 
-    def read(self, state: DraftState, seen: Seen) -> None:
+    def read(self, state: DraftState, seen: TargetFeedback) -> None:
         assert seen.top is not None
         self._after.update(zip(seen.tokens, seen.top.tolist(), strict=True))
 
@@ -77,7 +77,7 @@ class Head(Drafter):
     def open(self, request: Request) -> HeadState:
         return HeadState(request, list(request.prompt))
 
-    def read(self, state: HeadState, seen: Seen) -> None:
+    def read(self, state: HeadState, seen: TargetFeedback) -> None:
         assert seen.hidden is not None
         for place, feature in zip(seen.ids, seen.hidden[0], strict=True):
             state.last = feature
@@ -151,7 +151,7 @@ class Skipping(Drafter):
     def grow(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[int]:
         jobs = self._grower.jobs(states, trees)
         before = [len(tree) for tree in trees]
-        offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._width))
+        offers = iter(top_k_rows(self._grower.score(jobs), rows_of(jobs), self._width))
         for _, tree, frontier in jobs:
             for node in frontier:
                 for token in next(offers)[0]:
@@ -208,7 +208,7 @@ class Witness(Drafter):
             added.append(len(tree) - before)
         return added
 
-    def read(self, state: WitnessState, seen: Seen) -> None:
+    def read(self, state: WitnessState, seen: TargetFeedback) -> None:
         for number, place in enumerate(seen.ids):
             assert seen.tokens[number] == state.tokens[place]
             self._keep(state, seen, number, state.tokens[: place + 1])
@@ -226,6 +226,6 @@ class Witness(Drafter):
             assert seen.seen is None
         state.tokens += seen.tokens
 
-    def _keep(self, state: WitnessState, seen: Seen, number: int, text: list[int]) -> None:
+    def _keep(self, state: WitnessState, seen: TargetFeedback, number: int, text: list[int]) -> None:
         top = None if seen.top is None else seen.top[number].tolist()
         state.told.append((text, top, None if seen.hidden is None else seen.hidden[:, number]))

@@ -24,7 +24,7 @@ from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.thread import ThreadWorker
 from outpace.core import registry
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.stats import Figures, Step, fold
+from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Row
 from outpace.drafters import model as draft_model
@@ -123,8 +123,8 @@ class Outcome:
 
     texts: list[list[int]]
     reasons: list[str | None]
-    steps: list[list[Step]]
-    figures: Figures
+    steps: list[list[RoundStats]]
+    figures: RunStats
     counts: Counter[str]  # of all candidate caches
     failure: BaseException | None  # the worker's
 
@@ -179,7 +179,7 @@ def _drive(
         counts.update(run.place.candidates.counts if decoder.NEEDS == "worker" else {})
     failure = parts.worker.failure if parts.worker else None
     steps = [run.history.steps for run in runs]
-    figures = fold(step for some in steps for step in some)
+    figures = summarize(step for some in steps for step in some)
     return Outcome([run.tokens for run in runs], [run.finish_reason for run in runs], steps, figures, counts, failure)
 
 

@@ -11,8 +11,8 @@ from enumerating import Enumerating, texts_by_chance
 from ways import ASKED, PROMPT
 
 from outpace.core import registry
-from outpace.core.chance import Chance
-from outpace.core.stats import fold
+from outpace.core.distribution import RandomSource
+from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Request, Rule
 from outpace.decoders import autoregressive, speculative
@@ -55,7 +55,7 @@ class Shaped(ModelDrafter):
         return [found.get(n, 0) for n in range(len(states))]
 
 
-def rule_of(name: str, chance: Chance | None = None, **options: Any) -> Rule:
+def rule_of(name: str, chance: RandomSource | None = None, **options: Any) -> Rule:
     """A rule by name, with something else to decide for it."""
     module = registry.find("rules", name)
     rule: Rule = module.build(module.Options(**options))
@@ -96,7 +96,7 @@ def go_every_way(
             while run.finish_reason is None:
                 engine.step()
         assert run.error is None, run.error
-        accepted["mean"] += chance.probability * fold(run.history.steps[:1]).accepted
+        accepted["mean"] += chance.probability * summarize(run.history.steps[:1]).accepted
         accepted["ways"] += 1
         return run.tokens
 

@@ -10,21 +10,20 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from outpace.core.chance import Chance, Key
-from outpace.core.chances import Chances
+from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
 
 Outcome = tuple[object, float]  # what is decided, and with which probability
 
 
-class Enumerating(Chance):
+class Enumerating(RandomSource):
     """Decides as it is told for the first decisions, then takes the first outcome that is possible; remembers what else
     was possible, and whether one key decided twice in one run."""
 
     def __init__(self) -> None:
         self.told: list[int] = []  # the numbers of the outcomes, decision by decision
         self.met: list[list[Outcome]] = []
-        self.asked: set[Key] = set()
-        self.twice: Key | None = None  # the engine goes on after a drafter's fault, so it is said at the end
+        self.asked: set[DecisionKey] = set()
+        self.twice: DecisionKey | None = None  # the engine goes on after a drafter's fault, so it is said at the end
 
     def begin(self) -> None:
         """A run begins."""
@@ -45,16 +44,16 @@ class Enumerating(Chance):
         """Of the way that was gone."""
         return math.prod(outcomes[self._taken(place)][1] for place, outcomes in enumerate(self.met))
 
-    def accepts(self, key: Key, p: float) -> bool:
+    def accepts(self, key: DecisionKey, p: float) -> bool:
         chance = min(max(p, 0.0), 1.0)
         return bool(self._decide(key, [(True, chance), (False, 1.0 - chance)]))
 
-    def draw(self, key: Key, p: Chances) -> int:
+    def draw(self, key: DecisionKey, p: TokenDistribution) -> int:
         token = self._decide(key, list(enumerate(p.wide(p.size).tolist())))
         assert isinstance(token, int)
         return token
 
-    def _decide(self, key: Key, outcomes: Sequence[Outcome]) -> object:
+    def _decide(self, key: DecisionKey, outcomes: Sequence[Outcome]) -> object:
         self.twice = key if key in self.asked else self.twice
         self.asked.add(key)
         self.met.append([outcome for outcome in outcomes if outcome[1] > 0.0])

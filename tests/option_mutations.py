@@ -11,10 +11,10 @@ from mutation_checks import Mutation, Original
 from option_checks import find_in_memory, find_in_options, find_in_rejection
 
 from outpace.api import text
-from outpace.core import adjust, chance, logprobs, noise
-from outpace.core.banned_text import BannedText
-from outpace.core.chances import Chances
-from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.core import adjust, distribution, logprobs, noise
+from outpace.core.constraints import BannedText
+from outpace.core.distribution import TokenDistribution
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._tree_expander import TreeExpander
 from outpace.engine import kv_memory, target_runner
@@ -80,7 +80,7 @@ def not_cut(commit: Original) -> Original:
 
 
 def draw_the_likeliest(draw: Original) -> Original:
-    def mutated(self: Any, key: Any, p: Chances) -> int:
+    def mutated(self: Any, key: Any, p: TokenDistribution) -> int:
         return p.likeliest if key.purpose % noise.PURPOSES == noise.DRAW else int(draw(self, key, p))
 
     return mutated
@@ -89,14 +89,14 @@ def draw_the_likeliest(draw: Original) -> Original:
 def unfiltered_q(draw: Original) -> Original:
     """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
 
-    def mutated(self: Any, parent: int, drawn: Drawn, siblings: Siblings) -> int:
-        return int(draw(self, parent, drawn._replace(q=Chances(drawn.q.wide(4) + 0.1)), siblings))
+    def mutated(self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
+        return int(draw(self, parent, drawn._replace(q=TokenDistribution(drawn.q.wide(4) + 0.1)), siblings))
 
     return mutated
 
 
 def half_certain(certain: Original) -> Original:
-    return lambda token: Chances(np.ones(2), np.array([token, token + 1]))
+    return lambda token: TokenDistribution(np.ones(2), np.array([token, token + 1]))
 
 
 def no_bonus(walk: Original) -> Original:
@@ -245,13 +245,15 @@ OPTION_MUTATIONS = [
     mutation("rejection: drop the bonus token", _ratio.TopDown, "walk", no_bonus),
     mutation("rejection: own token from the root's row", _ratio.TopDown, "walk", own_token_of_the_root),
     mutation("rejection: q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
-    mutation("rejection: the likeliest token judged as if drawn", chance.Chance, "draw", draw_the_likeliest),
+    mutation(
+        "rejection: the likeliest token judged as if drawn", distribution.RandomSource, "draw", draw_the_likeliest
+    ),
     mutation("rejection: a picked token is half as certain", _ratio, "certain", half_certain),
-    mutation("rejection: keys return in a later round", chance.Chance, "number", key_of_a_place),
-    mutation("rejection: one key for two purposes", chance.Chance, "number", one_purpose),
-    mutation("rejection: reuse noise across choices", chance, "uniform", key_without(1)),
-    mutation("rejection: reuse noise across seeds", chance, "uniform", key_without(0)),
-    mutation("rejection: draws return in a later round", chance.Chance, "number", draw_key_of_a_place),
+    mutation("rejection: keys return in a later round", distribution.RandomSource, "number", key_of_a_place),
+    mutation("rejection: one key for two purposes", distribution.RandomSource, "number", one_purpose),
+    mutation("rejection: reuse noise across choices", distribution, "uniform", key_without(1)),
+    mutation("rejection: reuse noise across seeds", distribution, "uniform", key_without(0)),
+    mutation("rejection: draws return in a later round", distribution.RandomSource, "number", draw_key_of_a_place),
     mutation("reuse: a prefix copied one token too far", kv_memory.Memory, "_best_start", one_too_far),
     mutation("reuse: what an end cut off is kept", kv_memory.Memory, "close", not_cut_off),
     mutation("reuse: what a broken round left", kv_memory.Memory, "close", forget_that_it_broke),

@@ -15,7 +15,7 @@ from mutation_checks import BROKEN, Mutation, Original
 
 from outpace.bench import scoring
 from outpace.card.cache import CandidateCache
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives
 from outpace.decoders import pearl, planned, ssd
 from outpace.drafters import _tree_expander
 from outpace.drafters._calibration import PickModel
@@ -180,7 +180,7 @@ PART_MUTATIONS = [
         "planned: the drafter never rests",
         planned._Planner,
         "during",
-        lambda f: lambda self, rows: Orders(),
+        lambda f: lambda self, rows: DraftDirectives(),
         "test_planned.py::test_a_drafter_that_rests_is_there_when_it_is_wanted",
     ),
     mutation(

@@ -11,9 +11,9 @@ from option_mutations import no_bonus, unfiltered_q
 from test_every_rule import FANS, RATIO, check
 from torch import Tensor
 
-from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.drafters import model as draft_model
-from outpace.rules import _bottom_up, _ratio, spectr, without_replacement
+from outpace.rules import _ratio, spectr, without_replacement
 
 BOTTOM_UP = ("block", "traversal")
 INDEPENDENT = ("multi_round", "spectr")
@@ -56,11 +56,11 @@ def one_key_for_all_draws(again: Original) -> Original:
     return lambda key, number: key
 
 
-def changed(change: Callable[[Drawn], Drawn]) -> Callable[[Original], Original]:
+def changed(change: Callable[[DrawnChildren], DrawnChildren]) -> Callable[[Original], Original]:
     """Another group than what was drawn."""
 
     def make(draw: Original) -> Original:
-        def mutated(self: Any, parent: int, drawn: Drawn, siblings: Siblings) -> int:
+        def mutated(self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
             return int(draw(self, parent, change(drawn), siblings))
 
         return mutated
@@ -68,12 +68,12 @@ def changed(change: Callable[[Drawn], Drawn]) -> Callable[[Original], Original]:
     return make
 
 
-def drop_what_was_drawn(drawn: Drawn) -> Drawn:
+def drop_what_was_drawn(drawn: DrawnChildren) -> DrawnChildren:
     kept = tuple(token for token in drawn.tokens if token != 1)
     return drawn._replace(tokens=kept or drawn.tokens)
 
 
-def merge_duplicates(drawn: Drawn) -> Drawn:
+def merge_duplicates(drawn: DrawnChildren) -> DrawnChildren:
     return drawn._replace(tokens=tuple(dict.fromkeys(drawn.tokens)))
 
 
@@ -103,7 +103,7 @@ RULE_MUTATIONS = [
     mutation("no residual, from the root down", _ratio, "residual", lambda f: lambda p, q: p, ["without_replacement"]),
     mutation(
         "no residual, from the leaves up",
-        _bottom_up,
+        _ratio,
         "without_child",
         lambda f: lambda weight, p, q: (f(weight, p, q)[0], p),
         BOTTOM_UP,
@@ -118,7 +118,7 @@ RULE_MUTATIONS = [
         ["without_replacement"],
     ),
     mutation("no bonus, from the root down", _ratio.TopDown, "walk", no_bonus, INDEPENDENT),
-    mutation("no bonus, from the leaves up", _bottom_up.BottomUp, "walk", no_bonus, BOTTOM_UP),
+    mutation("no bonus, from the leaves up", _ratio.BottomUp, "walk", no_bonus, BOTTOM_UP),
     mutation("p shifted by one token", _ratio.RatioRule, "reduce", shifted),
     mutation("p shifted by one node", _ratio.RatioRule, "reduce", of_the_next_node),
 ]

@@ -15,8 +15,7 @@ from outpace.server import reading
 from outpace.server.admission import Admission, Place
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
-from outpace.tools.calls import CallParser
-from outpace.tools.pieces import merged
+from outpace.tools.calls import CallParser, merge_deltas
 
 
 def to_one_another(reduce_apart: Original) -> Original:
@@ -39,7 +38,7 @@ def at_once(begins_in: Original) -> Original:
 
 def at_each_chunk(push: Original) -> Original:
     """What may still become a call is told as text where a chunk ends."""
-    return lambda self, text: merged([*push(self, text), *self.finish()])
+    return lambda self, text: merge_deltas([*push(self, text), *self.finish()])
 
 
 def of_any_text(holds: Original) -> Original:

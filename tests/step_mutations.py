@@ -9,7 +9,7 @@ from mutation_checks import Mutation, Original
 from part_mutations import mutation, nothing
 from test_draft_steps import keyed_one_further, sees_itself_alone
 
-from outpace.core.steps import Mail
+from outpace.core.multi_step import RootUpdateChannel
 from outpace.drafters._multi_step import InFlightSteps, MultiStepCache
 from outpace.models.llama.graph_steps import SteppingLlama
 from outpace.models.llama.step_choice import Choice
@@ -36,7 +36,7 @@ def of_any_root(follow: Original) -> Original:
 STEP_MUTATIONS: list[Mutation] = [
     mutation("steps: a node sees itself alone", Choice, "best", sees_itself_alone, ALIKE),
     mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", keyed_one_further, ALIKE),
-    mutation("steps: nobody tells them where the target went", Mail, "send", nothing, TOLD),
+    mutation("steps: nobody tells them where the target went", RootUpdateChannel, "send", nothing, TOLD),
     mutation("steps: told where the target went, they go on as before", Choice, "_towards", anywhere, TOLD),
     mutation("steps: what they expanded below a new root is lost", MultiStepCache, "claim", nothing, TOLD),
     mutation(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from outpace.core import adjust
-from outpace.core.adjust import adjusted, adjusted_held
-from outpace.core.banned_text import BannedText
+from outpace.core.adjust import adjust_logits, adjust_sparse
+from outpace.core.constraints import BannedText
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, Request, Row
 from outpace.models.llama.native.pair import NativePair
@@ -89,10 +89,10 @@ def test_rows_are_adjusted_as_by_hand(seed: int, monkeypatch: pytest.MonkeyPatch
         rows = [*rows_of(chance, settings), *rows_of(chance, None)[:2], *rows_of(chance, replace(settings))]
         x = numbers.standard_normal((len(rows), VOCAB)).astype(np.float32) * 5
         kept = x.copy()
-        array, tensor = adjusted(x, rows), adjusted(torch.from_numpy(x), rows)
+        array, tensor = adjust_logits(x, rows), adjust_logits(torch.from_numpy(x), rows)
         with monkeypatch.context() as patched:
             patched.setattr(adjust, "host_rows", lambda _: None)
-            device = adjusted(torch.from_numpy(x), rows)
+            device = adjust_logits(torch.from_numpy(x), rows)
         assert isinstance(array, np.ndarray)
         assert array.tobytes() == tensor.numpy().tobytes() == device.numpy().tobytes()
         assert np.array_equal(x, kept), "what is given stays as it is"
@@ -110,11 +110,13 @@ def test_a_drafts_tokens_are_adjusted_as_among_all(seed: int) -> None:
         rows = rows_of(chance, settings)
         x = numbers.standard_normal((len(rows), VOCAB)).astype(np.float32) * 5
         some = np.ascontiguousarray(x[:, ids])
-        assert adjusted_held(some, ids, rows).tobytes() == np.ascontiguousarray(adjusted(x, rows)[:, ids]).tobytes()
-        assert adjusted_held(x, None, rows).tobytes() == adjusted(x, rows).tobytes()
+        assert (
+            adjust_sparse(some, ids, rows).tobytes() == np.ascontiguousarray(adjust_logits(x, rows)[:, ids]).tobytes()
+        )
+        assert adjust_sparse(x, None, rows).tobytes() == adjust_logits(x, rows).tobytes()
     bare = rows_of(chance, None)
-    assert adjusted_held(some, ids, bare) is some
-    assert adjusted(x, bare) is x
+    assert adjust_sparse(some, ids, bare) is some
+    assert adjust_logits(x, bare) is x
 
 
 def test_the_kernels_adjust_by_the_same_arithmetic() -> None:
@@ -135,7 +137,7 @@ def test_the_kernels_adjust_by_the_same_arithmetic() -> None:
         assert adjusting.size == len(rows[0].committed)
         for held in (None, ids):
             scores = numbers.normal(size=(len(rows), VOCAB if held is None else len(ids))).astype(np.float32)
-            expected = adjusted_held(scores, held, rows)
+            expected = adjust_sparse(scores, held, rows)
             moved += not np.array_equal(expected, scores)
             for row, own in zip(rows, scores, strict=True):
                 adjusting.apply(own, held, row.path)

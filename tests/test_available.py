@@ -11,8 +11,8 @@ import pytest
 from files import model_folder, smollm2_file, weights, write_gguf
 from test_runtimes import needs_kernels
 
-from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
+from outpace.core.machine import available_bytes
 from outpace.models import devices
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
@@ -71,7 +71,7 @@ def test_groups_of_the_first_version_limit(tmp_path: Path) -> None:
 def test_a_process_has_limits_of_its_own() -> None:
     """Told in a process that has them."""
     code = (
-        "import resource; from outpace.core.available import available_bytes;"
+        "import resource; from outpace.core.machine import available_bytes;"
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29)); print(available_bytes())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

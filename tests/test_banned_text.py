@@ -14,8 +14,8 @@ from files import folder_of, write_gguf
 from test_tokenizer import sentence_piece
 from twins import completes
 
-from outpace.core.adjust import adjusted
-from outpace.core.banned_text import BannedText, TokenTexts
+from outpace.core.adjust import adjust_logits
+from outpace.core.constraints import BannedText, TokenTexts
 from outpace.core.types import Adjustments, Row
 from outpace.models.hf.tokenizer import OtherTokenizer
 from outpace.models.text.tokenizer import Tokenizer
@@ -75,9 +75,9 @@ def test_a_row_is_judged_by_its_own_answer_and_not_by_the_prompt() -> None:
     texts = TokenTexts([b"a", b"b", b"c"])
     request = make_request((0,), adjustments=Adjustments(banned=texts.ban(("ab",))))
     rows = [Row(request, (0,)), Row(request, (0,), (0,)), Row(request, (0, 0)), Row(request, (0, 0), (2,))]
-    logits = adjusted(torch.zeros(4, 3), rows)
+    logits = adjust_logits(torch.zeros(4, 3), rows)
     assert logits.isinf().nonzero().tolist() == [[1, 1], [2, 1]]
-    assert adjusted(torch.zeros(4, 1), rows).isfinite().all(), "a smaller vocabulary has no such token"
+    assert adjust_logits(torch.zeros(4, 1), rows).isfinite().all(), "a smaller vocabulary has no such token"
 
 
 def test_a_ban_crosses_to_another_process() -> None:

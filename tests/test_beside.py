@@ -11,7 +11,7 @@ from outpace.card.cache import CandidateCache
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.loop import Configure, Correct, DraftLoop, Open
 from outpace.core import theory
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import TokenTree, depths
 from outpace.drafters._tree_expander import outcome_frontier
 from outpace.simulate import costs
@@ -93,7 +93,7 @@ def test_a_perfect_drafter_is_waited_for(method: str, worker: str, monkeypatch: 
     assert all(step.emitted >= 5 for steps in run.steps for step in steps[1:-1])
 
 
-def grown(orders: Orders, forwards: int = 50) -> TokenTree:
+def grown(orders: DraftDirectives, forwards: int = 50) -> TokenTree:
     """The tree of a drafter that was given these orders, after so many forwards at most."""
     loop, cache = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), CandidateCache(4)
     loop.mail.put(Open(0, REQUESTS[0]))
@@ -104,8 +104,11 @@ def grown(orders: Orders, forwards: int = 50) -> TokenTree:
     return cache.query(1000)
 
 
-@pytest.mark.parametrize(("orders", "deepest"), [(Orders(depth=3), 3), (Orders(layers=2), 2), (Orders(depth=5), 5)])
-def test_the_drafter_stops_where_it_is_told(orders: Orders, deepest: int) -> None:
+@pytest.mark.parametrize(
+    ("orders", "deepest"),
+    [(DraftDirectives(depth=3), 3), (DraftDirectives(layers=2), 2), (DraftDirectives(depth=5), 5)],
+)
+def test_the_drafter_stops_where_it_is_told(orders: DraftDirectives, deepest: int) -> None:
     assert max(depths(grown(orders).parents)) == deepest
     chain = grown(orders._replace(width=1))
     assert chain.parents == list(range(-1, deepest)), "of width 1 it is a chain"
@@ -113,7 +116,7 @@ def test_the_drafter_stops_where_it_is_told(orders: Orders, deepest: int) -> Non
 
 def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
     loop, cache = DraftLoop(make_drafter("perfect", TARGET, width=1)), CandidateCache(4)
-    for message in (Open(0, REQUESTS[0]), Configure(0, Orders(depth=2, width=1))):
+    for message in (Open(0, REQUESTS[0]), Configure(0, DraftDirectives(depth=2, width=1))):
         loop.mail.put(message)
 
     def deepest() -> int:
@@ -123,7 +126,7 @@ def test_the_drafter_goes_on_after_a_correction_and_by_other_orders() -> None:
         return max(depths(cache.query(99).parents))
 
     assert deepest() == 2
-    loop.mail.put(Configure(0, Orders(depth=4, width=1)))
+    loop.mail.put(Configure(0, DraftDirectives(depth=4, width=1)))
     assert deepest() == 4
     tree = cache.query(3)
     picks = [*tree.tokens[1:], write(TARGET, REQUESTS[0])[2]]

@@ -17,7 +17,7 @@ from outpace.decoders import auto, autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TARGET, Running
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.rules._arrays import by_score
+from outpace.rules.base import by_score
 
 kernels = pytest.importorskip("outpace_kernels")
 LONG = 1000.0  # seconds: as many rounds as there can be

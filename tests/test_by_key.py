@@ -12,7 +12,7 @@ from doubles import QuickToy, decode, make_request, write
 
 from outpace.core import cache_salt
 from outpace.core.cache_salt import PerSalt
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
 from outpace.drafters import cacheback, lookahead, ouroboros, recycle, suffix
 from outpace.engine.engine import EngineOptions
@@ -21,7 +21,7 @@ TARGET = QuickToy(16, 1, 0)  # the next token depends on the last one alone
 DRAFT = QuickToy(16, 3, 5)
 WIDE = EngineOptions(nodes=32, rows=512)
 NAMED: Any = SimpleNamespace(fingerprint="toy")
-GIVEN = Given(TARGET, tokenizer=NAMED)
+GIVEN = BuildContext(TARGET, tokenizer=NAMED)
 
 
 def _lookahead(folder: Path) -> Drafter:

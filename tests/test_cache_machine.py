@@ -22,7 +22,7 @@ from mutations import MUTATIONS
 from outpace.card.cache import Candidate, CandidateCache, CandidateLayer, VisibilityOptions
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Verdict
-from outpace.rules.base import follow
+from outpace.rules.base import follow_picks
 
 VOCAB = 4
 SIGHTS = (
@@ -161,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
         for node, pick in enumerate(picks[:verified]):
             if pick >= VOCAB and tree.children(node):
                 choices[node] = tree.tokens[tree.children(node)[0]]
-        self.correct(tree, follow(tree, choices), verified)
+        self.correct(tree, follow_picks(tree, choices), verified)
 
     def correct(self, tree: TokenTree, verdict: Verdict, verified: int) -> None:
         path = [tree.ids[node] for node in verdict.path]

@@ -18,7 +18,7 @@ from test_bursts import Clock
 from test_native import TINIES, tiny
 
 from outpace.core.carried import Carried
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive
 from outpace.drafters import _carrier, _tree_expander, ngram
@@ -72,7 +72,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = None, **options: Any) -> Any:
-    model = draft_model.build(draft_model.Options(**options), given=Given(draft=draft, target=target))
+    model = draft_model.build(draft_model.Options(**options), given=BuildContext(draft=draft, target=target))
     return SharedTree([ngram.build(ngram.Options(branches=2)), model]) if copies else model
 
 

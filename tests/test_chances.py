@@ -11,8 +11,8 @@ import torch
 from doubles import make_request
 from test_fast_rows import FILTERS, SIZES, shapes
 
-from outpace.core.chances import Chances, certain, chances_of
-from outpace.core.sampling import Sampling, processed
+from outpace.core.distribution import TokenDistribution, distribution_of, one_hot
+from outpace.core.sampling import Sampling, log_probs
 from outpace.core.types import Row
 from outpace.rules.match import Match
 from outpace.rules.spectr import any_of, least_rho
@@ -21,16 +21,16 @@ TIED = (2, 3, 4, 8)  # rows of `shapes` in which equal scores stay or go togethe
 EDGES = (0.0, 2.0**-53, 0.3, 0.5, 0.999999, 1.0 - 2.0**-53)
 
 
-def random_chances(seed: int, size: int, kept: int | None = None, dtype: type = np.float64) -> Chances:
+def random_chances(seed: int, size: int, kept: int | None = None, dtype: type = np.float64) -> TokenDistribution:
     """Of `size` tokens, or of `kept` of them; some weigh nothing."""
     chance = np.random.default_rng(seed)
     weights = chance.exponential(size=kept or size) ** 3 * (chance.random(kept or size) < 0.9)
     weights[-1] += 0.1
     tokens = None if kept is None else np.sort(chance.choice(size, kept, replace=False))
-    return Chances(weights.astype(dtype), tokens)
+    return TokenDistribution(weights.astype(dtype), tokens)
 
 
-def dense(chances: Chances, size: int) -> np.ndarray:
+def dense(chances: TokenDistribution, size: int) -> np.ndarray:
     """By a loop over its tokens, in float64."""
     row = np.zeros(size)
     tokens = range(len(chances.weights)) if chances.tokens is None else chances.tokens.tolist()
@@ -46,8 +46,8 @@ def dense(chances: Chances, size: int) -> np.ndarray:
 def test_a_row_gives_what_sampling_says(vocab: int, sampling: Sampling, dtype: torch.dtype) -> None:
     for seed, row in itertools.product(range(2), range(9)):
         scores = shapes(vocab, seed)[row].to(dtype)
-        exact = torch.exp(processed(scores[None].double(), [sampling]))[0].numpy()
-        found = chances_of(scores.numpy(), sampling).wide(vocab)
+        exact = torch.exp(log_probs(scores[None].double(), [sampling]))[0].numpy()
+        found = distribution_of(scores.numpy(), sampling).wide(vocab)
         if dtype is torch.float64:
             assert np.abs(found - exact).max() < 1e-12
             assert ((found > 0) == (exact > 0)).all() or exact[(found > 0) != (exact > 0)].max() < 1e-300
@@ -62,7 +62,7 @@ def test_scores_of_some_tokens_are_of_these() -> None:
     wide = torch.full((90,), -math.inf, dtype=torch.float64)
     wide[torch.from_numpy(ids)] = scores
     for sampling in (Sampling(0.7), Sampling(1.3, top_k=5), Sampling(1.0, top_p=0.6, min_p=0.05)):
-        some, all_ = chances_of(scores.numpy(), sampling, ids), chances_of(wide.numpy(), sampling)
+        some, all_ = distribution_of(scores.numpy(), sampling, ids), distribution_of(wide.numpy(), sampling)
         assert some.wide(90) == pytest.approx(all_.wide(90), abs=1e-15)
         assert some.likeliest == all_.likeliest
         assert some.entropy == pytest.approx(all_.entropy)
@@ -71,7 +71,7 @@ def test_scores_of_some_tokens_are_of_these() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_finite_best_gives_nothing(bad: float) -> None:
-    assert chances_of(np.full(5, bad), Sampling(1.0)).total == 0.0
+    assert distribution_of(np.full(5, bad), Sampling(1.0)).total == 0.0
 
 
 @pytest.mark.parametrize(("size", "kept"), [(1, None), (3, None), (256, None), (700, None), (2000, 300), (2000, 40)])
@@ -118,9 +118,9 @@ def test_a_token_goes_and_in_the_end_nothing_is_left() -> None:
         row[token] = 0.0
         assert rest.wide(700) == pytest.approx(row / row.sum())
         assert chances.of(token) > 0, "what it was made from stays as it was"
-    assert certain(7).without(7).total == 0.0
-    assert certain(7).wide(9).tolist() == [0.0] * 7 + [1.0, 0.0]
-    assert certain(7).most == 1.0
+    assert one_hot(7).without(7).total == 0.0
+    assert one_hot(7).wide(9).tolist() == [0.0] * 7 + [1.0, 0.0]
+    assert one_hot(7).most == 1.0
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -138,7 +138,7 @@ def test_match_draws_what_the_sum_over_all_tokens_gives(vocab: int, sampling: Sa
 def test_match_asks_the_long_way_next_to_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers so near to the end of a token's part that sums in float32 may put them on either side."""
     scores, rule, asked = shapes(1024, 3)[:1], Match(), list[int]()
-    cumulative = torch.exp(processed(scores, [Sampling(1.0)]).double())[0].cumsum(0)
+    cumulative = torch.exp(log_probs(scores, [Sampling(1.0)]).double())[0].cumsum(0)
     monkeypatch.setattr(Match, "run", lambda *_: asked.append(1) or [-1])
     row = Row(make_request((1,), rule, 1, temperature=1.0), [1])
     for token in (10, 500, 900):
@@ -169,7 +169,7 @@ def test_float32_rows_keep_p_to_its_own_precision() -> None:
     """One drafted token of a real vocabulary's size: accepted and residual together are p to a few parts in 10^7."""
     vocab, sampling = 49152, Sampling(0.8)
     own, noise = (4 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    p, q = (chances_of(row.numpy(), sampling) for row in (own, 0.8 * own + 0.2 * noise))
+    p, q = (distribution_of(row.numpy(), sampling) for row in (own, 0.8 * own + 0.2 * noise))
     exact = torch.softmax(own.double() / 0.8, 0).numpy()
     accepted = np.minimum(p.wide(vocab).astype(np.float64), q.wide(vocab))
     rest = p.above(q)

@@ -22,7 +22,7 @@ from outpace.api.text import Piece
 from outpace.cli.chat import ChatFlags, LocalChat
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.core.stats import fold
+from outpace.core.stats import summarize
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60.0
@@ -39,7 +39,7 @@ def environment(tiny: Path) -> dict[str, str]:
 
 
 def answer(text: str, *tokens: int, seconds: float = 1.0) -> Result:
-    return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, fold([]))
+    return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, summarize([]))
 
 
 class Canned:

@@ -37,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 def answer(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().decode().strip()
-    child_process.end(process, 60.0)
+    child_process.stop(process, 60.0)
     return line
 
 
@@ -56,8 +56,8 @@ def test_its_end_is_that_of_its_standard_input() -> None:
     child = child_process.start("sys.exit(len(sys.stdin.read()))")
     assert child.stdin is not None
     child.stdin.write(b"123")
-    assert child_process.end(child, 60.0) == 3
-    assert child_process.end(child) == 3, "it may be ended twice"
+    assert child_process.stop(child, 60.0) == 3
+    assert child_process.stop(child) == 3, "it may be ended twice"
 
 
 def test_one_that_does_not_end_is_killed() -> None:
@@ -65,13 +65,13 @@ def test_one_that_does_not_end_is_killed() -> None:
     assert child.stdout is not None
     child.stdout.readline()
     child.terminate()
-    assert child_process.end(child, 0.01) == -signal.SIGKILL
+    assert child_process.stop(child, 0.01) == -signal.SIGKILL
 
 
 def test_one_that_is_stopped_is_killed() -> None:
     child = child_process.start("sys.stdin.read()")
     os.kill(child.pid, signal.SIGSTOP)
-    assert child_process.end(child) == -signal.SIGKILL
+    assert child_process.stop(child) == -signal.SIGKILL
 
 
 def test_what_it_did_not_read_is_no_error() -> None:
@@ -79,7 +79,7 @@ def test_what_it_did_not_read_is_no_error() -> None:
     child.wait()
     assert child.stdin is not None
     child.stdin.write(b"nobody reads this")
-    assert child_process.end(child) == 0
+    assert child_process.stop(child) == 0
 
 
 def test_an_interrupt_while_it_is_waited_for_kills_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_an_interrupt_while_it_is_waited_for_kills_it_too(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(child, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        child_process.end(child, 600.0)
+        child_process.stop(child, 600.0)
     assert wait() == -signal.SIGKILL
 
 
@@ -104,12 +104,12 @@ def test_one_that_cannot_be_reaped_is_left_to_the_system(monkeypatch: pytest.Mon
         raise subprocess.TimeoutExpired("", timeout or 0.0)
 
     monkeypatch.setattr(child, "wait", held_up)
-    assert child_process.end(child, 0.5) == -signal.SIGKILL
+    assert child_process.stop(child, 0.5) == -signal.SIGKILL
     assert len(asked) == 2
     assert None not in asked, "an unbounded wait"
     wait()
 
 
 def test_how_it_ended_in_words() -> None:
-    assert child_process.ending(3) == "ended with status 3"
-    assert child_process.ending(-signal.SIGSEGV) == "was ended by SIGSEGV"
+    assert child_process.describe_exit(3) == "ended with status 3"
+    assert child_process.describe_exit(-signal.SIGSEGV) == "was ended by SIGSEGV"

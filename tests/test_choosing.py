@@ -14,9 +14,8 @@ from test_tuning import FEW
 
 from outpace.api.llm import LLM
 from outpace.bench.tune import tune
+from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
-from outpace.core.orders import Orders
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation
 from outpace.drafters import model
@@ -155,14 +154,14 @@ def test_what_was_learnt_is_remembered() -> None:
 
 def test_each_draft_is_told_what_to_draft() -> None:
     drafter = choosing(GARBAGE, TARGET)
-    state, orders = drafter.open(make_request(PROMPT)), Orders(outcomes=2)
-    drafter.heed(state, orders)
+    state, orders = drafter.open(make_request(PROMPT)), DraftDirectives(outcomes=2)
+    drafter.configure(state, orders)
     assert [part.orders for part in state.parts] == [orders, orders]
 
 
 def test_one_draft_is_drafted_with_as_ever() -> None:
-    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET)), ModelDrafter)
-    assert isinstance(model.build(Options(), given=Given(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
+    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET)), ModelDrafter)
+    assert isinstance(model.build(Options(), given=BuildContext(TARGET, TARGET, others=(GARBAGE,))), DraftSelector)
 
 
 def test_an_observation_without_tokens_compares_nothing() -> None:

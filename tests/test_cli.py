@@ -18,7 +18,7 @@ from outpace.bench.tune import TuneOptions, TuneResult
 from outpace.cli import doctor as doctor_file
 from outpace.cli.main import main
 from outpace.core import registry
-from outpace.core.extras import install
+from outpace.core.errors import install_command
 from outpace.drafters.ngram import NgramDrafter
 
 Run = Callable[..., tuple[int, str, str]]
@@ -286,7 +286,7 @@ def test_doctor_without_a_model_says_so(run: Run, monkeypatch: pytest.MonkeyPatc
     found = json.loads(out)
     assert (code, found["extras"]["none"]) == (0, False)
     assert "not installed" in found["model"]["missing"]
-    assert install("none").replace(" ", "") in "".join(run("doctor")[1].split())
+    assert install_command("none").replace(" ", "") in "".join(run("doctor")[1].split())
 
 
 def test_doctor_has_a_line_for_each_extra() -> None:

@@ -20,7 +20,7 @@ from outpace.cli import display
 from outpace.cli.demo import Comparison
 from outpace.cli.display import LoadingBar, Page, printable
 from outpace.cli.main import main
-from outpace.core.stats import Step, fold
+from outpace.core.stats import RoundStats, summarize
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60.0
@@ -37,7 +37,7 @@ def environment(tiny: Path) -> dict[str, str]:
 
 
 def answer(text: str, *tokens: int, seconds: float = 1.0) -> Result:
-    return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, fold([]))
+    return Result(text, tokens, "stop", "card", 0, seconds, 0.1, len(tokens) / seconds, summarize([]))
 
 
 def test_color_marks_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_where_two_texts_part() -> None:
 
 
 def test_times_that_cannot_be_right_are_said() -> None:
-    four_a_pass = fold([Step(drafted=3, accepted=3, emitted=4)])
+    four_a_pass = summarize([RoundStats(drafted=3, accepted=3, emitted=4)])
     slow, fast = answer("", *range(10), seconds=2.0), answer("", *range(10), seconds=1.0)
     card = replace(fast, figures=four_a_pass)
     assert not Comparison("", [slow], {"card": [card]}).is_disturbed

@@ -13,7 +13,7 @@ from doubles import DRAFTERS, SMALL, QuickToy, decode, make_drafter, make_reques
 from turns import in_turn
 from twins import LETTERS, TEXTS
 
-from outpace.core.adjust import adjusted
+from outpace.core.adjust import adjust_logits
 from outpace.core.errors import UserError
 from outpace.core.registry import find
 from outpace.core.sampling import GREEDY, Sampling
@@ -153,10 +153,10 @@ def submitted(requests: list[Request], method: str = "autoregressive", drafter: 
 def test_a_row_is_masked_once_and_half_precision_stays_a_copy() -> None:
     request = request_of("match")
     logits = torch.zeros(1, 20)
-    masked = adjusted(logits, [Row(request, PROMPT)])
+    masked = adjust_logits(logits, [Row(request, PROMPT)])
     assert (masked[0] == 0).nonzero().flatten().tolist() == sorted(rings(16, 5)[PROMPT[-1]])
     assert not logits.isinf().any()
-    assert adjusted(logits, [Row(request, PROMPT, is_open=True)]) is logits
+    assert adjust_logits(logits, [Row(request, PROMPT, is_open=True)]) is logits
 
 
 def test_rules_say_where_no_mask_is_needed() -> None:

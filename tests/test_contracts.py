@@ -14,9 +14,9 @@ from torch import Tensor
 
 from outpace.card.inline import InlineWorker
 from outpace.core import registry
+from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.errors import UserError
-from outpace.core.logits import Scored
-from outpace.core.needs import Needs, Seen
+from outpace.core.logits import TargetOutput
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import card, speculative
 from outpace.drafters._composite import SharedTree
@@ -226,7 +226,7 @@ class Spied(Toy):
         self.calls.append(("score", given, named))
         return Toy.score_hidden(self, *given, (), **named).logits
 
-    def score_hidden(self, *given: Any, **named: Any) -> Scored:
+    def score_hidden(self, *given: Any, **named: Any) -> TargetOutput:
         self.calls.append(("score_hidden", given, named))
         return super().score_hidden(*given, **named)
 
@@ -294,7 +294,7 @@ def test_a_worker_takes_no_drafter_that_must_see_passes() -> None:
 
 def test_what_is_seen_can_be_cut() -> None:
     hidden = torch.arange(24.0).reshape(2, 4, 3)
-    seen = Seen(range(5, 9), (1, 2, 3, 4), None, hidden)
+    seen = TargetFeedback(range(5, 9), (1, 2, 3, 4), None, hidden)
     part = seen.slice(slice(1, 3))
     assert (list(part.ids), part.tokens) == ([6, 7], (2, 3))
     assert torch.equal(part.only(Needs(layers=(7,)), (2, 7)).hidden, hidden[1:, 1:3])  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ import torch
 from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, write
 
 from outpace.core import registry
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.core.types import Row
 from outpace.engine.engine import EngineOptions
 from outpace.models.llama.config.llama_config import FAMILIES, Family
@@ -89,7 +89,7 @@ def test_the_rule_draws_from_p() -> None:
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("rule", ["greedy", "gumbel", "match"])
 def test_the_drafter_is_accepted_and_changes_nothing(rule: str) -> None:
-    drafter = found("drafters").build(found("drafters").Options(run=3), given=Given())
+    drafter = found("drafters").build(found("drafters").Options(run=3), given=BuildContext())
     asked = {} if rule == "greedy" else SAMPLED
     requests = [make_request(prompt, rule, 60, **asked) for prompt in (PROMPT, PROMPT[::-1])]
     for method in ("speculative", "auto", "card"):

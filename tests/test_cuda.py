@@ -276,5 +276,7 @@ def test_noise_has_the_bits_of_the_host() -> None:
     from outpace.core import noise
 
     words = torch.randint(-(2**31), 2**31, (9, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    assert torch.equal(noise.exponential_of(words.cuda(), 5000).cpu(), noise.exponential_of(words, 5000))
-    assert torch.equal(noise.gumbel_of_words(words.cuda(), 5000).cpu(), noise.gumbel_of_words(words, 5000))
+    assert torch.equal(
+        noise.exponential_from_words(words.cuda(), 5000).cpu(), noise.exponential_from_words(words, 5000)
+    )
+    assert torch.equal(noise.gumbel_from_words(words.cuda(), 5000).cpu(), noise.gumbel_from_words(words, 5000))

@@ -16,10 +16,9 @@ from test_llama import TINIES
 from turns import in_turn
 
 import outpace
+from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
-from outpace.core.logits import best_of
-from outpace.core.needs import Given
-from outpace.core.orders import Orders
+from outpace.core.logits import stable_top_k
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
@@ -55,7 +54,7 @@ def request_of(rule: str, prompt: Sequence[int], seed: int = 3, sampling: Sampli
 
 
 def drafter_of(model: SteppingLlama, steps: int | None, **options: Any) -> Any:
-    return model_drafter.build(model_drafter.Options(steps=steps, **options), given=Given(draft=model))
+    return model_drafter.build(model_drafter.Options(steps=steps, **options), given=BuildContext(draft=model))
 
 
 def seen_of(tree: TokenTree) -> tuple[Any, ...]:
@@ -108,9 +107,9 @@ class Pair:
             drafter.observe(states[number], Observation(ids, tokens, after))
             trees[number] = after
 
-    def orders(self, number: int, orders: Orders) -> None:
+    def orders(self, number: int, orders: DraftDirectives) -> None:
         for drafter, states in zip(self.drafters, self.states, strict=True):
-            drafter.heed(states[number], orders)
+            drafter.configure(states[number], orders)
 
     @property
     def tree(self) -> TokenTree:
@@ -190,7 +189,9 @@ def test_walks_of_many_requests_are_alike(rule: str, seed: int) -> None:
         pair.grow(some, rng.choice([None, None, 12, 40]))
         if turn % 7 == 3:
             width, share = rng.choice([0, 2, 3]), rng.choice([1.0, 0.1])
-            pair.orders(rng.choice(some), Orders(width=width, share=share, floor=rng.choice([None, 0.0, 0.05])))
+            pair.orders(
+                rng.choice(some), DraftDirectives(width=width, share=share, floor=rng.choice([None, 0.0, 0.05]))
+            )
         if rng.random() < 0.4:
             number = rng.choice(some)
             tree = pair.trees[0][number]
@@ -264,11 +265,11 @@ def test_steps_that_were_taken_together_share_their_time() -> None:
     request = request_of("greedy", words(model, 10))
     state, tree = drafter.open(request), TokenTree(request.prompt[-1])
     drafter.grow([state], [tree])
-    assert drafter.amortised(8.0) == 2.0
+    assert drafter.amortized(8.0) == 2.0
     for _ in range(3):
         drafter.grow([state], [tree])
-        assert drafter.amortised(0.5) == 2.5
-    assert drafter.amortised(0.5) == 0.5, "nothing was grown"
+        assert drafter.amortized(0.5) == 2.5
+    assert drafter.amortized(0.5) == 0.5, "nothing was grown"
 
 
 def test_a_draft_without_graphs_refuses_several_steps(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def test_the_largest_stand_in_order_and_equal_ones_by_place(dtype: torch.dtype) 
     values[0, ::7], values[1] = 0.0, -torch.inf
     values[0, 1::7] = -0.0
     values[2, 5] = torch.inf
-    places, best = best_of(values, 12)
+    places, best = stable_top_k(values, 12)
     order = values.add(0.0).sort(dim=-1, descending=True, stable=True)
     assert torch.equal(places, order.indices[:, :12])
     assert torch.equal(best.double(), values.gather(-1, places).double())

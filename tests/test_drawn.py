@@ -12,37 +12,36 @@ from doubles import make_request
 from drawing import rule_of
 from enumerating import Enumerating
 
-from outpace.core.chance import Chance, Key
-from outpace.core.chances import Chances
+from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
 from outpace.core.errors import UserError
-from outpace.core.logits import Held
+from outpace.core.logits import SparseLogits
 from outpace.core.noise import DRAW, PURPOSES
-from outpace.core.tree import Drawn, Siblings, TokenTree, best_nodes
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree, best_nodes
 from outpace.core.types import Request, Row
 from outpace.drafters._sampled import DrawCounts, draw_children, proposed
 from outpace.drafters.model import Options
 
-Q = Chances(np.array([0.5, 0.3, 0.2, 0.0]))
+Q = TokenDistribution(np.array([0.5, 0.3, 0.2, 0.0]))
 
 
 def grown(seed: int = 0, groups: int = 8) -> TokenTree:
     """A tree of drawn groups, some with repeats, below nodes that have none."""
     chance, tree = random.Random(seed), TokenTree(9)
-    tree.draw(0, Drawn(Q, (0, 1, 0)))
+    tree.draw(0, DrawnChildren(Q, (0, 1, 0)))
     for _ in range(groups):
         node = chance.choice([n for n in range(len(tree)) if n not in tree.drawn])
-        tree.draw(node, Drawn(Q, tuple(chance.choices((0, 1, 2), k=chance.randint(1, 4)))))
+        tree.draw(node, DrawnChildren(Q, tuple(chance.choices((0, 1, 2), k=chance.randint(1, 4)))))
     return tree
 
 
 def test_children_are_distinct_and_draws_are_remembered() -> None:
     tree = TokenTree(9)
-    assert tree.draw(0, Drawn(Q, (1, 0, 1, 1))) == 2
+    assert tree.draw(0, DrawnChildren(Q, (1, 0, 1, 1))) == 2
     assert [tree.tokens[node] for node in tree.children(0)] == [1, 0]
     assert tree.drawn[0].tokens == (1, 0, 1, 1)
     assert tree.scores[1:] == pytest.approx([math.log(0.3), math.log(0.5)])
     with pytest.raises(ValueError, match="children already"):
-        tree.draw(0, Drawn(Q, (2,)))
+        tree.draw(0, DrawnChildren(Q, (2,)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -67,8 +66,8 @@ def test_what_is_cut_does_not_depend_on_what_was_drawn() -> None:
     for first in (0, 1):
         for second in (0, 1):
             tree = TokenTree(9)
-            tree.draw(0, Drawn(Q, (first, second)))
-            tree.draw(1, Drawn(Q, (0,)))
+            tree.draw(0, DrawnChildren(Q, (first, second)))
+            tree.draw(1, DrawnChildren(Q, (0,)))
             kept.add(sum(len(group.tokens) for group in tree.copy(best_nodes(tree, 3)).drawn.values()))
     assert kept == {2}, "with repeats there would be room for one more, and that would be a bias"
 
@@ -76,7 +75,7 @@ def test_what_is_cut_does_not_depend_on_what_was_drawn() -> None:
 def test_q_of_a_leaf_stays_and_may_be_asked_for() -> None:
     tree = TokenTree(9)
     for node in range(3):
-        tree.draw(node, Drawn(Q, (node,)))
+        tree.draw(node, DrawnChildren(Q, (node,)))
     cut = tree.copy(best_nodes(tree, 2))
     assert [(group.q is Q, group.tokens) for group in cut.drawn.values()] == [(True, (0,)), (True, ())]
     assert best_nodes(tree, 9) == [0, 1, 2, 3]
@@ -84,14 +83,14 @@ def test_q_of_a_leaf_stays_and_may_be_asked_for() -> None:
     assert best_nodes(tree, 1, leaf_q=True) == [0]
 
 
-def request_of(rule: str, chance: Chance | None = None) -> Request:
+def request_of(rule: str, chance: RandomSource | None = None) -> Request:
     return make_request((1,), rule_of(rule, chance), temperature=1.0)
 
 
 def test_q_is_what_was_drawn_from_though_the_draft_writes_on() -> None:
     """A captured pass has the same tensor for all its steps."""
     scores, request = torch.randn(1, 40), request_of("rejection")
-    q, _ = proposed(Held(scores, None, 40), Row(request, (1,)))
+    q, _ = proposed(SparseLogits(scores, None, 40), Row(request, (1,)))
     before = q.wide(40).copy()
     q.forget()
     scores.zero_()
@@ -113,12 +112,12 @@ def test_each_draw_has_a_key_of_its_own() -> None:
     assert tree.drawn[0].tokens == (0, 0, 0)
     assert len(chance.asked) == 3
     assert chance.twice is None
-    assert Key(1, 0, 5, DRAW).again(2) == Key(1, 0, 5, DRAW + 2 * PURPOSES)
+    assert DecisionKey(1, 0, 5, DRAW).again(2) == DecisionKey(1, 0, 5, DRAW + 2 * PURPOSES)
 
 
 def test_a_token_that_was_drawn_twice_stands_for_two_branches() -> None:
     tree = TokenTree(9)
-    tree.draw(0, Drawn(Q, (1, 0, 1)))
+    tree.draw(0, DrawnChildren(Q, (1, 0, 1)))
     request = request_of("multi_round")
     draws = DrawCounts.read("3, 2")
     assert [draws.below(tree, node, request) for node in range(3)] == [3, 4, 2]

@@ -14,7 +14,7 @@ import torch
 from doubles import QuickToy, chi_square, decode, make_drafter, make_request, probabilities
 
 from outpace.core.noise import exponential, gumbel, row_key, uniform
-from outpace.core.sampling import Sampling, processed
+from outpace.core.sampling import Sampling, log_probs
 from outpace.core.types import Request, Row
 from outpace.engine.engine import EngineOptions
 from outpace.rules.match import Match
@@ -55,7 +55,7 @@ def plain_probability(target: QuickToy, text: Sequence[int], sampling: Sampling)
     """The product of the library's own p along the text."""
     log_p = 0.0
     for place, token in enumerate(text):
-        log_p += processed(target._row([*PROMPT, *text[:place]])[None], [sampling])[0, token].item()
+        log_p += log_probs(target._row([*PROMPT, *text[:place]])[None], [sampling])[0, token].item()
     return math.exp(log_p)
 
 
@@ -94,7 +94,7 @@ def test_match_by_enumeration(vocab: int, drafter: str, method: str, sampling: S
 def test_processed_p_equals_its_slow_twin(sampling: Sampling) -> None:
     logits = 3 * torch.randn(200, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for other in (sampling, Sampling(0.7, min_p=0.1), Sampling(2.0, top_k=20, top_p=0.7, min_p=0.02)):
-        fast = torch.exp(processed(logits, [other] * len(logits)))
+        fast = torch.exp(log_probs(logits, [other] * len(logits)))
         slow = torch.tensor([probabilities(row, other) for row in logits], dtype=torch.float64)
         torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-14)
 

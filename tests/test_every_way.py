@@ -12,7 +12,7 @@ from enumerating import Enumerating, texts_by_chance
 from test_rejection import Planted, copied, draft_of, siblings
 from ways import ASKED, PROMPT, TARGETS, Ways, by_chance
 
-from outpace.core.chance import Chance, Key
+from outpace.core.distribution import DecisionKey, RandomSource
 from outpace.core.noise import DRAW
 from outpace.core.types import Drafter, Request
 from outpace.decoders import autoregressive, speculative
@@ -96,7 +96,7 @@ def test_a_key_that_decides_twice_is_caught(purpose: int | None) -> None:
     """As if draws, or all that is decided, were keyed by the place among a round's nodes."""
 
     class Returning(Enumerating):
-        def _decide(self, key: Key, outcomes: Any) -> object:
+        def _decide(self, key: DecisionKey, outcomes: Any) -> object:
             returns = purpose is None or key.purpose == purpose
             return super()._decide(key._replace(node_id=key.node_id % 2) if returns else key, outcomes)
 
@@ -110,7 +110,7 @@ def test_a_biased_draft_is_caught() -> None:
     """A drafter that replaces what it drew, as pruning by what was drawn does: the sums are no longer the target's."""
 
     class Pruning(Enumerating):
-        def draw(self, key: Key, p: Any) -> int:
+        def draw(self, key: DecisionKey, p: Any) -> int:
             token = super().draw(key, p)
             return 0 if key.purpose == DRAW and token == 1 else token
 
@@ -122,7 +122,7 @@ def test_a_biased_draft_is_caught() -> None:
 
 
 def test_numbers_decide_as_they_did() -> None:
-    key = Key(1, 0, 7, DRAW)
-    assert Chance().number(key) == Chance().number(key) != Chance().number(key._replace(choice=1))
-    assert Chance().accepts(key, 1.0)
-    assert not Chance().accepts(key, 0.0)
+    key = DecisionKey(1, 0, 7, DRAW)
+    assert RandomSource().number(key) == RandomSource().number(key) != RandomSource().number(key._replace(choice=1))
+    assert RandomSource().accepts(key, 1.0)
+    assert not RandomSource().accepts(key, 0.0)

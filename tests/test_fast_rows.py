@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from turns import in_turn, one_of
 
-from outpace.core.logits import Held, largest
+from outpace.core.logits import SparseLogits, largest_indices
 from outpace.core.logprobs import token_logprobs
-from outpace.core.noise import exponential, gumbel, gumbel_of, hashes, row_key
+from outpace.core.noise import exponential, gumbel, gumbel_from_hashes, row_key, token_hashes
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.rules import _ranking, greedy, match
 from outpace.rules import gumbel as gumbel_rule
-from outpace.rules._race import REACH, Race
-from outpace.rules.base import best_rows
+from outpace.rules._ranking import REACH, Race
+from outpace.rules.base import top_k_rows
 
 GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel_rule, match))
 FILTERS = (
@@ -126,7 +126,7 @@ def test_hashes_and_noise_are_those_of_the_whole_row() -> None:
     for seed in range(20):
         key, tokens = row_key(seed, 1, 2), np.array(sorted(random.Random(seed).sample(range(200_000), 500)))
         whole = gumbel([key], 200_000)[0].double().numpy()[tokens]
-        assert np.abs(gumbel_of(hashes(key, tokens)) - whole).max() < 4e-6
+        assert np.abs(gumbel_from_hashes(token_hashes(key, tokens)) - whole).max() < 4e-6
         lucky = Race().lucky(key, 200_000)
         e = exponential([key], 200_000)[0].numpy()
         assert set(np.flatnonzero(e < 2.0**-8 * 0.999)) <= set(lucky.tokens) <= set(np.flatnonzero(e < 2.0**-8 * 1.003))
@@ -137,7 +137,7 @@ def test_the_largest_of_a_row(vocab: int) -> None:
     for row in shapes(vocab, 5).numpy():
         for count in {0, 1, min(8, vocab), min(200, vocab), vocab}:
             expected = sorted(range(vocab), key=lambda place: (-row[place], place))[:count] if vocab < 5000 else None
-            got = largest(row, count)
+            got = largest_indices(row, count)
             assert expected is None or got.tolist() == expected
             assert np.array_equal(row[got], -np.sort(-row)[:count])
 
@@ -150,10 +150,10 @@ def test_offers_are_the_top_of_the_rank(vocab: int, sampling: Sampling, way: str
         for seed in range(4):
             logits = shapes(vocab, seed)
             rows = rows_of(rule, sampling, seed, len(logits))
-            for held in (Held(logits, None, vocab), Held(logits[:, torch.from_numpy(ids)], ids, vocab)):
+            for held in (SparseLogits(logits, None, vocab), SparseLogits(logits[:, torch.from_numpy(ids)], ids, vocab)):
                 wide = held.wide()
                 ranked = rule.rank(wide, rows)
-                for (tokens, values), rank, row in zip(best_rows(held, rows, 8), ranked, wide, strict=True):
+                for (tokens, values), rank, row in zip(top_k_rows(held, rows, 8), ranked, wide, strict=True):
                     # The kernels divide x - top, the definition x, in float32: it is the rougher of the two.
                     # Far from 0 its logarithms are so coarse that it may leave another token at a filter's border.
                     near = (2.0**-20 if sampling.filters else 2.0**-22) if way == "native" else 0.0

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from files import smollm2_file, write_gguf
 
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.models.files import cache_place, find
 
 FORMS = r"folder.*\.gguf.*hub id"
@@ -58,7 +57,7 @@ def test_another_file(elsewhere: Path) -> None:
 
 def test_without_the_hub_package(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match=re.escape(install("hub"))):
+    with pytest.raises(UserError, match=re.escape(install_command("hub"))):
         find.resolve("owner/name")
 
 

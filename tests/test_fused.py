@@ -25,7 +25,7 @@ import rounding
 from rounding import assert_within, relative_error
 from test_llama import TINIES
 
-from outpace.core import compiled, fused_noise, noise
+from outpace.core import fused_noise, noise, triton_support
 from outpace.models import runtimes
 from outpace.models.base import Part, chain
 from outpace.models.llama import captures, fused, fused_attention
@@ -73,9 +73,12 @@ def test_a_gate(width: int, is_gelu: bool) -> None:
 
 
 def test_the_noise_that_is_tried_first_has_known_bits() -> None:
-    words = torch.tensor([compiled.TRIED], dtype=torch.int32)
-    for made in (noise.exponential_of(words, compiled.COUNT), fused_noise.noise(words, compiled.COUNT, False)):
-        assert int(made.view(torch.int32).long().sum()) == compiled.SUM
+    words = torch.tensor([triton_support.TRIED], dtype=torch.int32)
+    for made in (
+        noise.exponential_from_words(words, triton_support.COUNT),
+        fused_noise.noise(words, triton_support.COUNT, False),
+    ):
+        assert int(made.view(torch.int32).long().sum()) == triton_support.SUM
 
 
 def test_nothing_is_nothing() -> None:
@@ -85,8 +88,8 @@ def test_nothing_is_nothing() -> None:
 
 def test_noise_has_the_bits_of_every_other_device() -> None:
     words = torch.randint(-(2**31), 2**31, (7, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_of(words, 5000))
-    assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_of_words(words, 5000))
+    assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_from_words(words, 5000))
+    assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_from_words(words, 5000))
     assert fused_noise.noise(words[:0], 9, False).shape == (0, 9)
 
 
@@ -270,7 +273,7 @@ def test_scores_are_in_float32(dtype: torch.dtype) -> None:
 def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(device="cuda", graphs="cuda")
     for why, kind in ((None, FusedLlama), ("there is no compiler", SteppingLlama)):
-        monkeypatch.setattr(compiled, "refusal", lambda device, why=why: why)
+        monkeypatch.setattr(triton_support, "refusal", lambda device, why=why: why)
         chosen, notice = runtimes._captured(options)
         assert chosen is kind
         assert (notice is None) if why is None else str(notice).endswith("there is no compiler")
@@ -278,8 +281,8 @@ def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_refused_elsewhere_and_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "are for CUDA, not for cpu" in str(compiled.refusal(torch.device("cpu")))
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    assert compiled._refusal.__wrapped__(0) == "the package triton is not installed"
+    assert "are for CUDA, not for cpu" in str(triton_support.unavailable_reason(torch.device("cpu")))
+    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
+    assert triton_support._refusal.__wrapped__(0) == "the package triton is not installed"
     monkeypatch.undo()
-    assert compiled._refusal.__wrapped__(0)  # no GPU is here
+    assert triton_support._refusal.__wrapped__(0)  # no GPU is here

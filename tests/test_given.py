@@ -15,8 +15,8 @@ from test_library import folder
 
 from outpace.api.llm import LLM
 from outpace.core import registry
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.engine.build import _drafter_again
 from outpace.models.load import Loaded, load_model
 
@@ -27,11 +27,11 @@ class Options:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[Given]:
+def given(monkeypatch: pytest.MonkeyPatch) -> list[BuildContext]:
     """What a drafter `asking` of another package was built from."""
-    seen: list[Given] = []
+    seen: list[BuildContext] = []
 
-    def build(options: Options, *, given: Given) -> Empty:
+    def build(options: Options, *, given: BuildContext) -> Empty:
         if given.tokenizer is None:
             raise UserError("drafter asking needs the target's tokenizer, use worker thread")
         seen.append(given)
@@ -54,18 +54,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def test_a_builder_is_given_both_models_and_their_tokenizers(
-    target: Loaded, given: list[Given], tmp_path: Path
+    target: Loaded, given: list[BuildContext], tmp_path: Path
 ) -> None:
     draft = load_model(folder(tmp_path, "draft"), runtime="llama")
     with LLM(target, draft, method="speculative", drafter="asking"):
         pass
-    assert given == [Given(draft.model, target.model, draft.tokenizer, target.tokenizer)]
+    assert given == [BuildContext(draft.model, target.model, draft.tokenizer, target.tokenizer)]
     with LLM(target, method="speculative", drafter="asking"):
         pass
-    assert given[1] == Given(None, target.model, None, target.tokenizer)
+    assert given[1] == BuildContext(None, target.model, None, target.tokenizer)
 
 
-def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list[Given]) -> None:
+def test_in_another_process_there_is_the_draft_alone(target: Loaded, given: list[BuildContext]) -> None:
     with pytest.raises(UserError, match="use worker thread"):
         _drafter_again("asking", lambda: target, 7, {})
     drafter = _drafter_again("model", lambda: target, target.model.vocab_size, {})

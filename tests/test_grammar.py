@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 from files import folder_of, write_gguf
 
-from outpace.core.constraint import Constraint
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.constraints import Constraint
+from outpace.core.errors import UserError, install_command
 from outpace.grammar import compiler, schema, structure
-from outpace.grammar.compiler import Grammars
+from outpace.grammar.compiler import Grammars, Vocabulary
 from outpace.grammar.matcher import GrammarConstraint, unpacked
-from outpace.grammar.structure import Structure, choice_of, read, schema_of
-from outpace.grammar.vocabulary import Vocabulary
+from outpace.grammar.structure import Structure, choice_of, read_structure, schema_of
 from outpace.models.text.tokenizer import Tokenizer
 
 PERSON = {
@@ -81,16 +79,20 @@ def test_a_grammar_takes_whole_answers_alone(
 
 
 def test_fields_of_both_apis_are_read() -> None:
-    assert read(None, None) is None
-    assert read({"type": "text"}, None) is None
-    assert read({"type": "json_object"}, None) == schema_of({"type": "object"})
+    assert read_structure(None, None) is None
+    assert read_structure({"type": "text"}, None) is None
+    assert read_structure({"type": "json_object"}, None) == schema_of({"type": "object"})
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}}
-    assert read(wrapped, None) == read({"type": "json_schema", "schema": PERSON}, None) == schema_of(PERSON)
-    assert read(None, {"json": json.dumps(PERSON)}) == schema_of(PERSON)
-    assert read(None, {"json": PERSON, "disable_any_whitespace": True}) == schema_of(PERSON, compact=True)
-    assert read({"type": "text"}, {"regex": "a", "choice": None}) == Structure("regex", "a")
-    assert read(None, {"choice": ["a", "b", "a"]}) == Structure("lark", 'start: "a" | "b"')
-    assert read(None, Structure("lark", "start: /a/")) == Structure("lark", "start: /a/")
+    assert (
+        read_structure(wrapped, None)
+        == read_structure({"type": "json_schema", "schema": PERSON}, None)
+        == schema_of(PERSON)
+    )
+    assert read_structure(None, {"json": json.dumps(PERSON)}) == schema_of(PERSON)
+    assert read_structure(None, {"json": PERSON, "disable_any_whitespace": True}) == schema_of(PERSON, compact=True)
+    assert read_structure({"type": "text"}, {"regex": "a", "choice": None}) == Structure("regex", "a")
+    assert read_structure(None, {"choice": ["a", "b", "a"]}) == Structure("lark", 'start: "a" | "b"')
+    assert read_structure(None, Structure("lark", "start: /a/")) == Structure("lark", "start: /a/")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_fields_of_both_apis_are_read() -> None:
 )
 def test_what_is_no_structure_is_refused(response_format: Any, structured_outputs: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        read(response_format, structured_outputs)
+        read_structure(response_format, structured_outputs)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_keyword_without_a_meaning_is_an_annotation(note: str, grammars: Gramm
     inner = {"type": "integer", note: {"not": {}}}
     noted = {**PERSON, note: "1.0", "properties": {**PERSON["properties"], note: {"items": inner, note: 1, **inner}}}
     plain = {**PERSON, "properties": {**PERSON["properties"], note: {"items": {"type": "integer"}, "type": "integer"}}}
-    assert schema.enforced(noted) == plain
+    assert schema.enforceable(noted) == plain
     compiled = [grammars.compile(schema_of(one)) for one in (noted, plain)]
     assert [matcher.is_error() for matcher in compiled] == [False, False]
 
@@ -184,8 +186,8 @@ def test_a_keyword_without_a_meaning_is_an_annotation(note: str, grammars: Gramm
 def test_what_is_no_schema_keeps_its_names() -> None:
     """Values that are listed are not schemas, and property names are not keywords."""
     kept = {"enum": [{"version": 1}], "const": {"self": 1}, "default": {"x": 1}, "properties": {"not": {}, "name": {}}}
-    assert schema.enforced(kept) == kept
-    assert schema.enforced(True) is True
+    assert schema.enforceable(kept) == kept
+    assert schema.enforceable(True) is True
 
 
 def test_a_deep_schema_is_refused(grammars: Grammars) -> None:
@@ -239,7 +241,7 @@ def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(
 
 def test_the_missing_package_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(UserError, match=re.escape(install("grammar"))):
+    with pytest.raises(UserError, match=re.escape(install_command("grammar"))):
         Grammars(tokenizer).compile(Structure("regex", "a"))
 
 

@@ -17,8 +17,8 @@ from test_llama import TINIES
 from test_llama import tiny as llama
 
 from outpace.core import registry
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.decoders import autoregressive, speculative
@@ -286,7 +286,7 @@ def test_what_names_no_layers_is_refused(text: str, says: str) -> None:
 )
 def test_sets_that_do_not_fit_are_refused(values: dict, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        layer_skip.build(Options(**values), given=Given(target=llama(DEEP)))
+        layer_skip.build(Options(**values), given=BuildContext(target=llama(DEEP)))
 
 
 @pytest.mark.parametrize(
@@ -311,17 +311,17 @@ def test_what_cannot_leave_out_sublayers_is_refused_by_name() -> None:
     gpt = adapt(transformers_tiny.build("gpt2"))
     says = "TransformersModel cannot leave out sublayers, models of the runtime llama or native can"
     with pytest.raises(UserError, match=says):
-        layer_skip.build(Options(), given=Given(target=gpt))
+        layer_skip.build(Options(), given=BuildContext(target=gpt))
     with pytest.raises(UserError, match="drafts on the target's own session, a worker has none"):
-        layer_skip.build(Options(), given=Given())
+        layer_skip.build(Options(), given=BuildContext())
     with pytest.raises(UserError, match="the target has 2 layers, of which a search keeps the first and the last"):
-        layer_skip.build(Options(), given=Given(target=llama(replace(DEEP, num_layers=2))))
-    assert layer_skip.build(Options(skip_mlp="1"), given=Given(target=llama(replace(DEEP, num_layers=2))))
+        layer_skip.build(Options(), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
+    assert layer_skip.build(Options(skip_mlp="1"), given=BuildContext(target=llama(replace(DEEP, num_layers=2))))
     inflated = llama(TINIES["tiny"])
     inflated.inflate = 8
     for options in (Options(), Options(skip_mlp="1")):
         with pytest.raises(UserError, match="does not draft for an inflated target: its added layers change nothing"):
-            layer_skip.build(options, given=Given(target=inflated))
+            layer_skip.build(options, given=BuildContext(target=inflated))
 
 
 def test_it_needs_no_draft_model_and_no_worker_runs_it() -> None:

@@ -15,9 +15,9 @@ from test_lossy_rules import cascade_chances
 from test_rejection import draft_of
 from ways import ASKED, PROMPT, TARGETS
 
-from outpace.core.chances import Chances
+from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import UserError
-from outpace.core.tree import Drawn, TokenTree
+from outpace.core.tree import DrawnChildren, TokenTree
 from outpace.decoders import bild, speculative
 from outpace.decoders._lengths import Confidence, Expected, Heuristic, chance_of
 from outpace.drafters.model import ModelDrafter, Options
@@ -30,13 +30,13 @@ PROMPTS = ((3, 1, 4, 1, 5, 3, 1, 4, 1, 5, 3, 1), (7,), (2, 7, 1, 8))
 def chain(*chances: float) -> TokenTree:
     tree = TokenTree(0)
     for node, chance in enumerate(chances):
-        drawn = tree.draw(node, Drawn(_q(chance), (0,)))
+        drawn = tree.draw(node, DrawnChildren(_q(chance), (0,)))
         assert drawn == 1
     return tree
 
 
-def _q(chance: float) -> Chances:
-    return Chances(np.array([chance, 1 - chance]))
+def _q(chance: float) -> TokenDistribution:
+    return TokenDistribution(np.array([chance, 1 - chance]))
 
 
 def test_heuristic_adds_two_or_takes_one() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
+from outpace.core.drafting import TargetFeedback
 from outpace.core.errors import UserError
-from outpace.core.needs import Seen
 from outpace.core.tree import Role, TokenTree, path_to
 from outpace.core.types import Observation, Request
 from outpace.drafters._composite import SharedTree
@@ -34,10 +34,10 @@ def says(text: Sequence[int]) -> int:
     return (7 * text[-1] + 3 * (text[-2] if len(text) > 1 else 0) + (text[-3] if len(text) > 2 else 0) + 1) % 11
 
 
-def judged(tree: TokenTree, text: Sequence[int], rows: int) -> Seen:
+def judged(tree: TokenTree, text: Sequence[int], rows: int) -> TargetFeedback:
     """What the drafter is shown of the first nodes of a tree behind a text."""
     found = [says([*text[:-1], *(tree.tokens[node] for node in path_to(tree, end))]) for end in range(rows)]
-    return Seen(tree.ids[:rows], tree.tokens[:rows], np.array(found)[:, None])
+    return TargetFeedback(tree.ids[:rows], tree.tokens[:rows], np.array(found)[:, None])
 
 
 def play(
@@ -160,7 +160,7 @@ def test_memory_and_work_are_bounded_over_many_tokens() -> None:
         tree = TokenTree(state.tokens[-1], 1000 * number, 1000 * number + 1)
         drafter.grow([state], [tree])
         assert len(tree) <= 1 + 7 * 4 + 3 * 4
-        seen = Seen(tree.ids, tree.tokens, np.array([[chance.randrange(50)] for _ in tree.ids]))
+        seen = TargetFeedback(tree.ids, tree.tokens, np.array([[chance.randrange(50)] for _ in tree.ids]))
         written = [chance.randrange(50) for _ in range(20)]
         root = TokenTree(written[-1], 1000 * number + 1000, 1000 * number + 1001)
         drafter.observe(state, Observation([tree.ids[0]], written, root, seen))

@@ -20,14 +20,14 @@ from test_tree import random_tree
 from turns import case, in_turn
 from ways import ASKED, PROMPT, TARGETS, Ways
 
-from outpace.core.chances import Chances, certain
+from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.errors import UserError
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Role, path_to
 from outpace.core.types import Verdict
 from outpace.rules._relaxed import Relaxed
 from outpace.rules.adaptive import importance
-from outpace.rules.cascade import MIXTURES, Pair
+from outpace.rules.cascade import MIXTURES, DistributionPair
 
 TARGET = TARGETS[3]
 DRAFT = draft_of("partial", TARGET)
@@ -99,8 +99,8 @@ def test_each_mixture_is_the_papers_and_another() -> None:
             chance.choice((-2, 0.1, 0.4)),
         )
         for kind, mix in MIXTURES.items():
-            rows = (Chances(np.array(row)) for row in (p, q, raw_p, raw_q))
-            seen[kind].append(mix(Pair(*rows), a).wide(5).tolist())
+            rows = (TokenDistribution(np.array(row)) for row in (p, q, raw_p, raw_q))
+            seen[kind].append(mix(DistributionPair(*rows), a).wide(5).tolist())
             assert seen[kind][-1] == pytest.approx(pi_of(kind, a, p, q, raw_p, raw_q), abs=1e-12)
             assert a > -2 or seen[kind][-1] == pytest.approx(p)
     assert all(one != other for one, other in itertools.combinations(seen.values(), 2))
@@ -150,10 +150,10 @@ def test_lenience_writes_what_its_formula_says_on_the_line_of_yin(name: str, dia
 
 def test_importance_is_between_nothing_and_all() -> None:
     ways = Ways(TARGET, DRAFT, BARE, 1, 1)
-    flat = Chances(np.ones(3))
-    assert importance(certain(0), certain(1)) == pytest.approx(1.0)
+    flat = TokenDistribution(np.ones(3))
+    assert importance(one_hot(0), one_hot(1)) == pytest.approx(1.0)
     assert importance(flat, flat) == 0.0
-    assert 0 < importance(*(Chances(np.array(ways.p(PROMPT, of))) for of in (TARGET, DRAFT))) < 1
+    assert 0 < importance(*(TokenDistribution(np.array(ways.p(PROMPT, of))) for of in (TARGET, DRAFT))) < 1
 
 
 TARGET16 = QuickToy(16, 3, 0)

@@ -23,8 +23,8 @@ from doubles import Outcome, QuickToy, decode, make_request, probabilities, writ
 from timed import Stopwatch, Timed
 
 from outpace.core import registry
+from outpace.core.drafting import NO_NEEDS, BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import NOTHING, Given
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Drafter, Observation, Request
@@ -57,7 +57,7 @@ class Letters:
         return "".join(self.words[token] for token in ids)
 
 
-GIVEN = Given(TARGET, TARGET, Letters(), Letters())
+GIVEN = BuildContext(TARGET, TARGET, Letters(), Letters())
 
 
 class Cell(NamedTuple):
@@ -216,7 +216,7 @@ def asks_the_target(cell: Cell) -> bool:
 def needs_target(drafter: str | None) -> bool:
     """Whether it needs something of the target's passes."""
     built = drafter_of(Cell("", drafter, None, ""), Stopwatch())
-    return built is not None and built.needs != NOTHING
+    return built is not None and built.needs != NO_NEEDS
 
 
 def fits(cell: Cell) -> bool:

@@ -14,8 +14,8 @@ from test_llama import TINIES
 from test_llama import tiny as llama
 from torch import Tensor
 
+from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
-from outpace.core.needs import Needs
 from outpace.core.tree import PREFIX
 from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine

@@ -17,8 +17,8 @@ from passes import branch, prefilled, random_parents, text
 from test_native import SETS, TINIES, open_smollm2, tiny
 from torch import Tensor
 
+from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
-from outpace.core.needs import Needs
 from outpace.core.tree import PREFIX
 from outpace.decoders import autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions

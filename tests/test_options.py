@@ -12,7 +12,7 @@ from doubles import QuickToy, make_drafter, make_request
 from turns import one_of
 from twins import LETTERS, TEXTS, WIDE, Wish, Written, answer_all, nearly, write_slowly
 
-from outpace.core.adjust import adjusted
+from outpace.core.adjust import adjust_logits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Adjustments, Drafter, DraftState, LogprobsOptions, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
@@ -268,7 +268,7 @@ def test_a_draft_with_a_smaller_vocabulary_takes_every_option() -> None:
 def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:
     logits, text = torch.zeros(3, 4), (1, 2)
     biases = [make_request(text, adjustments=Adjustments(logit_bias=((token, 1.0),))) for token in range(3)]
-    assert torch.equal(adjusted(logits, [Row(request, text) for request in biases]), torch.eye(3, 4))
+    assert torch.equal(adjust_logits(logits, [Row(request, text) for request in biases]), torch.eye(3, 4))
     assert not logits.any(), "the scores themselves were changed"
 
 

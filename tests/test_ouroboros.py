@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
+from outpace.core.drafting import BuildContext, TargetFeedback
 from outpace.core.errors import UserError
-from outpace.core.needs import Given, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model, ouroboros
@@ -95,7 +95,7 @@ def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
             tree.add(chance.randrange(len(tree)), chance.randrange(3), -0.1 * node)
         state.tree = tree
         top = np.array([[chance.randrange(3)] for _ in tree.ids])
-        drafter._reuse(state, Observation([tree.ids[0]], [9], TokenTree(9), Seen(tree.ids, tree.tokens, top)))
+        drafter._reuse(state, Observation([tree.ids[0]], [9], TokenTree(9), TargetFeedback(tree.ids, tree.tokens, top)))
         expected = set()
         for node in range(1, len(tree)):
             phrase, at = [int(top[node, 0])], tree.child(node, int(top[node, 0]))
@@ -125,7 +125,7 @@ def test_it_needs_fewer_forwards_of_the_draft_than_a_chain() -> None:
     for name, module in (("ouroboros", ouroboros), ("model", model)):
         draft = Counting(16, 3, 0)
         options = module.Options(**({"width": 1} if name == "model" else {}))
-        drafter = module.build(options, given=Given(draft))
+        drafter = module.build(options, given=BuildContext(draft))
         found = decode([asked], "speculative", drafter, target=QuickToy(16, 3, 0), engine=WIDE)
         assert found.texts == [write(TARGET, asked)]
         counts[name] = draft.passes
@@ -134,7 +134,7 @@ def test_it_needs_fewer_forwards_of_the_draft_than_a_chain() -> None:
 
 def test_a_draft_model_is_needed() -> None:
     with pytest.raises(UserError, match="ouroboros needs a draft model"):
-        ouroboros.build(Options(), given=Given())
+        ouroboros.build(Options(), given=BuildContext())
 
 
 @pytest.mark.parametrize(

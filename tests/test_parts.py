@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outpace.card.cache import Candidate, CandidateCache, CandidateLayer
 from outpace.card.thread import ThreadWorker
-from outpace.core.orders import Orders
-from outpace.core.sampling import Sampling, processed
+from outpace.core.drafting import DraftDirectives
+from outpace.core.sampling import Sampling, log_probs
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
 from outpace.drafters._calibration import AcceptanceRate, PickModel
@@ -106,11 +106,11 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
 def test_layers_leave_room_in_a_tree_for_those_to_come() -> None:
     drafter = ModelDrafter(TARGET, Options(width=4, tree_nodes=64, floor=0.0))
     state, tree = drafter.open(request(1, 2, 3)), TokenTree(3)
-    drafter.heed(state, Orders(share=0.25))
+    drafter.configure(state, DraftDirectives(share=0.25))
     added = [drafter.grow([state], [tree])[0] for _ in range(6)]
     assert added[:2] == [4, 14], "of a layer of sixteen as many as are a quarter of the room"
     assert min(added[2:]) >= 8, "twice its width in any case"
-    drafter.heed(state, Orders())
+    drafter.configure(state, DraftDirectives())
     assert drafter.grow([state], [tree]) == [64 - 1 - sum(added)]
 
 
@@ -145,7 +145,7 @@ def test_a_worker_leaves_other_threads_their_cores() -> None:
 def test_half_precision_scores_are_sampled_in_single() -> None:
     logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     samplings = [Sampling(0.8), Sampling(0.8, top_p=0.9)]
-    assert torch.equal(processed(logits, samplings), processed(logits.float(), samplings))
+    assert torch.equal(log_probs(logits, samplings), log_probs(logits.float(), samplings))
 
 
 def test_a_score_that_is_no_number_is_refused() -> None:

@@ -12,15 +12,15 @@ from test_matrix import Letters
 
 from outpace.card.inline import InlineWorker
 from outpace.card.thread import ThreadWorker
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.drafters import cacheback, lookahead, ouroboros
 from outpace.drafters._phrases import PhraseTable, open_phrase_file
 from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)
-GIVEN = Given(TARGET, TARGET, Letters(), Letters())
+GIVEN = BuildContext(TARGET, TARGET, Letters(), Letters())
 WIDE = EngineOptions(nodes=64, rows=512)
 KEEPERS = ("cacheback", "lookahead", "ouroboros")
 
@@ -128,7 +128,9 @@ def test_a_frozen_table_is_no_file_of_phrases(tmp_path: Path) -> None:
         (GIVEN._replace(tokenizer=None), "phrases", "the target's is not known here"),
     ],
 )
-def test_a_place_where_nothing_can_be_kept_is_refused(tmp_path: Path, given: Given, path: str, said: str) -> None:
+def test_a_place_where_nothing_can_be_kept_is_refused(
+    tmp_path: Path, given: BuildContext, path: str, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         ouroboros.build(ouroboros.Options(phrases=str(tmp_path / path)), given=given)
 

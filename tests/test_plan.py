@@ -14,24 +14,24 @@ from outpace.cli.main import app
 from outpace.cli.plan import _verdict
 from outpace.core.errors import UserError
 from outpace.core.plan import (
+    DEVICES,
     GIB,
-    MACHINES,
     WORK,
-    Gain,
-    Layout,
-    Machine,
-    Size,
+    DeviceSpec,
+    MethodGain,
+    ModelSize,
+    Placement,
     best_method,
-    gains,
-    layouts,
+    method_gains,
     most_context,
     passes,
+    placements,
 )
 from outpace.core.theory import expected_tokens
 from outpace.models.llama.config.footprint import NAMED, size_of
 
-SMALL = Machine("small", 10 * GIB, 1e9, 1e12)
-MODEL = Size("model", 100, 100, 2.0, 10)
+SMALL = DeviceSpec("small", 10 * GIB, 1e9, 1e12)
+MODEL = ModelSize("model", 100, 100, 2.0, 10)
 
 
 def planned(*arguments: str) -> dict[str, Any]:
@@ -46,17 +46,17 @@ def test_named_shapes_have_the_published_numbers_of_weights(name: str, weights: 
 
 
 def test_a_pass_takes_as_long_as_the_longer_of_moving_and_computing() -> None:
-    size = Size("model", 10**9, 10**9, 2.0, 1000)
-    few, many = passes(size, Machine("m", 0, 1e9, 1e13), 1000, 4, [1, 10_000])
+    size = ModelSize("model", 10**9, 10**9, 2.0, 1000)
+    few, many = passes(size, DeviceSpec("m", 0, 1e9, 1e13), 1000, 4, [1, 10_000])
     assert few == pytest.approx(2.0 + 4 * 1e6 / 1e9)
     assert many == pytest.approx(2 * 1e9 * 10_000 * 4 / 1e13)
 
 
 def test_what_fits_where() -> None:
-    target = Size("target", 10 * GIB, 10 * GIB, 1.0, 1024)
-    draft = Size("draft", 4 * GIB, 4 * GIB, 1.0, 1024)
-    machine = Machine("m", 12 * GIB, 1.0, 1.0)
-    found = {layout.name: layout.fits for layout in layouts(target, draft, machine, 1024, 1)}
+    target = ModelSize("target", 10 * GIB, 10 * GIB, 1.0, 1024)
+    draft = ModelSize("draft", 4 * GIB, 4 * GIB, 1.0, 1024)
+    machine = DeviceSpec("m", 12 * GIB, 1.0, 1.0)
+    found = {layout.name: layout.fits for layout in placements(target, draft, machine, 1024, 1)}
     assert not found["target on one device, draft beside it"]
     assert found["target on one device, draft on another"]
     assert found["target over 2 devices, draft beside it"]
@@ -64,9 +64,9 @@ def test_what_fits_where() -> None:
 
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_the_most_context_fits_and_one_token_more_does_not(is_apart: bool) -> None:
-    target, draft = Size("target", GIB, GIB, 2.0, 3000), Size("draft", GIB, GIB, 1.0, 1000)
+    target, draft = ModelSize("target", GIB, GIB, 2.0, 3000), ModelSize("draft", GIB, GIB, 1.0, 1000)
     for split in (1, 2):
-        layout = Layout("", (), SMALL.memory, split, is_apart)
+        layout = Placement("", (), SMALL.memory, split, is_apart)
         most = most_context(target, draft, layout, 3)
         for context, fits in ((most, True), (most + 1, False)):
             needed = target.needs(context, 3, split == 1) / split + WORK
@@ -76,12 +76,12 @@ def test_the_most_context_fits_and_one_token_more_does_not(is_apart: bool) -> No
 
 def test_gains_are_the_formulas_at_their_best_length() -> None:
     target, draft = [1.0 + 0.01 * n for n in range(64)], [0.1] * 64
-    found = {gain.method: gain for gain in gains(target, draft, 0.8, 8, is_apart=True)}
+    found = {gain.method: gain for gain in method_gains(target, draft, 0.8, 8, is_apart=True)}
     in_turn = [expected_tokens(0.8, n) / (0.1 * n + target[n]) for n in range(1, 64)]
     assert found["speculative"].speedup == pytest.approx(max(in_turn))
     assert found["card"].speedup == pytest.approx(max(expected_tokens(0.8, n) / target[n] for n in range(1, 64)))
     assert found["autoregressive"].speedup == 1.0
-    beside = {gain.method for gain in gains(target, draft, 0.8, 8, is_apart=False)}
+    beside = {gain.method for gain in method_gains(target, draft, 0.8, 8, is_apart=False)}
     assert beside == {"autoregressive", "speculative"}
 
 
@@ -98,7 +98,7 @@ def test_what_pays_between_a_sure_gain_and_a_bound(
     in_turn: float, sure: float, bound: float, expected: str, in_words: str
 ) -> None:
     gained = {"autoregressive": 1.0, "speculative": in_turn, "pearl": sure, "card": bound}
-    methods = [Gain(name, 1, 1.0, speedup) for name, speedup in gained.items()]
+    methods = [MethodGain(name, 1, 1.0, speedup) for name, speedup in gained.items()]
     assert best_method(methods) == expected
     assert _verdict({"methods": [gain._asdict() for gain in methods], "pays": expected}) == in_words
 
@@ -116,7 +116,7 @@ def test_the_plan_of_a_pair() -> None:
     first = found["plans"][0]
     read = next(model["read"] for model in found["models"] if model["name"] == "70B")
     kv = 2048 * 2 * 80 * 8 * 128 * 2
-    assert first["target"]["1"] == pytest.approx((2 * read + kv) / (2 * MACHINES["H100"].bandwidth))
+    assert first["target"]["1"] == pytest.approx((2 * read + kv) / (2 * DEVICES["H100"].bandwidth))
     assert first["pays"] == "speculative"
 
 

@@ -14,8 +14,7 @@ from files import model_folder
 from passes import random_parents, text
 
 import outpace
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.models import devices
 from outpace.models.base import Part, chain
 from outpace.models.llama.graph_runtime import GraphLlama
@@ -88,7 +87,7 @@ def test_without_torchao_it_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=re.escape(f"needs `{install('torchao')}`")):
+    with pytest.raises(UserError, match=re.escape(f"needs `{install_command('torchao')}`")):
         load_model("nowhere", **options)
 
 

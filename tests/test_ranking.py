@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.core.logits import Held
-from outpace.core.noise import gumbel_of, halves, hashes, row_key, row_words
+from outpace.core.logits import SparseLogits
+from outpace.core.noise import gumbel_from_hashes, key_words, row_key, row_words, token_hashes
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, Offer, Request, Row
+from outpace.core.types import Adjustments, Request, Row, TopK
 from outpace.rules import _ranking, greedy, gumbel, match
-from outpace.rules._race import clear_winner
-from outpace.rules.base import best_rows
+from outpace.rules._ranking import clear_winner
+from outpace.rules.base import top_k_rows
 
 GREEDY, GUMBEL, MATCH = (module.build(module.Options()) for module in (greedy, gumbel, match))
 SIZES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 130, 2048, 10007)
@@ -47,7 +47,7 @@ def definition(row: np.ndarray, temperature: float, key: int | None, ids: np.nda
     tokens = np.arange(len(row)) if ids is None else ids
     top = float(row.max())
     beside = (row.astype(np.float64) - top) / temperature
-    values = beside + (0.0 if key is None else gumbel_of(hashes(key, tokens)))
+    values = beside + (0.0 if key is None else gumbel_from_hashes(token_hashes(key, tokens)))
     values += -math.log(np.exp(beside).sum()) if whole else top / temperature
     order = np.argsort(-values, kind="stable")
     order = order[: int((row > -np.inf).sum())]
@@ -129,7 +129,7 @@ def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest
     )
     rows = [Row(request, list(request.prompt), path) for request in requests for path in ((), (7,))]
     scores = torch.randn(len(rows), 500, generator=torch.Generator().manual_seed(1)) * 3
-    together = best_rows(Held(scores, None, 500), rows, 6)
+    together = top_k_rows(SparseLogits(scores, None, 500), rows, 6)
     for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
         ranked = row.request.rule.rank(scores[number : number + 1], [row])[0]
         best = ranked.topk(6)
@@ -139,19 +139,19 @@ def test_requests_of_many_kinds_share_a_call(is_there: bool, monkeypatch: pytest
 
 
 def by_both(
-    patch: pytest.MonkeyPatch, function: str, instead: object, held: Held, rows: list[Row], count: int
-) -> list[tuple[Offer, Offer]]:
+    patch: pytest.MonkeyPatch, function: str, instead: object, held: SparseLogits, rows: list[Row], count: int
+) -> list[tuple[TopK, TopK]]:
     """What is offered for each row, and what is where this function of `_ranking` gives something else."""
-    fast = best_rows(held, rows, count)
+    fast = top_k_rows(held, rows, count)
     with patch.context() as patched:
         patched.setattr(_ranking, function, lambda: instead)
-        return [*zip(fast, best_rows(held, rows, count), strict=True)]
+        return [*zip(fast, top_k_rows(held, rows, count), strict=True)]
 
 
 @needs_kernels
 def test_both_ways_offer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2)) * 4
-    held = Held(scores, np.arange(3000) * 3 + 1, 9001)
+    held = SparseLogits(scores, np.arange(3000) * 3 + 1, 9001)
     for rule, sampling in ((GREEDY, Sampling()), (GUMBEL, Sampling(0.8)), (MATCH, Sampling(1.1, min_p=0.01))):
         rows = [Row(Request((1,), rule, sampling=sampling, seed=4), [1] * (place + 1)) for place in range(40)]
         for (tokens, values), (expected, exact) in by_both(monkeypatch, "native_rank", None, held, rows, 8):
@@ -188,7 +188,7 @@ def test_filters_leave_what_their_definition_leaves(held: int) -> None:
 def test_drafts_are_ranked_among_what_filters_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by torch, but for the token at a border in one row or another."""
     scores = torch.randn(60, 3000, generator=torch.Generator().manual_seed(3)) * 4
-    held, same = Held(scores, np.arange(3000) * 3 + 1, 9001), 0
+    held, same = SparseLogits(scores, np.arange(3000) * 3 + 1, 9001), 0
     for top_k, top_p, min_p in FILTERS:
         for rule in (GUMBEL, MATCH):
             sampling = Sampling(0.8, top_k, top_p, min_p)
@@ -218,4 +218,4 @@ def test_the_keys_of_many_positions_are_those_of_each() -> None:
     for seed, choice in ((0, 0), (5, 3), (2**63 - 1, 2**32)):
         found = row_words(seed, choice, places)
         assert found.dtype == np.int32
-        assert found.tolist() == [list(halves(row_key(seed, choice, int(place)))) for place in places]
+        assert found.tolist() == [list(key_words(row_key(seed, choice, int(place)))) for place in places]

@@ -24,9 +24,8 @@ from ways import ASKED, GARBAGE, PROMPT, TARGETS, Prescribed, Propose, Way, Ways
 import outpace
 from outpace.api.llm import LLM
 from outpace.core import noise
-from outpace.core.chance import Chance, Key
-from outpace.core.chances import Chances
-from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
@@ -172,8 +171,8 @@ def test_no_key_returns_although_positions_do() -> None:
     keys: Counter[tuple[int, ...]] = Counter()
     places: defaultdict[int, set[int]] = defaultdict(set)  # by position: the nodes that were judged there
 
-    class Counted(Chance):
-        def number(self, key: Key) -> float:
+    class Counted(RandomSource):
+        def number(self, key: DecisionKey) -> float:
             keys[key] += 1
             return super().number(key)
 
@@ -223,7 +222,7 @@ def test_drawn_children_that_it_is_not_exact_for_are_refused() -> None:
     picks = Rejection().reduce(torch.zeros(1, 3, dtype=torch.float64), [Row(request, PROMPT)])
     for kind, count in ((Siblings.DRAWN, 2), (Siblings.WITHOUT_REPLACEMENT, 1)):
         tree = TokenTree(0)
-        tree.draw(0, Drawn(Chances(np.ones(3)), tuple(range(count))), kind)
+        tree.draw(0, DrawnChildren(TokenDistribution(np.ones(3)), tuple(range(count))), kind)
         with pytest.raises(ValueError, match="rejection is not exact for"):
             Rejection().walk(tree, picks)
 

@@ -8,7 +8,7 @@ import pytest
 from doubles import DRAFTERS, QuickToy, decode, make_drafter, make_request, write
 from drawing import rule_of
 
-from outpace.core.stats import Step
+from outpace.core.stats import RoundStats
 from outpace.rules.cascade import MIXTURES
 
 TARGET = QuickToy(16, 3, 0)
@@ -26,7 +26,7 @@ PICKED: list[tuple[str, dict[str, Any], dict[str, Any], float]] = [
 SEEDS = (20, pytest.param(120, marks=pytest.mark.long))
 
 
-def first_round(name: str, options: dict[str, Any], temperature: float, seed: int) -> tuple[Step, list[int]]:
+def first_round(name: str, options: dict[str, Any], temperature: float, seed: int) -> tuple[RoundStats, list[int]]:
     """The Step of one drafted token, and the text."""
     rule = rule_of(name, **options)
     request = make_request((2, 7, 1, 8, 1 + seed % 14), rule, 2, temperature=temperature, seed=seed)

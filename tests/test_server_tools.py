@@ -19,8 +19,7 @@ import outpace
 from outpace.server import calling
 from outpace.server.parts import CallArguments, CallBegin, Part, Splitter, Text, Thought
 from outpace.tools.calls import CallParser
-from outpace.tools.families import HERMES
-from outpace.tools.offered import read_tools
+from outpace.tools.definitions import HERMES, read_tools
 from outpace.tools.reasoning import ReasoningParser
 
 PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}

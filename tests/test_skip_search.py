@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from outpace.bench import skip_search
 from outpace.bench.skip_search import Prices, SearchOptions, predicted, search
 from outpace.cli.main import app
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.drafters.layer_skip import Options, Sublayers
 from outpace.models.load import Loaded, load_model, silent
 
@@ -151,7 +150,7 @@ def test_a_search_without_what_it_needs_is_refused(
     with pytest.raises(UserError, match="an inflated target has layers that change nothing"):
         search(inflated, [corpus], SearchOptions(), silent)
     monkeypatch.setattr(skip_search, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=re.escape(f"needs optuna: `{install('search')}`")):
+    with pytest.raises(UserError, match=re.escape(f"needs optuna: `{install_command('search')}`")):
         search(target, [corpus], SearchOptions(), silent)
 
 

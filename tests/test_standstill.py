@@ -14,8 +14,8 @@ import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Brake, Served, send, served, wait_for
 
 import outpace
-from outpace.core import awake
-from outpace.core.awake import MOST, AwakeClock, Patience
+from outpace.core import clock
+from outpace.core.clock import MOST, SuspendAwareClock, Watchdog
 from outpace.grammar import compiler
 from outpace.grammar.compiler import Grammars
 from outpace.grammar.structure import Structure
@@ -80,7 +80,7 @@ class Handle:
 
 def test_a_clock_that_is_looked_at_tells_the_time() -> None:
     now = Stated()
-    clock = AwakeClock(now)
+    clock = SuspendAwareClock(now)
     for _ in range(100):
         now.seconds += 0.5
         assert clock.time() == clock.look() == pytest.approx(now.seconds)
@@ -90,7 +90,7 @@ def test_a_clock_that_is_looked_at_tells_the_time() -> None:
 
 def test_a_standstill_counts_little() -> None:
     now = Stated()
-    clock = AwakeClock(now)
+    clock = SuspendAwareClock(now)
     now.seconds += LONG_TIME
     assert clock.time() == MOST  # whoever asks first
     assert clock.look() == MOST
@@ -133,7 +133,7 @@ def test_a_timer_that_is_due_after_a_standstill_goes_on() -> None:
 def test_a_cancelled_timer_stays_silent() -> None:
     now = Stated()
     loop: Any = Loop(now)
-    clock = AwakeClock(now)
+    clock = SuspendAwareClock(now)
     calls = list[int]()
     timer = Timer(loop, clock.time, 10.0, lambda: calls.append(1))
     loop.run(LONG_TIME, jump=True)  # it goes on with another timer of the loop
@@ -145,16 +145,16 @@ def test_a_cancelled_timer_stays_silent() -> None:
 
 
 def test_patience_counts_looks_and_not_the_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awake, "TICK", 0.001)
+    monkeypatch.setattr(clock, "TICK", 0.001)
     looks, over = count(), threading.Event()
-    with Patience(100 * MOST, over.set, now=lambda: next(looks) * LONG_TIME):
+    with Watchdog(100 * MOST, over.set, now=lambda: next(looks) * LONG_TIME):
         assert over.wait(300)
     assert next(looks) > 100  # one look would have been enough for a clock that goes on
 
 
 def test_patience_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    with Patience(LONG_TIME, over.set):
+    with Watchdog(LONG_TIME, over.set):
         assert "patience" in {thread.name for thread in threading.enumerate()}
     wait_for(lambda: "patience" not in {thread.name for thread in threading.enumerate()})
     assert not over.is_set()
@@ -163,7 +163,7 @@ def test_patience_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_grammar_is_compiled_across_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     now = Jumping()
     looks = count()
-    monkeypatch.setattr(compiler, "AwakeClock", lambda: AwakeClock(lambda: (next(looks), now())[1]))
+    monkeypatch.setattr(compiler, "SuspendAwareClock", lambda: SuspendAwareClock(lambda: (next(looks), now())[1]))
 
     def work(asked: Structure) -> str:
         now.jumped += LONG_TIME
@@ -179,10 +179,10 @@ def test_a_grammar_is_compiled_across_a_standstill(monkeypatch: pytest.MonkeyPat
 
 def test_a_template_is_rendered_across_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock jumps at each look, so that one look would be too late."""
-    monkeypatch.setattr(awake, "TICK", 0.001)
+    monkeypatch.setattr(clock, "TICK", 0.001)
     looks = count()
     frozen = lambda: 0.0 if next(looks) < 1 else LONG_TIME  # noqa: E731
-    monkeypatch.setattr(chat_template, "Patience", lambda seconds, call: Patience(seconds, call, frozen))
+    monkeypatch.setattr(chat_template, "Watchdog", lambda seconds, call: Watchdog(seconds, call, frozen))
     template = ChatTemplate("{% for i in range(20000) %}x{% endfor %}")
     assert template.render([]) == 20000 * "x"
     template.close()

@@ -105,7 +105,7 @@ def test_a_name_is_taken_from_torch_when_it_is_used() -> None:
 def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
     way, _, is_light = way.partition(" ")
     there = "" if is_light else ", lazy.torch.get_num_threads()"
-    code = f"from outpace.core import lazy; {{}}print(lazy.threads(), lazy.is_loaded(){there})"
+    code = f"from outpace.core import lazy; {{}}print(lazy.num_threads(), lazy.is_torch_loaded(){there})"
 
     def run(before: str = "", **environment: str) -> list[str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -122,7 +122,7 @@ def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
         own, is_loaded, real = run(first if way == "confined" else "")
         assert (own, is_loaded) == (real, "False")
     else:
-        told = run("lazy.set_threads(1); ") if way == "set" else run(**{way: "1"})
+        told = run("lazy.set_num_threads(1); ") if way == "set" else run(**{way: "1"})
         assert told == (["1", "False"] if is_light else ["1", "False", "1"])
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from outpace.core.stats import Step, fold, positions, rates, summed, together
+from outpace.core.stats import RoundStats, merge_positions, merge_stats, positions, rates, summarize
 
-STEPS = [Step(3, 3, 4, 3), Step(3, 1, 2, 3), Step(3, 0, 1, 3), Step(1, 1, 2, 1), Step(0, 0, 1, 0)]
+STEPS = [
+    RoundStats(3, 3, 4, 3),
+    RoundStats(3, 1, 2, 3),
+    RoundStats(3, 0, 1, 3),
+    RoundStats(1, 1, 2, 1),
+    RoundStats(0, 0, 1, 0),
+]
 
 
 def test_the_rounds_that_reached_a_position_are_counted() -> None:
-    assert fold(STEPS).positions == ((4, 3), (2, 1), (1, 1))
-    assert fold(STEPS).acceptance_by_position == (3 / 4, 1 / 2, 1.0)
-    assert fold([]).positions == ()
-    assert fold([]).acceptance_by_position == ()
+    assert summarize(STEPS).positions == ((4, 3), (2, 1), (1, 1))
+    assert summarize(STEPS).acceptance_by_position == (3 / 4, 1 / 2, 1.0)
+    assert summarize([]).positions == ()
+    assert summarize([]).acceptance_by_position == ()
 
 
 def test_a_position_counts_rounds_that_offered_a_token_there_after_accepting_all_before_it() -> None:
@@ -26,21 +32,26 @@ def test_a_position_counts_rounds_that_offered_a_token_there_after_accepting_all
 def test_positions_of_several_runs_are_those_of_all_their_rounds() -> None:
     rounds = [(step.depth_offered, step.accepted) for step in STEPS]
     for cut in range(len(rounds) + 1):
-        assert summed([positions(rounds[:cut]), positions(rounds[cut:])]) == positions(rounds)
-    assert summed([]) == ()
+        assert merge_positions([positions(rounds[:cut]), positions(rounds[cut:])]) == positions(rounds)
+    assert merge_positions([]) == ()
     assert rates(((4, 3), (2, 1))) == (0.75, 0.5)
 
 
 def test_several_runs_together_are_a_run_of_all_their_rounds() -> None:
-    steps = [*STEPS, Step(2, 2, 3, 2, hit="primary"), Step(2, 0, 1, 2, hit="miss"), Step(1, 1, 2, 1, hit="late")]
-    steps = [*steps, Step(1, 0, 1, 1, hit="miss", draft_seconds=0.5, target_seconds=0.25)]
+    steps = [
+        *STEPS,
+        RoundStats(2, 2, 3, 2, hit="primary"),
+        RoundStats(2, 0, 1, 2, hit="miss"),
+        RoundStats(1, 1, 2, 1, hit="late"),
+    ]
+    steps = [*steps, RoundStats(1, 0, 1, 1, hit="miss", draft_seconds=0.5, target_seconds=0.25)]
     for cut in range(len(steps) + 1):
-        assert together([fold(steps[:cut]), fold(steps[cut:])]) == fold(steps)
-    assert together([]) == fold([])
+        assert merge_stats([summarize(steps[:cut]), summarize(steps[cut:])]) == summarize(steps)
+    assert merge_stats([]) == summarize([])
 
 
 @pytest.mark.parametrize("passes", [0, 4])
 def test_figures_of_rounds_that_drafted_nothing(passes: int) -> None:
-    figures = fold([Step(0, 0, 1, 0)] * passes)
+    figures = summarize([RoundStats(0, 0, 1, 0)] * passes)
     assert figures.mean_accepted_length == (1.0 if passes else 0.0)
     assert (figures.draft_acceptance, figures.hit_rate, figures.positions) == (None, None, ())

@@ -16,9 +16,8 @@ from outpace.cli.main import main
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.build import check_rule
-from outpace.tools.families import JSON
-from outpace.tools.forced import structure_of
-from outpace.tools.offered import Choice, read_tools
+from outpace.tools.call_grammar import structure_of
+from outpace.tools.definitions import JSON, ToolChoice, read_tools
 
 SCHEMA = {
     "type": "object",
@@ -126,7 +125,7 @@ def test_what_leaves_no_token_ends_with_an_error(model: str) -> None:
 def test_a_forced_call_is_structured_output_too(model: str) -> None:
     tools = read_tools([{"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}])
     with outpace.load(model, profile=False) as llm:
-        structure = structure_of(llm.tokenizer, JSON, tools, Choice("required"), parallel=False)
+        structure = structure_of(llm.tokenizer, JSON, tools, ToolChoice("required"), parallel=False)
         call = json.loads(llm.chat("hello", structured_outputs=structure, max_tokens=100).text)
         assert call["name"] == "clock"
         jsonschema.validate(call["arguments"], SCHEMA)

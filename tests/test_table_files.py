@@ -14,8 +14,8 @@ from files import model_folder, smollm2_file
 import outpace
 from outpace.bench import table_files
 from outpace.cli.main import main
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.drafters import cacheback, retrieval
 from outpace.models.files import token_tables
 from outpace.models.load import load_model
@@ -68,13 +68,13 @@ def test_a_file_of_another_kind_or_tokenizer_is_refused(file: Path) -> None:
         token_tables.read(file, "retrieval", "another")
     options = retrieval.Options(datastore=str(file))
     with pytest.raises(UserError, match="another tokenizer"):
-        retrieval.build(options, given=Given(tokenizer=Named("another")))
-    assert retrieval.build(options, given=Given(tokenizer=Named("mine"))).name == "retrieval"
+        retrieval.build(options, given=BuildContext(tokenizer=Named("another")))
+    assert retrieval.build(options, given=BuildContext(tokenizer=Named("mine"))).name == "retrieval"
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
-    given = Given(tokenizer=Named("mine"))
+    given = BuildContext(tokenizer=Named("mine"))
     with pytest.raises(UserError, match="needs a datastore: make one with outpace tune --drafter retrieval"):
         retrieval.build(retrieval.Options(), given=given)
     with pytest.raises(UserError, match="cannot be read"):
@@ -85,7 +85,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path: Path, monkeypatch: pytest
 def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(token_tables, "SHIPPED", tmp_path)
-    given = Given(tokenizer=Named("mine"))
+    given = BuildContext(tokenizer=Named("mine"))
     for folder, token in ((tmp_path, 5), (tmp_path / "cache" / "tables", 7)):
         folder.mkdir(parents=True, exist_ok=True)
         arrays = cacheback.make([[token, 1, 2, 3]], 16, cacheback.Options())
@@ -94,13 +94,13 @@ def test_ones_own_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch:
         assert frozen is not None
         assert frozen.followers(token) == [(1, 2, 3)]
     assert cacheback.build(cacheback.Options(table="none"), given=given)._frozen is None
-    assert cacheback.build(cacheback.Options(), given=Given(tokenizer=Named("another")))._frozen is None
+    assert cacheback.build(cacheback.Options(), given=BuildContext(tokenizer=Named("another")))._frozen is None
 
 
 def test_the_shipped_table_is_for_the_shipped_model() -> None:
     """It is whole, and drafts without having read anything."""
     smollm2_file()
-    given = Given(tokenizer=load_model(None).tokenizer)
+    given = BuildContext(tokenizer=load_model(None).tokenizer)
     frozen = cacheback.build(cacheback.Options(), given=given)._frozen
     assert frozen is not None
     [of, the] = given.tokenizer.encode(" of the")

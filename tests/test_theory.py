@@ -59,16 +59,16 @@ def test_a_draft_helps_only_where_it_is_accepted_more_often_than_it_costs(alpha:
     gamma = theory.best_length(alpha, c)
     gain = theory.speedup(theory.expected_tokens(alpha, gamma), gamma, c)
     assert (gamma > 0 and gain > 1.0) == theory.can_help(alpha, c)
-    assert gain <= theory.limit_in_turn(alpha)
+    assert gain <= theory.sequential_limit(alpha)
     assert gain <= theory.tree_speedup(theory.expected_tokens(alpha, gamma), gamma, c, 1.0)
 
 
 def test_limits() -> None:
-    assert theory.limit_in_turn(0.75) == pytest.approx(4.0)
-    assert theory.limit_in_turn(1.0) == math.inf
+    assert theory.sequential_limit(0.75) == pytest.approx(4.0)
+    assert theory.sequential_limit(1.0) == math.inf
     assert theory.expected_tokens(0.75, 500) == pytest.approx(4.0)
-    assert theory.limit_in_parallel(0.1) == pytest.approx(10.0)
-    assert theory.limit_in_parallel(0.0) == math.inf
+    assert theory.parallel_limit(0.1) == pytest.approx(10.0)
+    assert theory.parallel_limit(0.0) == math.inf
     assert theory.pearl_speedup(1.0, 10, 0.1) == pytest.approx(10.0)
     assert theory.card_limit(5.0, 1.25, 0.1, 2.0) == pytest.approx(4.0)
     assert theory.card_limit(5.0, 1.25, 0.2, 2.0) == pytest.approx(2.5)
@@ -80,8 +80,8 @@ def test_rejections_add_up_and_bound_the_speedup() -> None:
     assert theory.expected_rejections([0.3, 0.1, 0.0]) == pytest.approx(0.4)
     assert theory.ideal_speedup(3, 0.4) == pytest.approx(7.5)
     assert theory.ideal_speedup(3, 0.0) == math.inf
-    assert theory.least_loss(0.3, 0.1) == pytest.approx(0.2)
-    assert theory.least_loss(0.3, 0.4) == 0.0
+    assert theory.min_distance(0.3, 0.1) == pytest.approx(0.2)
+    assert theory.min_distance(0.3, 0.4) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -93,13 +93,13 @@ def test_nothing_lies_below_yins_line(seed: int) -> None:
     for accept in (torch.rand(6, generator=generator, dtype=torch.float64), (p / q).clamp(max=1.0)):
         rejected = 1.0 - float((q * accept).sum())
         written = q * accept + rejected * residual
-        assert theory.total_variation(p, written) >= theory.least_loss(distance, rejected) - 1e-12
+        assert theory.total_variation(p, written) >= theory.min_distance(distance, rejected) - 1e-12
     best = (p - q).clamp(min=0.0) / distance
     assert theory.total_variation(p, q * accept + rejected * best) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_pass_moves_bytes_or_computes() -> None:
-    batch = theory.Batch(weight_bytes=2e9, kv_bytes=1e6, weights=1e9, bandwidth=1e12, flops=1e14)
+    batch = theory.BatchCost(weight_bytes=2e9, kv_bytes=1e6, weights=1e9, bandwidth=1e12, flops=1e14)
     assert batch.pass_seconds(1, 1) == pytest.approx(2.001e-3)
     assert batch.free_rows == pytest.approx(100.0)
     assert batch.pass_seconds(100, 10) == pytest.approx(2e-2)

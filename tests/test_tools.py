@@ -17,15 +17,26 @@ from splits import check_every_split
 
 from outpace.core.errors import UserError
 from outpace.grammar.compiler import Grammars
-from outpace.grammar.structure import Structure, read
+from outpace.grammar.structure import Structure, read_structure
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools import families, offered
-from outpace.tools.calls import CallParser
-from outpace.tools.families import HERMES, JSON, LLAMA, MISTRAL, Family, family_of
-from outpace.tools.forced import structure_of, thought_rules
-from outpace.tools.offered import Choice, Tool, read_choice, read_tools, takes_tools, with_tool_prompt
-from outpace.tools.pieces import CallArguments, CallBegin, Delta, Text, merged
-from outpace.tools.reasoning import ReasoningParser, Thought, begins_open, has_thoughts, thought_tokens
+from outpace.tools import definitions
+from outpace.tools.call_grammar import structure_of, thought_rules
+from outpace.tools.calls import CallArguments, CallBegin, CallParser, Delta, TextDelta, merge_deltas
+from outpace.tools.definitions import (
+    HERMES,
+    JSON,
+    LLAMA,
+    MISTRAL,
+    CallFormat,
+    Tool,
+    ToolChoice,
+    call_format_of,
+    read_choice,
+    read_tools,
+    takes_tools,
+    with_tool_prompt,
+)
+from outpace.tools.reasoning import ReasoningParser, ThoughtDelta, begins_open, has_thoughts, thought_tokens
 
 WEATHER = {
     "type": "function",
@@ -42,13 +53,13 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = read_tools([WEATHER, CLOCK])
 CITY = '{"city": "Z\\"}ü"}'
-TRANSCRIPTS: list[tuple[Family, str, list[Delta]]] = [
+TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     (HERMES, "", []),
-    (HERMES, " Hello <b>you</b> <tool", [Text(" Hello <b>you</b> <tool")]),
+    (HERMES, " Hello <b>you</b> <tool", [TextDelta(" Hello <b>you</b> <tool")]),
     (
         HERMES,
         f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>',
-        [Text("Let me see."), CallBegin(0, "weather"), CallArguments(0, CITY)],
+        [TextDelta("Let me see."), CallBegin(0, "weather"), CallArguments(0, CITY)],
     ),
     (
         HERMES,
@@ -56,16 +67,16 @@ TRANSCRIPTS: list[tuple[Family, str, list[Delta]]] = [
         '<tool_call>\n{"name":"clock"}\n</tool_call>\nDone.',
         [
             *(CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')),
-            *(CallBegin(1, "clock"), CallArguments(1, "{}"), Text("\nDone.")),
+            *(CallBegin(1, "clock"), CallArguments(1, "{}"), TextDelta("\nDone.")),
         ],
     ),
     (
         HERMES,
         '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>',
-        [Text('<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>')],
+        [TextDelta('<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>')],
     ),
-    (HERMES, "<tool_call>\nno json</tool_call>", [Text("<tool_call>\nno json</tool_call>")]),
-    (HERMES, '<tool_call>\n{"arguments": [}]', [Text('<tool_call>\n{"arguments": [}]')]),
+    (HERMES, "<tool_call>\nno json</tool_call>", [TextDelta("<tool_call>\nno json</tool_call>")]),
+    (HERMES, '<tool_call>\n{"arguments": [}]', [TextDelta('<tool_call>\n{"arguments": [}]')]),
     (
         HERMES,
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Par',
@@ -74,7 +85,13 @@ TRANSCRIPTS: list[tuple[Family, str, list[Delta]]] = [
     (
         HERMES,
         '<tool_call>\n{"name": "clock", "arguments": {}} oops <tool_call>{"name": "clock"}</tool_call>',
-        [CallBegin(0, "clock"), CallArguments(0, "{}"), Text(" oops"), CallBegin(1, "clock"), CallArguments(1, "{}")],
+        [
+            CallBegin(0, "clock"),
+            CallArguments(0, "{}"),
+            TextDelta(" oops"),
+            CallBegin(1, "clock"),
+            CallArguments(1, "{}"),
+        ],
     ),
     (
         LLAMA,
@@ -89,15 +106,15 @@ TRANSCRIPTS: list[tuple[Family, str, list[Delta]]] = [
             *(CallBegin(1, "clock"), CallArguments(1, '{"a": [1, {"b": "]"}]}')),
         ],
     ),
-    (LLAMA, "<|python_tags", [Text("<|python_tags")]),
-    (LLAMA, "Hello {you}", [Text("Hello {you}")]),
-    (LLAMA, '  {"name": "Ann", "age": 3}', [Text('  {"name": "Ann", "age": 3}')]),
+    (LLAMA, "<|python_tags", [TextDelta("<|python_tags")]),
+    (LLAMA, "Hello {you}", [TextDelta("Hello {you}")]),
+    (LLAMA, '  {"name": "Ann", "age": 3}', [TextDelta('  {"name": "Ann", "age": 3}')]),
     (
         MISTRAL,
         'So: [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "A"}}, '
         '{"name": "clock", "arguments": "{\\"x\\": 1}"}]',
         [
-            *(Text("So:"), CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')),
+            *(TextDelta("So:"), CallBegin(0, "weather"), CallArguments(0, '{"city": "A"}')),
             *(CallBegin(1, "clock"), CallArguments(1, '{"x": 1}')),
         ],
     ),
@@ -107,27 +124,27 @@ TRANSCRIPTS: list[tuple[Family, str, list[Delta]]] = [
         [CallBegin(0, "clock"), CallArguments(0, "{}")],
     ),
     (JSON, '[{"name": "clock", "arguments": {}}]\n', [CallBegin(0, "clock"), CallArguments(0, "{}")]),
-    (JSON, "[1, 2]", [Text("[1, 2]")]),
-    (JSON, '{"name": 3}', [Text('{"name": 3}')]),
-    (JSON, '{"name"', [Text('{"name"')]),
+    (JSON, "[1, 2]", [TextDelta("[1, 2]")]),
+    (JSON, '{"name": 3}', [TextDelta('{"name": 3}')]),
+    (JSON, '{"name"', [TextDelta('{"name"')]),
 ]
 
 
-def parsed(family: Family, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOLS) -> list[Delta]:
+def parsed(family: CallFormat, chunks: Iterable[str], tools: tuple[Tool, ...] = TOOLS) -> list[Delta]:
     parser = CallParser(family, tools)
     told = [delta for chunk in chunks for delta in parser.push(chunk)]
     told += parser.finish()
     assert parser.count == sum(isinstance(delta, CallBegin) for delta in told)
-    return merged(told)
+    return merge_deltas(told)
 
 
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("family", "text", "expected"), TRANSCRIPTS)
 def test_every_split_of_a_transcript_gives_the_same_deltas(
-    family: Family, text: str, expected: list[Delta], every: int
+    family: CallFormat, text: str, expected: list[Delta], every: int
 ) -> None:
     assert parsed(family, [text]) == expected
-    assert check_every_split(lambda: CallParser(family, TOOLS), text, merged, every) == expected
+    assert check_every_split(lambda: CallParser(family, TOOLS), text, merge_deltas, every) == expected
 
 
 PARTS = [
@@ -162,7 +179,7 @@ PARTS += [
     st.lists(st.integers(0, 200), max_size=5),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_text_in_any_chunks_gives_the_same_deltas(family: Family, parts: list[str], cuts: list[int]) -> None:
+def test_any_text_in_any_chunks_gives_the_same_deltas(family: CallFormat, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     chunks = [text[start:end] for start, end in itertools.pairwise(bounds)]
@@ -186,17 +203,17 @@ def thoughts(chunks: Iterable[str], is_open: bool = False) -> list[tuple[str, st
 @pytest.mark.parametrize(
     ("text", "is_open", "expected"),
     [
-        ("Hello", False, [("Text", "Hello")]),
-        ("<think>\nso\n</think>\n\nHello <think>", False, [("Thought", "so\n"), ("Text", "Hello <think>")]),
-        ("so</think>Hello", True, [("Thought", "so"), ("Text", "Hello")]),
-        ("so </thin", True, [("Thought", "so </thin")]),
-        (" <thin", False, [("Text", "<thin")]),
+        ("Hello", False, [("TextDelta", "Hello")]),
+        ("<think>\nso\n</think>\n\nHello <think>", False, [("ThoughtDelta", "so\n"), ("TextDelta", "Hello <think>")]),
+        ("so</think>Hello", True, [("ThoughtDelta", "so"), ("TextDelta", "Hello")]),
+        ("so </thin", True, [("ThoughtDelta", "so </thin")]),
+        (" <thin", False, [("TextDelta", "<thin")]),
     ],
 )
 def test_thoughts_are_told_apart_however_the_text_is_split(text: str, is_open: bool, expected: Any) -> None:
     for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         assert thoughts((text[:first], text[first:second], text[second:]), is_open) == expected
-    assert isinstance(ReasoningParser(True).push("a")[0], Thought)
+    assert isinstance(ReasoningParser(True).push("a")[0], ThoughtDelta)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +230,7 @@ def templated(folder: Path, where: Path, template: str) -> Tokenizer:
     return Tokenizer.from_folder(where)
 
 
-def answers(tokenizer: Tokenizer, family: Family, choice: Choice, text: str, **options: Any) -> bool:
+def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: str, **options: Any) -> bool:
     """Whether a text is one whole answer under the structure."""
     structure = structure_of(tokenizer, family, TOOLS, choice, **options)
     assert structure is not None
@@ -249,17 +266,17 @@ CALL = '{"name": "weather", "arguments": {"city": "A"}}'
     ],
 )
 def test_calls_are_forced_and_begun_freely(
-    family: Family, kind: str, parallel: bool, good: str, bad: str, folder: Path
+    family: CallFormat, kind: str, parallel: bool, good: str, bad: str, folder: Path
 ) -> None:
     tokenizer = Tokenizer.from_folder(folder)
-    assert answers(tokenizer, family, Choice(kind), good, parallel=parallel)
+    assert answers(tokenizer, family, ToolChoice(kind), good, parallel=parallel)
     if (family, kind) != (MISTRAL, "auto"):  # whose mark is plain text in this vocabulary, so free text too
-        assert not answers(tokenizer, family, Choice(kind), bad, parallel=parallel)
+        assert not answers(tokenizer, family, ToolChoice(kind), bad, parallel=parallel)
     for is_open in (False, True):
         thought, begins = thought_rules(tokenizer, is_open), "" if is_open else "<think>"
         text = f"{begins}a < b</think>\n{good}"
-        assert answers(tokenizer, family, Choice(kind), text, parallel=parallel, thought=thought)
-        assert not answers(tokenizer, family, Choice(kind), f"{begins}a < b", parallel=parallel, thought=thought)
+        assert answers(tokenizer, family, ToolChoice(kind), text, parallel=parallel, thought=thought)
+        assert not answers(tokenizer, family, ToolChoice(kind), f"{begins}a < b", parallel=parallel, thought=thought)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +290,7 @@ def test_calls_are_forced_and_begun_freely(
 )
 def test_a_form_may_stand_behind_a_thought(asked: dict[str, Any], good: str, bad: str, folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
-    form = read(None, asked)
+    form = read_structure(None, asked)
     assert form is not None
     for is_open, begins in ((False, "<think>"), (True, "")):
         structure = replace(form, thought=thought_rules(tokenizer, is_open))
@@ -301,10 +318,10 @@ def test_tokens_of_a_thought_are_counted(pieces: list[str], is_open: bool, count
 def test_a_named_tool_is_the_only_one(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     clock = '{"name": "clock", "arguments": {}}'
-    assert answers(tokenizer, JSON, Choice("named", "clock"), clock)
-    assert not answers(tokenizer, JSON, Choice("named", "weather"), clock)
-    assert structure_of(tokenizer, JSON, TOOLS, Choice("none")) is None
-    assert structure_of(tokenizer, JSON, (), Choice("auto")) is None
+    assert answers(tokenizer, JSON, ToolChoice("named", "clock"), clock)
+    assert not answers(tokenizer, JSON, ToolChoice("named", "weather"), clock)
+    assert structure_of(tokenizer, JSON, TOOLS, ToolChoice("none")) is None
+    assert structure_of(tokenizer, JSON, (), ToolChoice("auto")) is None
 
 
 def test_parameters_that_cannot_be_enforced_are_refused_by_name(folder: Path) -> None:
@@ -312,7 +329,7 @@ def test_parameters_that_cannot_be_enforced_are_refused_by_name(folder: Path) ->
         [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}]
     )
     with pytest.raises(UserError, match=r"parameters of tool f: .*'not'"):
-        structure_of(Tokenizer.from_folder(folder), HERMES, bad, Choice("auto"))
+        structure_of(Tokenizer.from_folder(folder), HERMES, bad, ToolChoice("auto"))
 
 
 def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> None:
@@ -326,7 +343,7 @@ def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> 
         (tmp_path / str(number)).mkdir()
         tokenizer = templated(folder, tmp_path / str(number), template)
         assert takes_tools(tokenizer) is expected
-        assert family_of(tokenizer) is (HERMES if expected else JSON)
+        assert call_format_of(tokenizer) is (HERMES if expected else JSON)
         tokenizer.close()
     assert not has_thoughts(tokenizer)
     assert begins_open("<|im_start|>assistant\n<think>\n")
@@ -335,9 +352,9 @@ def test_templates_say_whether_they_take_tools(folder: Path, tmp_path: Path) -> 
 
 def test_families_are_told_by_the_vocabulary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer.from_folder(folder)
-    for token, family in ((families.PYTHON_TAG, LLAMA), (MISTRAL.start, MISTRAL)):
+    for token, family in ((definitions.PYTHON_TAG, LLAMA), (MISTRAL.start, MISTRAL)):
         monkeypatch.setattr(tokenizer, "id_of", lambda name, known=token: 5 if name == known else None)
-        assert family_of(tokenizer) is family
+        assert call_format_of(tokenizer) is family
         assert family.keeps_special
 
 
@@ -373,11 +390,11 @@ def test_what_is_no_tool_is_refused(tools: Any, words: str) -> None:
 
 def test_choices_are_read() -> None:
     assert read_tools(None) == ()
-    assert read_choice(None, ()) == Choice("none")
-    assert read_choice(None, TOOLS) == read_choice("auto", TOOLS) == Choice("auto")
-    assert read_choice("auto", ()) == Choice("none")
-    assert read_choice({"type": "function", "function": {"name": "clock"}}, TOOLS) == Choice("named", "clock")
-    assert read_choice({"type": "function", "name": "clock"}, TOOLS) == Choice("named", "clock")
+    assert read_choice(None, ()) == ToolChoice("none")
+    assert read_choice(None, TOOLS) == read_choice("auto", TOOLS) == ToolChoice("auto")
+    assert read_choice("auto", ()) == ToolChoice("none")
+    assert read_choice({"type": "function", "function": {"name": "clock"}}, TOOLS) == ToolChoice("named", "clock")
+    assert read_choice({"type": "function", "name": "clock"}, TOOLS) == ToolChoice("named", "clock")
     for wrong, tools in (
         ("maybe", TOOLS),
         ("required", ()),
@@ -386,4 +403,4 @@ def test_choices_are_read() -> None:
     ):
         with pytest.raises(UserError, match="tool_choice"):
             read_choice(wrong, tools)
-    assert json.loads(json.dumps(offered.tool_prompt(TOOLS, JSON)))
+    assert json.loads(json.dumps(definitions.tool_prompt(TOOLS, JSON)))

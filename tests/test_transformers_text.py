@@ -20,8 +20,7 @@ from turns import in_turn
 import outpace
 from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.models.hf.model import TransformersModel
 from outpace.models.hf.tokenizer import OtherTokenizer, wrap
 from outpace.models.llama.torch.runtime import Llama
@@ -149,7 +148,7 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match=r"unknown runtime 'lama', allowed are .*did you mean 'llama'"):
         load_model(gpt2, runtime="lama")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=re.escape(f"runs it; it needs `{install('transformers')}`")):
+    with pytest.raises(UserError, match=re.escape(f"runs it; it needs `{install_command('transformers')}`")):
         load_model(gpt2)
 
 

@@ -17,8 +17,8 @@ from turns import in_turn
 
 import outpace
 from outpace.api.params import SamplingParams
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import translated
@@ -126,7 +126,7 @@ def test_words_of_two_kinds_of_tokenizer_are_compared_by_their_bytes() -> None:
 
 def test_a_pair_without_common_tokens_is_refused(folders: dict[str, Path]) -> None:
     model = load_model(folders["target"], dtype="float32")
-    given = Given(model.model, model.model, Words("x"), Words("y"))
+    given = BuildContext(model.model, model.model, Words("x"), Words("y"))
     with pytest.raises(UserError, match="no token in common"):
         translated.build(translated.Options(), given=given)
     with pytest.raises(UserError, match="needs a draft model"):
@@ -223,7 +223,7 @@ def test_by_text_tokens_are_offered_that_only_the_target_has(folders: dict[str, 
     target, tokenizer = load_model(folders["target"], dtype="float32"), train_tokenizer(tmp_path / "letters", ["a"])
     said = "hello world 12 "
     draft = Counted(max(tokenizer.words) + 1, [tokenizer.continuation(said * 4)])
-    given = Given(draft, target.model, tokenizer, target.tokenizer)
+    given = BuildContext(draft, target.model, tokenizer, target.tokenizer)
     drafter = translated.build(translated.Options(by="text"), given=given)
     text = target.tokenizer.continuation(said)
     request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)
@@ -241,7 +241,7 @@ def test_by_text_tokens_are_offered_that_only_the_target_has(folders: dict[str, 
 
 def test_by_text_a_pair_needs_no_common_token_and_by_tokens_it_is_told_so(trained: tuple[Loaded, Loaded, str]) -> None:
     target, draft, _ = trained
-    given = Given(draft.model, target.model, Words("y"), Words("x"))
+    given = BuildContext(draft.model, target.model, Words("y"), Words("x"))
     assert isinstance(translated.build(translated.Options(by="text"), given=given), translated.ByText)
     with pytest.raises(UserError, match=r"it may by text \(--by text\)"):
         translated.build(translated.Options(), given=given)
@@ -253,7 +253,7 @@ def test_by_text_the_end_of_an_answer_is_not_drafted(trained: tuple[Loaded, Load
     target, draft, _ = trained
     (end,) = draft.tokenizer.special_ids
     silent = Counted(draft.model.vocab_size, [[end] * 50])
-    given = Given(silent, target.model, draft.tokenizer, target.tokenizer)
+    given = BuildContext(silent, target.model, draft.tokenizer, target.tokenizer)
     drafter = translated.build(translated.Options(by="text"), given=given)
     request = Request((5, 6), find_rule("auto", outpace.SamplingParams().sampling), 30)
     state, tree = drafter.open(request), TokenTree(6)
@@ -266,7 +266,7 @@ def test_a_character_that_is_not_whole_is_waited_for(folders: dict[str, Path], t
     tokenizer = train_tokenizer(tmp_path / "bytes", ["a"])
     cut = tokenizer.continuation("\u00e9" * 20)
     assert len(cut) == 40
-    given = Given(Counted(max(tokenizer.words) + 1, [cut]), target.model, tokenizer, target.tokenizer)
+    given = BuildContext(Counted(max(tokenizer.words) + 1, [cut]), target.model, tokenizer, target.tokenizer)
     drafter = translated.build(translated.Options(by="text"), given=given)
     text = target.tokenizer.continuation("\u00e9\u00e9")
     request = Request(tuple(text), find_rule("auto", outpace.SamplingParams().sampling), 30)

@@ -23,7 +23,7 @@ from outpace.core.tree import (
     tree_mask,
 )
 from outpace.core.types import Verdict
-from outpace.rules.base import follow
+from outpace.rules.base import follow_picks
 
 RULES = ("greedy", "gumbel", "match")
 SEEDS = range(60)
@@ -203,17 +203,17 @@ def test_walk_equals_the_naive_one_with_late_children(rule: str, seed: int) -> N
     for rows in range(1, len(tree) + 1):  # the other nodes are late
         picks = [chance.choice([tree.tokens[n] for n in tree.children(node)] or [0]) for node in range(rows)]
         verdict = make_rule(rule).walk(tree, picks)
-        assert verdict == follow(tree, picks) == naive_walk(tree, picks)
+        assert verdict == follow_picks(tree, picks) == naive_walk(tree, picks)
         assert (verdict.next_token is None) == (verdict.path[-1] >= rows)
         assert all(node < rows for node in verdict.path[:-1])
 
 
 def test_late_child_ends_the_path() -> None:
     tree = chain([1, 2, 3, 4])
-    assert follow(tree, [2, 3, 4, 9]) == Verdict([0, 1, 2, 3], 9)
-    assert follow(tree, [2, 3]) == Verdict([0, 1, 2], None)
-    assert follow(tree, [2, 7]) == Verdict([0, 1], 7)
-    assert follow(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
+    assert follow_picks(tree, [2, 3, 4, 9]) == Verdict([0, 1, 2, 3], 9)
+    assert follow_picks(tree, [2, 3]) == Verdict([0, 1, 2], None)
+    assert follow_picks(tree, [2, 7]) == Verdict([0, 1], 7)
+    assert follow_picks(tree, [2]) == Verdict([0, 1], None), "a late node has no row, so its own children wait"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -14,7 +14,7 @@ from test_draft_steps import Pair, as_on_a_device, drafter_of, exact, request_of
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.thread import ThreadWorker
-from outpace.core.steps import MOST_WALKED, Moved
+from outpace.core.multi_step import MAX_UPDATE_TOKENS, RootUpdate
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
@@ -42,17 +42,17 @@ class Told(Pair):
         def told(*given: Any) -> Any:
             if self._forward >= 0:  # not while the graph is captured
                 for number, walk in self.due.pop(self._forward, []):
-                    self.drafters[1].hear(self.states[1][number], *walk)
+                    self.drafters[1].on_root_moved(self.states[1][number], *walk)
                 self._forward += 1
             return forward(*given)
 
         def counted(key: Any) -> None:
             self._forward = 0 if key[0] == "steps" else -1
             for number, walk in self.due.pop(BEFORE, []) if key[0] == "steps" else ():
-                self.drafters[1].hear(self.states[1][number], *walk)
+                self.drafters[1].on_root_moved(self.states[1][number], *walk)
             replay(key)
             for number, walk in self.due.pop(AFTER, []) if key[0] == "steps" else ():
-                self.drafters[1].hear(self.states[1][number], *walk)
+                self.drafters[1].on_root_moved(self.states[1][number], *walk)
             self._forward = -1
 
         model._step_forward, model.captures.replay = told, counted  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ def test_two_walks_between_two_steps_count_together() -> None:
 def test_more_tokens_than_steps_are_told_of_are_read_afterwards() -> None:
     told = told_of()
     walks = [walk_of(told, "below the root")]
-    for token in range(7, 7 + MOST_WALKED):
+    for token in range(7, 7 + MAX_UPDATE_TOKENS):
         walks.append(told.walk(0, 0, token, walks[-1]))
     told.due = {1: [(0, walk) for walk in walks]}
     told.grow([0])
@@ -231,7 +231,7 @@ def test_what_is_said_before_the_steps_are_under_way_waits_for_them() -> None:
     told = told_of()
     first = walk_of(told, "below a node")
     second = told.walk(0, 0, 9, first)
-    told.drafters[1].hear(told.states[1][0], *first)
+    told.drafters[1].on_root_moved(told.states[1][0], *first)
     told.due = {1: [(0, second)]}
     told.grow([0])
     for walk in (first, second):
@@ -244,7 +244,7 @@ def test_what_is_said_before_the_steps_are_under_way_waits_for_them() -> None:
 def test_what_was_observed_is_not_said_again() -> None:
     told = told_of()
     walk = walk_of(told, "below a node")
-    told.drafters[1].hear(told.states[1][0], *walk)
+    told.drafters[1].on_root_moved(told.states[1][0], *walk)
     told.correct(0, walk)
     assert not told.states[1][0].ahead.heard
     for _ in range(STEPS):
@@ -310,11 +310,11 @@ def test_what_is_read_while_it_is_written_is_passed_over() -> None:
     columns = [torch.zeros(1, 3, dtype=torch.int64) for _ in range(2)]
     nothing = Columns(columns[0], torch.zeros(1, 3, 4, dtype=torch.int64), columns[1] - 1, columns[0].double())
     assert not course.goal(nothing).is_told
-    box.write(0, Moved(7, -0.5, (3, 200)))
+    box.write(0, RootUpdate(7, -0.5, (3, 200)))
     whole = box._host.clone()
     goal = course.goal(nothing)
     assert (goal.is_told.item(), goal.slot.item(), goal.score.item(), goal.token.item()) == (True, 7, -0.5, 3)
-    box.write(0, Moved(8, -1.5, (4,)))
+    box.write(0, RootUpdate(8, -1.5, (4,)))
     after = box._host.clone()
     for column in range(after.shape[1]):
         if whole[0, column] != after[0, column]:
@@ -346,10 +346,10 @@ def test_a_worker_in_a_thread_turns_its_steps(monkeypatch: pytest.MonkeyPatch) -
 
     model._step_forward, model.captures.replay = waiting, counted  # type: ignore[method-assign]
     drafter: model_drafter.ModelDrafter = drafter_of(model, STEPS, floor=0.0)
-    turned: list[Moved] = []
+    turned: list[RootUpdate] = []
     write = Box.write
 
-    def noted(box: Box, text: int, moved: Moved) -> None:
+    def noted(box: Box, text: int, moved: RootUpdate) -> None:
         turned.append(moved)
         write(box, text, moved)
 
@@ -366,4 +366,4 @@ def test_a_worker_in_a_thread_turns_its_steps(monkeypatch: pytest.MonkeyPatch) -
         sent.set()
         worker.close()
     assert worker.failure is None
-    assert turned == [Moved(0, 0.0, (9,))]
+    assert turned == [RootUpdate(0, 0.0, (9,))]

@@ -12,17 +12,17 @@ from doubles import QuickToy, make_request
 from torch.overrides import TorchFunctionMode
 
 from outpace.core import noise
-from outpace.core.arrays import uploaded
-from outpace.core.logits import Held
+from outpace.core.arrays import to_device
+from outpace.core.logits import SparseLogits
 from outpace.core.logprobs import token_logprobs
-from outpace.core.sampling import Sampling, filtered
+from outpace.core.sampling import Sampling, filter_logits
 from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 from outpace.rules import greedy, gumbel, match
-from outpace.rules.base import best_rows, reduce_rows
+from outpace.rules.base import reduce_rows, top_k_rows
 
 READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 COPIES = {"tensor", "as_tensor", "new_tensor"}  # from memory that is not pinned: they wait too
@@ -80,7 +80,7 @@ def test_the_host_waits_once_for_a_batch(module: Any, samplings: list[Sampling])
     assert len(picks) == len(rows)
     assert waits.count == 1, waits.seen
     with Waits() as waits:
-        offers = best_rows(Held(given, None, given.shape[1]), rows, 8)
+        offers = top_k_rows(SparseLogits(given, None, given.shape[1]), rows, 8)
     assert [len(tokens) for tokens, _ in offers] == [8] * len(rows)
     assert waits.count == 1, waits.seen
 
@@ -95,9 +95,9 @@ def test_a_second_wait_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offers_of_many_rows_are_those_of_each(module: Any) -> None:
     rows = rows_of(module.build(module.Options()), SAMPLED)
     given = scores(len(rows))
-    together = best_rows(Held(given, None, given.shape[1]), rows, 8)
+    together = top_k_rows(SparseLogits(given, None, given.shape[1]), rows, 8)
     for number, (row, (tokens, values)) in enumerate(zip(rows, together, strict=True)):
-        ((alone, its),) = best_rows(Held(given[number : number + 1], None, given.shape[1]), [row], 8)
+        ((alone, its),) = top_k_rows(SparseLogits(given[number : number + 1], None, given.shape[1]), [row], 8)
         assert tokens == alone
         assert values == pytest.approx(its, abs=1e-5)
 
@@ -169,16 +169,16 @@ def test_a_fault_in_one_requests_log_probabilities_ends_it_alone(monkeypatch: py
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
 def test_filters_that_ask_nobody_leave_the_same_tokens(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     given = scores(6).float()
-    asked_nobody = filtered(given, [sampling] * 6)
+    asked_nobody = filter_logits(given, [sampling] * 6)
     monkeypatch.setattr("outpace.core.sampling._NUCLEUS", 64)
-    assert torch.equal(filtered(given, [sampling] * 6), asked_nobody)
+    assert torch.equal(filter_logits(given, [sampling] * 6), asked_nobody)
 
 
 def test_what_is_uploaded_is_what_was_given() -> None:
     import numpy as np
 
-    found = uploaded([[1, -2], [3, 4]], np.int32, "cpu")
+    found = to_device([[1, -2], [3, 4]], np.int32, "cpu")
     assert (found.dtype, found.tolist()) == (torch.int32, [[1, -2], [3, 4]])
     assert noise.exponential([], 5).shape == (0, 5)
-    empty = uploaded([], np.int64, torch.device("cpu"))
+    empty = to_device([], np.int64, torch.device("cpu"))
     assert (empty.dtype, len(empty)) == (torch.int64, 0)

@@ -33,7 +33,7 @@ from outpace.card.cache import CandidateCache, Correction
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.process import ProcessWorker
 from outpace.card.thread import ThreadWorker
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives
 from outpace.engine.engine import EngineOptions
 from outpace.models.base import Part
 
@@ -56,7 +56,7 @@ class Watched(InlineWorker):
         self.met["gave up"] += cache.is_given_up
         self.met["in vain"] += not cache.has(layers, depth)
 
-    def order(self, key: int, orders: Orders) -> None:
+    def order(self, key: int, orders: DraftDirectives) -> None:
         self.met["rests"] += orders.layers == 0
         self.met["a few layers"] += bool(orders.layers)
         super().order(key, orders)
@@ -187,7 +187,7 @@ class Leaves(QuickToy):
         super().__init__(*sizes)
         self.passes: Counter[int] = Counter()
 
-    def share_cores(self, most: int | None = None, leave: int = 0) -> None:
+    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         self.left = leave
 
     def score(self, forest: Sequence[Part]) -> Any:
@@ -211,12 +211,12 @@ def test_a_drafter_that_was_told_to_rest_counts_as_resting_at_once() -> None:
     worker = ThreadWorker(make_drafter("model", TARGETS[0]))
     try:
         worker.open(0, make_request((1, 2, 3)), CandidateCache(3))
-        worker.order(0, Orders(layers=0))
+        worker.order(0, DraftDirectives(layers=0))
         assert not worker.is_working
         worker.correct(0, Correction([0], [5], -1, False))
         assert not worker.is_working, "it reads where the text went, and does not draft"
         worker.open(1, make_request((4, 5)), CandidateCache(5))
-        worker.order(1, Orders(layers=0))
+        worker.order(1, DraftDirectives(layers=0))
         worker.forget(0)
         assert not worker.is_working
     finally:

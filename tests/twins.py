@@ -19,9 +19,9 @@ from outpace.api.text import StopStrings, TextAssembler
 from outpace.card.inline import InlineWorker
 from outpace.card.thread import ThreadWorker
 from outpace.core import registry
-from outpace.core.banned_text import TokenTexts
+from outpace.core.constraints import TokenTexts
 from outpace.core.noise import exponential, row_key, uniform
-from outpace.core.stats import Step
+from outpace.core.stats import RoundStats
 from outpace.core.types import Request
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -53,7 +53,7 @@ class Written(NamedTuple):
     reason: str | None
     logprobs: list[Any]
     prompt_logprobs: list[Any]
-    steps: list[Step]
+    steps: list[RoundStats]
 
 
 class LetterStream:

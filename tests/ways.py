@@ -15,7 +15,7 @@ from doubles import QuickToy, make_request
 from twins import TEXTS, processed_slowly
 
 from outpace.core import noise
-from outpace.core.chance import Chance, Key
+from outpace.core.distribution import DecisionKey, RandomSource
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments
 from outpace.rules.rejection import Rejection
@@ -48,17 +48,17 @@ class Way(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Prescribed(Chance):
+class Prescribed(RandomSource):
     """Every uniform number is written in a table: by request, node and purpose; one half where it does not matter."""
 
     def __init__(self, table: Sequence[dict[tuple[int, int], float]]) -> None:
         self.table = table
 
-    def number(self, key: Key) -> float:
+    def number(self, key: DecisionKey) -> float:
         return self.table[key.seed].get((key.node_id, key.purpose), 0.5)
 
 
-def by_chance(chance: Chance) -> Rejection:
+def by_chance(chance: RandomSource) -> Rejection:
     """The rule with something else to decide for it."""
     rule = Rejection()
     rule.chance = chance

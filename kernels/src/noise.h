@@ -1,4 +1,4 @@
-// Who wins where scores race with keyed noise: the numbers of outpace/core/noise.py and outpace/rules/_race.py.
+// Who wins where scores race with keyed noise: the numbers of outpace/core/noise.py and outpace/rules/_ranking.py.
 #pragma once
 
 #include <cmath>

@@ -8,7 +8,7 @@
 namespace outpace {
 namespace {
 
-// The same numbers as in outpace/planning/planner.py, _row_times.py, drafters/model.py and core/steps.py.
+// The same numbers as in outpace/planning/planner.py, _row_times.py, drafters/model.py and core/multi_step.py.
 constexpr double kLittle = 0.5, kHope = 0.4;
 constexpr int kBeam = 4;
 constexpr int kUnknown = 2;

@@ -143,7 +143,7 @@ class LLM(AbstractContextManager["LLM"]):
         profile: bool = True,
         **more: Any,
     ) -> None:
-        parts = Parts(method, drafter, rule, worker, arrays.plain(draft_threads))
+        parts = Parts(method, drafter, rule, worker, arrays.to_python(draft_threads))
         check_names(parts)
         target, changes = parse_kwargs(target, more, LLM.__init__)
         self.target, self.draft = load_pair(
@@ -161,11 +161,11 @@ class LLM(AbstractContextManager["LLM"]):
         self.grammars = Grammars(self.tokenizer)
         self._profile = Profile(subject(self.target, self.draft)) if method == "auto" and profile else None
         sizes = {"nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse, "burst": BURST}
-        self._build(parts, {name: arrays.plain(value) for name, value in sizes.items()}, more)
+        self._build(parts, {name: arrays.to_python(value) for name, value in sizes.items()}, more)
 
     def _build(self, parts: Parts, sizes: Mapping[str, Any], more: Mapping[str, Any]) -> None:
         """The engine; a wrong option is told before a thread starts."""
-        options = {name: arrays.plain(value) for name, value in more.items()}
+        options = {name: arrays.to_python(value) for name, value in more.items()}
         tuned = self._profile.method if self._profile else None
         is_open = parts.method == "auto"
         self.method = choose_method(self.target, self.draft, parts.rule, tuned) if is_open else parts.method
@@ -284,7 +284,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _stream(self, prompt: Prompt, params: SamplingParams, choice: int, plain: bool, drafter: str | None) -> Stream:
         if params.n > 1:
             raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
-        choice = arrays.plain(choice)
+        choice = arrays.to_python(choice)
         check_whole("choice", choice, 0)
         return self._start(prompt, params, choice, plain, drafter)
 

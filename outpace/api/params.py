@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outpace.core.arrays import plain
-from outpace.core.banned_text import BannedText
+from outpace.core.arrays import to_python
+from outpace.core.constraints import BannedText
 from outpace.core.errors import UserError, check_whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions
 from outpace.grammar.structure import Structure
-from outpace.grammar.structure import read as read_structure
+from outpace.grammar.structure import read_structure as read_structure
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -185,15 +185,15 @@ def params_of(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def _plain(name: str, value: Any) -> Any:
-    return plain(value)
+    return to_python(value)
 
 
 def _top_k(name: str, value: Any) -> Any:
-    return 0 if plain(value) == -1 else plain(value)
+    return 0 if to_python(value) == -1 else to_python(value)
 
 
 def _switch(name: str, value: Any) -> bool:
-    if plain(value) not in (True, False):
+    if to_python(value) not in (True, False):
         raise UserError(f"{name} is {value!r}, it must be True or False")
     return bool(value)
 
@@ -216,10 +216,10 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    given = () if value is None else plain(value)
+    given = () if value is None else to_python(value)
     if not isinstance(given, (list, tuple, set, frozenset)):
         raise UserError(f"{name} is {value!r}, it must be a list of token ids")
-    tokens = tuple(plain(token) for token in given)
+    tokens = tuple(to_python(token) for token in given)
     for token in tokens:
         check_whole(f"a token of {name}", token, 0)
     return tokens
@@ -238,7 +238,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
     given = {} if value is None else value
     if not isinstance(given, Mapping):
         raise UserError(f"{name} is {value!r}, it must map token ids to numbers")
-    bias = {_token(name, token): plain(amount) for token, amount in given.items()}
+    bias = {_token(name, token): to_python(amount) for token, amount in given.items()}
     if len(bias) < len(given):
         raise UserError(f"{name} names a token twice, as a number and as text")
     return bias
@@ -246,7 +246,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 
 def _token(name: str, given: Any) -> int:
     """A token id; JSON writes them as strings."""
-    token = plain(given)
+    token = to_python(given)
     try:
         number = int(token)
     except (TypeError, ValueError, OverflowError):

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outpace.core.arrays import plain
+from outpace.core.arrays import to_python
 from outpace.core.errors import UserError, unknown
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages for the chat template, or token ids
@@ -65,10 +65,10 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
 
 def _items(value: Any) -> list[Any] | None:
     """What a list or an array has in it, numbers as Python's own; None for anything else."""
-    given = plain(value)
+    given = to_python(value)
     if not isinstance(given, Sequence) or isinstance(given, (str, *_BYTES)):
         return None
-    return [plain(item) for item in given]
+    return [to_python(item) for item in given]
 
 
 def _are_tokens(items: Sequence[Any]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import Piece, TextAssembler
-from outpace.core.stats import Figures, fold
+from outpace.core.stats import RunStats, summarize
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import Running
 
@@ -34,7 +34,7 @@ class Result:
     seconds: float
     time_to_first_token: float
     tokens_per_second: float
-    figures: Figures
+    figures: RunStats
     choice: int = 0
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -98,7 +98,7 @@ class Stream:
             seconds=max(history.ended - history.submitted, 0.0),
             time_to_first_token=max(history.first_token - history.submitted, 0.0),
             tokens_per_second=max(later, 0) / decoding if decoding > 0 else 0.0,
-            figures=fold(history.steps),
+            figures=summarize(history.steps),
             choice=run.request.choice,
             prompt_tokens=len(run.request.prompt),
             lossless=run.request.rule.lossless,

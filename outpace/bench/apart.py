@@ -42,7 +42,7 @@ class Apart:
 
     def close(self) -> None:
         """Ends the process."""
-        child_process.end(self._process, _GRACE_SECONDS)
+        child_process.stop(self._process, _GRACE_SECONDS)
 
     def _ask(self, question: Any) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -54,8 +54,8 @@ class Apart:
             _say(stdin, question)
             answer = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            status = child_process.end(self._process, _GRACE_SECONDS)
-            raise PeerProcessError(f"its process {child_process.ending(status)}") from None
+            status = child_process.stop(self._process, _GRACE_SECONDS)
+            raise PeerProcessError(f"its process {child_process.describe_exit(status)}") from None
         if isinstance(answer, Exception):
             raise answer
         return answer

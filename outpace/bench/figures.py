@@ -226,7 +226,7 @@ def _judged(done: Sequence[Record]) -> dict[str, Any]:
 def _by_position(done: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
     """That the i-th drafted token is accepted once those before it were: by counts where they are told, else a mean."""
     if any(record.positions for record in done):
-        all_of_them = stats.summed(record.positions for record in done)
+        all_of_them = stats.merge_positions(record.positions for record in done)
         rates, rounds = stats.rates(all_of_them), tuple(reached for reached, _ in all_of_them)
     else:
         told = [[r for r in c if r is not None] for c in itertools.zip_longest(*(r.by_position for r in done))]

@@ -18,7 +18,7 @@ def predicted(done: Sequence[Record], against: Sequence[tuple[Record, Record]]) 
     `constant_length`: if all positions had the same, as Leviathan et al. assume. `predicted_speedup`: of the former, if
     a round were its drafting and its pass and nothing else; a draft beside the target counts as free. None where an
     engine does not tell. `against`: plain decoding's answers with those to the same prompts."""
-    positions = stats.summed(record.positions for record in done)
+    positions = stats.merge_positions(record.positions for record in done)
     lengths = [sum(column) for column in zip_longest(*(record.lengths for record in done), fillvalue=0)]
     if not positions or not sum(lengths):
         return {"predicted_length": None, "constant_length": None, "predicted_speedup": None}

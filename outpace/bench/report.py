@@ -56,7 +56,7 @@ def _floor(size: int | None, device: str) -> dict[str, Any]:
     """Bytes of weights over measured bandwidth; of a CPU only."""
     if size is None or device != "cpu":
         return {"weight_bytes": size, "gigabytes_per_second": None, "floor_seconds": None}
-    rate = machine.bandwidth()
+    rate = machine.memory_bandwidth()
     return {"weight_bytes": size, "gigabytes_per_second": round(rate / 1e9, 2), "floor_seconds": round(size / rate, 6)}
 
 

@@ -19,15 +19,14 @@ from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
 from outpace.bench.table_files import texts_of
-from outpace.core.errors import UserError, check_whole
-from outpace.core.extras import install
+from outpace.core.errors import UserError, check_whole, install_command
 from outpace.core.types import Request
 from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules import greedy
 
-INSTALL = f"`{install('search')}`"
+INSTALL = f"`{install_command('search')}`"
 WINDOW = 50  # tokens of an answer that a set drafts in one forward
 LONGEST = 8  # tokens of a draft
 PROMPT_TOKENS = 256  # of each calibration prompt, its last ones

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from outpace.core.needs import Given
+from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
 from outpace.engine.build import build_drafter
 from outpace.models.base import Part
@@ -48,4 +48,4 @@ def slowed_drafter(
         os.sched_setaffinity(0, {core})
     draft = again()
     draft.model.vocab_size = vocab_size
-    return build_drafter("model", Given(SlowedModel(draft.model, seconds)), options)
+    return build_drafter("model", BuildContext(SlowedModel(draft.model, seconds)), options)

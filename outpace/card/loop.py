@@ -10,9 +10,8 @@ from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from outpace.card.cache import Candidate, CandidateLayer, Correction
+from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives
 from outpace.core.errors import UserError
-from outpace.core.needs import NOTHING
-from outpace.core.orders import FREE, Orders
 from outpace.core.tree import TokenTree, depths
 from outpace.core.types import Drafter, Observation, Request
 
@@ -36,7 +35,7 @@ class Configure(NamedTuple):
     """How a request is drafted from now on."""
 
     key: int
-    orders: Orders
+    orders: DraftDirectives
 
 
 class Pause(NamedTuple):
@@ -68,7 +67,7 @@ class DraftedRequest:
     tree: TokenTree
     published: int = 1
     idle: bool = False  # the drafter had nothing to add, or has done what was ordered; a message wakes it
-    orders: Orders = FREE
+    orders: DraftDirectives = UNRESTRICTED
     layers: int = 0  # grown since the orders came
 
     @property
@@ -80,7 +79,7 @@ class DraftedRequest:
 
 def check_concurrent(drafter: Drafter) -> None:
     """UserError for a drafter that cannot work beside the target."""
-    if drafter.needs != NOTHING:
+    if drafter.needs != NO_NEEDS:
         raise UserError(
             f"drafter {drafter.name} needs to see the target's passes, a worker beside the target does not: use it in"
             " turn, with method auto or speculative"
@@ -123,7 +122,7 @@ class DraftLoop:
         if track is not None and isinstance(message, Correct):
             path, tokens, root_id, _ = message.correction
             with suppress(Exception):  # the mail says the same: a fault comes out there, in the drafter's own thread
-                self._drafter.hear(track.state, path, tokens, root_id)
+                self._drafter.on_root_moved(track.state, path, tokens, root_id)
         self.mail.put(message)
 
     def begin_concurrent(self) -> None:
@@ -134,9 +133,9 @@ class DraftLoop:
         """The most that the drafter holds for requests whose texts have so many tokens each; any thread may ask."""
         return self._drafter.stored_bytes(lengths)
 
-    def share_cores(self, most: int) -> None:
+    def limit_threads(self, most: int) -> None:
         """The drafter's models take at most so many CPU threads in this thread."""
-        self._drafter.share_cores(most)
+        self._drafter.limit_threads(most)
 
     @property
     def has_work(self) -> bool:
@@ -206,9 +205,9 @@ class DraftLoop:
         elif message is not None:
             self._follow(self._tracks[message.key], message.correction)
 
-    def _heed(self, track: DraftedRequest, orders: Orders) -> None:
+    def _heed(self, track: DraftedRequest, orders: DraftDirectives) -> None:
         track.orders, track.layers = orders, 0
-        self._drafter.heed(track.state, orders)
+        self._drafter.configure(track.state, orders)
         track.idle = track.is_done
 
     def _follow(self, track: DraftedRequest, correction: Correction) -> None:

@@ -27,9 +27,9 @@ from outpace.card.cache import CandidateCache, CandidateLayer, Correction
 from outpace.card.loop import Close, Configure, Correct, DraftLoop, Message, Open
 from outpace.card.worker import DraftWorker
 from outpace.core import child_process
+from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.errors import UserError, check_whole
-from outpace.core.lazy import set_threads
-from outpace.core.orders import FREE, Orders
+from outpace.core.lazy import set_num_threads
 from outpace.core.types import Drafter, Request, Rule
 
 _DIE_WITH_PARENT = 1  # Linux: PR_SET_PDEATHSIG
@@ -86,7 +86,7 @@ class ChildLoop:
         try:
             start: Start = pickle.loads(self._pipe.recv_bytes())
             threading.Thread(target=self._read, name="outpace-reader", daemon=True).start()
-            set_threads(start.threads)
+            set_num_threads(start.threads)
             build: Callable[[], Drafter] = pickle.loads(start.recipe)
             loop = DraftLoop(build())
             loop.begin_concurrent()
@@ -177,7 +177,7 @@ class _Told:
     cache: CandidateCache
     tokens: list[int] = field(default_factory=list)  # committed
     child: ChildProcess | None = None
-    orders: Orders = FREE
+    orders: DraftDirectives = UNRESTRICTED
 
 
 class ProcessWorker(DraftWorker):
@@ -315,7 +315,7 @@ class ProcessWorker(DraftWorker):
     def _listen(self, child: ChildProcess) -> Failed | None:
         silent = 0.0  # counted in polls: the whole program may have been stopped meanwhile
         while not self._is_over:
-            said = child.hear(_POLL_SECONDS)
+            said = child.on_root_moved(_POLL_SECONDS)
             if isinstance(said, Failed):
                 return None if self._is_over else said
             if said is not None:
@@ -359,7 +359,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
 
     def __exit__(self, *error: object) -> None:
         self.process.terminate()
-        child_process.end(self.process, _GRACE_SECONDS)
+        child_process.stop(self.process, _GRACE_SECONDS)
         self.post(None)
         self._sender.join()
         self._pipe.close()
@@ -368,7 +368,7 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         """Sends a message as soon as the child takes it; returns at once."""
         self._outbox.put(message)
 
-    def hear(self, seconds: float) -> ChildMessage | None:
+    def on_root_moved(self, seconds: float) -> ChildMessage | None:
         """What the child says next, None where it says nothing for so long; its end is a Failed."""
         try:
             if not self._pipe.poll(seconds):
@@ -384,8 +384,8 @@ class ChildProcess(AbstractContextManager["ChildProcess"]):
         """Why a child that says nothing more has ended."""
         if self._unsent is not None:
             return Failed(self._unsent, again=False)
-        status = child_process.end(self.process, _GRACE_SECONDS)
-        return Failed(DraftProcessError(f"its process {child_process.ending(status)}"))
+        status = child_process.stop(self.process, _GRACE_SECONDS)
+        return Failed(DraftProcessError(f"its process {child_process.describe_exit(status)}"))
 
     def _send(self) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from outpace.card.cache import CandidateCache
 from outpace.card.loop import DraftLoop, Message
 from outpace.card.worker import DraftWorker
-from outpace.core.lazy import is_loaded, torch
+from outpace.core.lazy import is_torch_loaded, torch
 from outpace.core.types import Drafter
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class ThreadWorker(DraftWorker):
         self.step_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
-        before = torch.get_num_threads() if is_loaded() else 0
+        before = torch.get_num_threads() if is_torch_loaded() else 0
         self._thread.start()
         try:
             self._ready.get()
@@ -76,9 +76,9 @@ class ThreadWorker(DraftWorker):
     def _run(self) -> None:
         try:
             try:
-                if is_loaded():
+                if is_torch_loaded():
                     torch.set_num_threads(self._threads)
-                self._loop.share_cores(self._threads)
+                self._loop.limit_threads(self._threads)
             finally:
                 self._ready.put(None)
             with own_stream(self._device):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from outpace.card.cache import CandidateCache, CandidateLayer, Correction
 from outpace.card.loop import Close, Configure, Correct, Message, Open, Pause, Resume
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Request
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class DraftWorker(ABC):
         """The target moved a request's root; returns at once."""
         self._post(Correct(key, correction))
 
-    def order(self, key: int, orders: Orders) -> None:
+    def order(self, key: int, orders: DraftDirectives) -> None:
         """How a request is drafted from now on; returns at once."""
         (self._resting_keys.add if orders.layers == 0 else self._resting_keys.discard)(key)
         self._post(Configure(key, orders))

@@ -16,8 +16,7 @@ from rich.text import Text
 
 from outpace.cli import cached, display, plan, signals
 from outpace.cli.options import Json, flags
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
 
@@ -87,14 +86,14 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     from outpace.core import machine
 
     devices = ["cpu"] + [f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(torch.cuda.device_count())]
-    bandwidth = machine.bandwidth()
+    bandwidth = machine.memory_bandwidth()
     return {
         "outpace": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cores": machine.cores(),
+        "cores": machine.num_cores(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "devices": devices,
         "kernels": _kernels(),
@@ -234,6 +233,6 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _around(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = cached.rows(found["cache"])
     for name, (gives, _) in EXTRAS.items():
-        there = "installed" if found["extras"][name] else f"not installed; {install(name)}"
+        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
         rows.append((f"extra {name}", f"{there} ({gives})"))
     return rows

@@ -198,11 +198,11 @@ class ModelFlags:
         for part in self.drafter.replace(",", "+").split("+") if self.drafter is not None else ():
             registry.find("drafters", part)
         if self.threads is not None:
-            from outpace.core.lazy import set_threads
-            from outpace.core.machine import cores
+            from outpace.core.lazy import set_num_threads
+            from outpace.core.machine import num_cores
 
-            check_range("threads", self.threads, 1, cores())
-            set_threads(self.threads)
+            check_range("threads", self.threads, 1, num_cores())
+            set_num_threads(self.threads)
 
 
 def one_or_all(drafts: Sequence[str] | None) -> str | Sequence[str] | None:

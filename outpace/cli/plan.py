@@ -12,18 +12,18 @@ from rich.table import Table
 
 from outpace.core.errors import UserError, check_range, check_share, check_whole, unknown
 from outpace.core.plan import (
+    DEVICES,
     GIB,
-    MACHINES,
     MOST_NODES,
-    Gain,
-    Layout,
-    Machine,
-    Size,
+    DeviceSpec,
+    MethodGain,
+    ModelSize,
+    Placement,
     best_method,
-    gains,
-    layouts,
+    method_gains,
     most_context,
     passes,
+    placements,
 )
 
 PLAN = "Plan"
@@ -56,7 +56,7 @@ class Planning:
     draft: Annotated[str | None, typer.Option(help="Draft, named as the target is.", rich_help_panel=PLAN)] = None
     gpu: Annotated[
         str,
-        typer.Option(help=f"Device: {', '.join(MACHINES)}, or here for this machine.", rich_help_panel=PLAN),
+        typer.Option(help=f"Device: {', '.join(DEVICES)}, or here for this machine.", rich_help_panel=PLAN),
     ] = HERE
     device_memory: Annotated[
         float | None,
@@ -78,8 +78,8 @@ class Planning:
         """UserError for a value that makes no sense."""
         if self.target is None:
             raise UserError("--plan needs --target: 1B, 3B, 8B, 32B, 70B, or a model's folder, file or hub id")
-        if self.gpu not in (*MACHINES, HERE):
-            raise unknown("gpu", self.gpu, (*MACHINES, HERE))
+        if self.gpu not in (*DEVICES, HERE):
+            raise unknown("gpu", self.gpu, (*DEVICES, HERE))
         if self.dtype not in BYTES:
             raise unknown("dtype", self.dtype, BYTES)
         for name in ("device_memory", "bandwidth", "flops"):
@@ -97,7 +97,7 @@ def collect(asked: Planning) -> dict[str, Any]:
     machine = _machine(asked)
     target = _size(asked.target or "", asked)
     draft = None if asked.draft is None else _size(asked.draft, asked)
-    found = layouts(target, draft, machine, asked.context, asked.requests)
+    found = placements(target, draft, machine, asked.context, asked.requests)
     fitting = [layout for layout in found if layout.fits]
     if not fitting:
         raise _too_large(asked, target, draft, machine, found)
@@ -157,22 +157,24 @@ def _verdict(plan: dict[str, Any]) -> str:
     return said + "".join(f"; {name} {gained[name]}" for name in beside)
 
 
-def _distinct(fitting: list[Layout]) -> list[Layout]:
+def _distinct(fitting: list[Placement]) -> list[Placement]:
     """The smallest layout with the draft beside the target, and the smallest with it apart."""
-    chosen: dict[bool, Layout] = {}
+    chosen: dict[bool, Placement] = {}
     for layout in fitting:
         chosen.setdefault(layout.is_apart, layout)
     return list(chosen.values())
 
 
-def _plan(asked: Planning, target: Size, draft: Size | None, machine: Machine, layout: Layout) -> dict[str, Any]:
+def _plan(
+    asked: Planning, target: ModelSize, draft: ModelSize | None, machine: DeviceSpec, layout: Placement
+) -> dict[str, Any]:
     counts = range(1, MOST_NODES + 1)
     mine = passes(target, machine.times(layout.split), asked.context, asked.requests, counts)
     its = passes(draft, machine, asked.context, asked.requests, counts) if draft else []
     methods = (
-        gains(mine, its, asked.acceptance, asked.width, layout.is_apart)
+        method_gains(mine, its, asked.acceptance, asked.width, layout.is_apart)
         if draft
-        else [Gain("autoregressive", 0, 1.0, 1.0)]
+        else [MethodGain("autoregressive", 0, 1.0, 1.0)]
     )
     return {
         "layout": layout.name,
@@ -184,7 +186,9 @@ def _plan(asked: Planning, target: Size, draft: Size | None, machine: Machine, l
     }
 
 
-def _too_large(asked: Planning, target: Size, draft: Size | None, machine: Machine, found: list[Layout]) -> UserError:
+def _too_large(
+    asked: Planning, target: ModelSize, draft: ModelSize | None, machine: DeviceSpec, found: list[Placement]
+) -> UserError:
     last = found[-1]
     of_target = f"{target.held * target.weight_bytes / GIB:.1f} GiB of weights"
     cache = f"{asked.requests * asked.context * target.token_bytes / GIB:.1f} GiB of keys and values"
@@ -199,7 +203,7 @@ def _too_large(asked: Planning, target: Size, draft: Size | None, machine: Machi
     )
 
 
-def _size(name: str, asked: Planning) -> Size:
+def _size(name: str, asked: Planning) -> ModelSize:
     from outpace.models.llama.config.footprint import NAMED, size_of
 
     config = NAMED.get(name.upper())
@@ -222,15 +226,15 @@ def _read(name: str) -> Any:
         raise UserError(f"{error}; or name one of the shapes {', '.join(NAMED)}") from None
 
 
-def _machine(asked: Planning) -> Machine:
-    known = MACHINES.get(asked.gpu) or _here(asked)
+def _machine(asked: Planning) -> DeviceSpec:
+    known = DEVICES.get(asked.gpu) or _here(asked)
     memory = known.memory if asked.device_memory is None else asked.device_memory * GIB
     bandwidth = known.bandwidth if asked.bandwidth is None else asked.bandwidth * 1e9
     flops = known.flops if asked.flops is None else asked.flops * 1e12
-    return Machine(known.name, memory, bandwidth, flops)
+    return DeviceSpec(known.name, memory, bandwidth, flops)
 
 
-def _here(asked: Planning) -> Machine:
+def _here(asked: Planning) -> DeviceSpec:
     """This machine: its GPU where it is a known one, else its processor, measured as far as it is not told."""
     import torch
 
@@ -239,15 +243,15 @@ def _here(asked: Planning) -> Machine:
 
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        for known in MACHINES.values():
+        for known in DEVICES.values():
             if known.name.removeprefix("RTX ") in name and " MIG " not in name:  # a slice has a share of the rates
                 return known._replace(name=name, memory=torch.cuda.mem_get_info()[1])
         if asked.bandwidth is None or asked.flops is None:
             raise UserError(f"the rates of {name} are not known here: give --bandwidth and --flops")
-        return Machine(name, torch.cuda.mem_get_info()[1], 0.0, 0.0)
-    bandwidth = machine.bandwidth() if asked.bandwidth is None else 0.0
+        return DeviceSpec(name, torch.cuda.mem_get_info()[1], 0.0, 0.0)
+    bandwidth = machine.memory_bandwidth() if asked.bandwidth is None else 0.0
     flops = _product_rate() if asked.flops is None else 0.0
-    return Machine(machine.processor(), free_bytes("cpu"), bandwidth, flops)
+    return DeviceSpec(machine.processor(), free_bytes("cpu"), bandwidth, flops)
 
 
 def _product_rate() -> float:

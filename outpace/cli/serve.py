@@ -11,8 +11,7 @@ import typer
 
 from outpace.cli import display
 from outpace.cli.options import ModelFlags, flags
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
@@ -92,7 +91,7 @@ def serve(ctx: typer.Context, loading: ModelFlags, listening: Listening, bounds:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"the server needs {', '.join(missing)}: {install('server')}")
+        raise UserError(f"the server needs {', '.join(missing)}: {install_command('server')}")
     from outpace.server import run
 
     options = _options(listening, bounds)

@@ -72,7 +72,7 @@ def _row(positions: list[float], gamma: int, cost: float, verify: float, overhea
 def _limits(alpha: float, cost: float) -> dict[str, float | None]:
     from outpace.core import theory as formulas
 
-    found = {"limit_in_turn": formulas.limit_in_turn(alpha), "limit_in_parallel": formulas.limit_in_parallel(cost)}
+    found = {"limit_in_turn": formulas.sequential_limit(alpha), "limit_in_parallel": formulas.parallel_limit(cost)}
     return {name: value if value < float("inf") else None for name, value in found.items()}
 
 

@@ -30,16 +30,16 @@ _FORBIDDEN = float("-inf")
 
 
 @overload
-def adjusted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def adjust_logits(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """A tensor stays one."""
 
 
 @overload
-def adjusted(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
+def adjust_logits(logits: np.ndarray, rows: Sequence[Row]) -> np.ndarray:
     """An array stays one."""
 
 
-def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
+def adjust_logits(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.ndarray:
     """The logits as each row's request adjusts them, tensors in float32 or better; the same object where none does.
 
     [rows, vocab] to [rows, vocab]. A row's result depends on nothing but that row. Tokens outside the vocabulary (a
@@ -59,11 +59,11 @@ def adjusted(logits: Tensor | np.ndarray, rows: Sequence[Row]) -> Tensor | np.nd
         scores = held.to(torch.promote_types(held.dtype, torch.float32), copy=True)
     _adjust_all(scores, rows, None)
     for number, row in enumerate(rows):
-        mask_refused(scores[number], row)
+        apply_constraint(scores[number], row)
     return scores if isinstance(logits, np.ndarray) else tensor_of(scores)
 
 
-def adjusted_held(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row]) -> np.ndarray:
+def adjust_sparse(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row]) -> np.ndarray:
     """A drafter's scores of the tokens `ids` (None: all), rising, adjusted but for constraints; the same array where
     nothing is adjusted. float32 [rows, held]"""
     if all(row.request.adjustments is None for row in rows):
@@ -73,7 +73,7 @@ def adjusted_held(scores: np.ndarray, ids: np.ndarray | None, rows: Sequence[Row
     return scores
 
 
-def mask_refused(logits: Tensor | np.ndarray, row: Row) -> None:
+def apply_constraint(logits: Tensor | np.ndarray, row: Row) -> None:
     """What the row's constraint refuses, in place. A text that is over, or that cannot be, has no next token to choose.
     [vocab]"""
     constraint = row.request.constraint

@@ -14,7 +14,7 @@ _TRUSTED = 3  # equal tokens after which a place is no chance find
 _COUNTED = 64  # equal tokens that are counted
 
 
-class Offer(NamedTuple):
+class Continuation(NamedTuple):
     """What may come next: the prediction's tokens from `place` on, `length` of which before it were written too."""
 
     place: int
@@ -34,7 +34,7 @@ class Alignment:
         self._prediction = list(prediction)
         self._text: list[int] = []  # its end
         self._home = 0
-        self.offers: tuple[Offer, ...] = (Offer(0, min(before, _COUNTED)),) if self._prediction else ()
+        self.offers: tuple[Continuation, ...] = (Continuation(0, min(before, _COUNTED)),) if self._prediction else ()
 
     @cached_property
     def _places(self) -> dict[tuple[int, ...], list[int]]:
@@ -45,7 +45,7 @@ class Alignment:
                 places.setdefault(tuple(self._prediction[place - length : place]), []).append(place)
         return places
 
-    def tokens(self, offer: Offer, count: int) -> list[int]:
+    def tokens(self, offer: Continuation, count: int) -> list[int]:
         """The first of what is offered there."""
         return self._prediction[offer.place : offer.place + count]
 
@@ -72,22 +72,22 @@ class Alignment:
         for place, length in self.offers:
             if self._prediction[place : place + 1] == [token]:
                 self._home = place + 1 if length + 1 >= _TRUSTED else self._home
-                self.offers = (Offer(place + 1, min(length + 1, _COUNTED)),)
+                self.offers = (Continuation(place + 1, min(length + 1, _COUNTED)),)
                 return
         replaced = self.offers[0].place + 1 if self.offers else len(self._prediction)
         found = self._found()
         self.offers = (found,) if found else ()
         if replaced < len(self._prediction) and (found is None or found.place != replaced):
-            self.offers = (*self.offers, Offer(replaced, 0))
+            self.offers = (*self.offers, Continuation(replaced, 0))
 
-    def _found(self) -> Offer | None:
+    def _found(self) -> Continuation | None:
         """Where the text's last tokens stand."""
         for length in _LENGTHS:
             places = self._places.get(tuple(self._text[-length:]), []) if length <= len(self._text) else []
             if places:
                 at = bisect_left(places, self._home)
                 place = places[at] if at < len(places) else places[-1]
-                return Offer(place, self._equal(place, length))
+                return Continuation(place, self._equal(place, length))
         return None
 
     def _equal(self, place: int, length: int) -> int:

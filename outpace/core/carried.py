@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from outpace.core.steps import Trust
+from outpace.core.multi_step import ScoreCalibration
 from outpace.core.tree import Role, Siblings, TokenTree
 
 
@@ -184,7 +184,7 @@ class Reading(NamedTuple):
     session: Any
     missing: Sequence[int]
     most_depth: int
-    trust: Trust
+    trust: ScoreCalibration
     copied: Copied
     adjusting: Any = None
 

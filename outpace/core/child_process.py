@@ -35,7 +35,7 @@ def start(
     return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
-def end(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:
+def stop(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:
     """Closes the process's pipes, kills it where it has not ended after `grace` seconds, and gives its exit status."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
@@ -53,6 +53,6 @@ def end(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:
         return _KILLED
 
 
-def ending(status: int) -> str:
+def describe_exit(status: int) -> str:
     """How a process with this exit status ended, in words."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"

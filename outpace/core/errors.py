@@ -6,6 +6,8 @@ import difflib
 import math
 import reprlib
 from collections.abc import Iterable
+from pathlib import Path
+from shlex import quote
 
 
 class UserError(Exception):
@@ -50,3 +52,13 @@ def _allowed(low: float, high: float) -> str:
 def _shown(value: object) -> str:
     """A value of another kind may be long."""
     return reprlib.repr(value)
+
+
+_CHECKOUT = Path(__file__).parents[2]
+
+
+def install_command(extra: str, checkout: Path = _CHECKOUT) -> str:
+    """The command, as in pip install 'outpace[server]'."""
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e {quote(f'{checkout}[{extra}]')}"
+    return f"pip install 'outpace[{extra}]'"

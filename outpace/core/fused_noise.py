@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core import noise_numbers as numbers
-from outpace.core.arrays import on
+from outpace.core import noise_constants as numbers
+from outpace.core.arrays import device_guard
 
 BLOCK = 1024
 _FIRST, _SECOND, _THIRD = (tl.constexpr(factor) for factor in numbers.FACTORS)
@@ -58,6 +58,6 @@ def noise(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:
     words, rows = words.contiguous(), len(words)
     out = torch.empty(rows, vocab, dtype=torch.float32, device=words.device)
     if rows and vocab:
-        with on(words):
+        with device_guard(words):
             _noise_kernel[(rows, -(-vocab // BLOCK))](words, out, vocab, is_gumbel, BLOCK, enable_fp_fusion=False)
     return out

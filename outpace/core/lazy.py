@@ -37,43 +37,43 @@ if not TYPE_CHECKING:
     torch = _Torch()
 
 
-def is_loaded() -> bool:
+def is_torch_loaded() -> bool:
     """Whether anybody has imported torch."""
     return "torch" in sys.modules
 
 
-def threads() -> int:
+def num_threads() -> int:
     """CPU threads that one computation takes: torch's number, without importing it."""
-    if is_loaded():
+    if is_torch_loaded():
         return torch.get_num_threads()
     given = [os.environ.get(name, "") for name in _ENVIRONMENT]
     numbers = [int(text) for text in given if text.isdecimal() and int(text)]
     return _asked[0] if _asked else (numbers or [_whole_cores()])[0]
 
 
-def set_threads(count: int) -> None:
+def set_num_threads(count: int) -> None:
     """Sets that number, torch's too once it is there."""
-    if is_loaded():
+    if is_torch_loaded():
         torch.set_num_threads(count)
     else:
         _asked[:] = [count]
 
 
-def core_numbers() -> Collection[int]:
+def cpu_ids() -> Collection[int]:
     """The numbers of the cores that this process may use; a core that runs two threads has two."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _whole_cores(root: Path = Path("/sys")) -> int:
     """The cores that this process may use, those that run two threads counted once where the system tells."""
-    numbers = core_numbers()
+    numbers = cpu_ids()
     try:
         return len({(root / _SIBLINGS.format(number=number)).read_text() for number in numbers})
     except OSError:
         return len(numbers)
 
 
-def sha256(data: bytes = b"") -> _Hash:
+def lazy_sha256(data: bytes = b"") -> _Hash:
     """As hashlib's."""
     import hashlib
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
 
 if TYPE_CHECKING:
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 _CHUNKS = 64  # a row is dealt into columns of so many values
 
 
-Offer = tuple[list[int], list[float]]  # tokens of a row and their values on a rule's scale, best first
+TopK = tuple[list[int], list[float]]  # tokens of a row and their values on a rule's scale, best first
 
 Scores: TypeAlias = "Tensor | np.ndarray"  # an array where no tensor was computed
 
 
-class Scored(NamedTuple):
+class TargetOutput(NamedTuple):
     """What a pass gives: scores of the wanted nodes, and hidden states of those that are shown, after the layers that
-    were asked for, before the final norm. `best`: see `Held`."""
+    were asked for, before the final norm. `best`: see `SparseLogits`."""
 
     logits: Scores  # [wanted rows, vocab]
     hidden: Tensor | None = None  # [layers, shown rows, width]
-    best: Sequence[Offer] = ()
+    best: Sequence[TopK] = ()
 
 
-class Held(NamedTuple):
+class SparseLogits(NamedTuple):
     """Scores of the tokens that a model's output layer has rows for; all others score -inf.
 
     `values` [rows, held]; `ids` int64 [held], rising, says which tokens they are (None: all), of `vocab`. `best`: of
@@ -43,11 +43,11 @@ class Held(NamedTuple):
     values: Scores
     ids: np.ndarray | None
     vocab: int
-    best: Sequence[Offer] = ()
+    best: Sequence[TopK] = ()
 
-    def part(self, rows: slice) -> Held:
+    def part(self, rows: slice) -> SparseLogits:
         """Some of the rows."""
-        return Held(self.values[rows], self.ids, self.vocab)
+        return SparseLogits(self.values[rows], self.ids, self.vocab)
 
     def wide(self, rows: slice = slice(None)) -> Tensor:
         """Scores of all tokens. [rows, vocab]"""
@@ -55,7 +55,7 @@ class Held(NamedTuple):
         if self.ids is None:
             return values
         wide = values.new_full((len(values), self.vocab), -torch.inf)
-        return wide.index_copy_(1, uploaded(self.ids, np.int64, values.device), values)
+        return wide.index_copy_(1, to_device(self.ids, np.int64, values.device), values)
 
 
 def tensor_of(scores: Scores) -> Tensor:
@@ -87,20 +87,20 @@ def best_tokens(scores: Scores, count: int) -> np.ndarray:
     host = host_rows(scores)
     if host is None:
         return tensor_of(scores).topk(min(count, scores.shape[-1])).indices.cpu().numpy()
-    return np.array([largest(row, count) for row in host])
+    return np.array([largest_indices(row, count) for row in host])
 
 
-def rows_at(scores: Scores, places: Sequence[int]) -> Scores:
+def select_rows(scores: Scores, places: Sequence[int]) -> Scores:
     """These rows, in this order: [rows, vocab] to [places, vocab]"""
     if isinstance(scores, np.ndarray):
         return scores[np.asarray(places, np.int64)]
-    return scores[uploaded(places, np.int64, scores.device)]
+    return scores[to_device(places, np.int64, scores.device)]
 
 
-def scores_of(scores: Tensor, tokens: Sequence[int]) -> list[float]:
+def token_scores(scores: Tensor, tokens: Sequence[int]) -> list[float]:
     """The score of one token of each row, -inf where the row has no such token, in one copy. [rows, vocab]"""
     last = scores.shape[-1] - 1
-    places = uploaded([[min(token, last)] for token in tokens], np.int64, scores.device)
+    places = to_device([[min(token, last)] for token in tokens], np.int64, scores.device)
     found = scores.gather(-1, places)[:, 0].tolist()
     return [score if token <= last else -math.inf for token, score in zip(tokens, found, strict=True)]
 
@@ -111,7 +111,7 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
     return result
 
 
-def largest(row: np.ndarray, count: int) -> np.ndarray:
+def largest_indices(row: np.ndarray, count: int) -> np.ndarray:
     """Places of the `count` largest of a row, largest first, equal ones by place; for rows without a nan. [count]
 
     The count-th largest of the columns' maxima is at most the count-th largest of all, so nothing that is looked for
@@ -132,7 +132,7 @@ def largest(row: np.ndarray, count: int) -> np.ndarray:
 _BELOW_SIGN = 0x7FFFFFFF
 
 
-def best_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def stable_top_k(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Places and values of the `count` largest of each row: int64 and as they are [rows, count]. A nan is largest."""
     width = values.shape[-1]
     if values.dtype != torch.float32:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
-from outpace.core.arrays import uploaded
+from outpace.core.adjust import adjust_logits
+from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
-from outpace.core.logits import best_of, largest, log_softmax, tensor_of
-from outpace.core.sampling import filtered
+from outpace.core.logits import largest_indices, log_softmax, stable_top_k, tensor_of
+from outpace.core.sampling import filter_logits
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ def token_logprobs(
     """
     scores = tensor_of(logits)
     if options.processed:
-        scores = filtered(adjusted(scores, rows), [row.request.sampling for row in rows])
+        scores = filter_logits(adjust_logits(scores, rows), [row.request.sampling for row in rows])
     if not is_on_host(scores):
         return _on_device(scores, tokens, options.top)
     host = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).numpy()
     records = []
     for token, row in zip(tokens, host, strict=True):
         log_p = log_softmax(row)
-        places = largest(log_p, min(options.top, len(log_p)))
+        places = largest_indices(log_p, min(options.top, len(log_p)))
         records.append(_record(token, float(log_p[token]), places.tolist(), log_p[places].tolist()))
     return records
 
@@ -48,10 +48,10 @@ def is_on_host(scores: Tensor) -> bool:
 
 def _on_device(scores: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """The same of rows on a device, which is waited for once: what is told of them comes in one copy."""
-    written, found = uploaded(tokens, np.int64, scores.device)[:, None], []
+    written, found = to_device(tokens, np.int64, scores.device)[:, None], []
     for rows, its in zip(scores.split(_AT_ONCE), written.split(_AT_ONCE), strict=True):
         log_p = torch.log_softmax(rows.to(torch.promote_types(rows.dtype, torch.float32)), dim=-1)
-        places, values = best_of(log_p, min(top, log_p.shape[-1]))
+        places, values = stable_top_k(log_p, min(top, log_p.shape[-1]))
         found.append(torch.cat([log_p.gather(-1, its).double(), places.double(), values.double()], dim=-1))
     told = torch.cat(found).tolist()  # exactly: [tokens, 1 + 2 * top]
     return [

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.arrays import uploaded
-from outpace.core.compiled import refusal
+from outpace.core.arrays import to_device
 from outpace.core.lazy import torch
-from outpace.core.noise_numbers import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
+from outpace.core.noise_constants import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
+from outpace.core.triton_support import unavailable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,10 @@ def uniform(seed: int, choice: int, position: int, purpose: int = 0) -> float:
 
 def exponential(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """E ~ Exp(1) for every row key and every token: float32 [rows, vocab], all above zero."""
-    return exponential_of(_words(keys, device), vocab)
+    return exponential_from_words(_words(keys, device), vocab)
 
 
-def exponential_of(words: Tensor, vocab: int) -> Tensor:
+def exponential_from_words(words: Tensor, vocab: int) -> Tensor:
     """As `exponential`, of keys that are on the device already: int32 [rows, 2], as `halves` gives them."""
     if _has_kernel(words):
         return _fused(words, vocab, False)
@@ -80,25 +80,25 @@ def exponential_of(words: Tensor, vocab: int) -> Tensor:
     return _minus_log(1.0 - v, v)
 
 
-def gumbel_of_words(words: Tensor, vocab: int) -> Tensor:
+def gumbel_from_words(words: Tensor, vocab: int) -> Tensor:
     """As `gumbel`, of keys that are on the device already."""
     if _has_kernel(words):
         return _fused(words, vocab, True)
-    e = exponential_of(words, vocab)
+    e = exponential_from_words(words, vocab)
     return _minus_log(e, 1.0 - e)
 
 
 def gumbel(keys: Sequence[int], vocab: int, device: torch.device | str = "cpu") -> Tensor:
     """g = -log E for every row key and every token: float32 [rows, vocab]."""
-    return gumbel_of_words(_words(keys, device), vocab)
+    return gumbel_from_words(_words(keys, device), vocab)
 
 
-def halves(key: int) -> tuple[int, int]:
+def key_words(key: int) -> tuple[int, int]:
     """A row's key as two words of 32 bits with a sign, the low one first."""
     return _signed(key), _signed(key >> 32)
 
 
-def hashes(key: int, tokens: np.ndarray) -> np.ndarray:
+def token_hashes(key: int, tokens: np.ndarray) -> np.ndarray:
     """The 31-bit integers behind the noise of these tokens alone, as `exponential` makes them. uint32 [tokens]"""
     bits = tokens.astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
     for factor in FACTORS:
@@ -109,7 +109,7 @@ def hashes(key: int, tokens: np.ndarray) -> np.ndarray:
     return bits & np.uint32(0x7FFFFFFF)
 
 
-def gumbel_of(numbers: np.ndarray) -> np.ndarray:
+def gumbel_from_hashes(numbers: np.ndarray) -> np.ndarray:
     """g = -log E of tokens with these hashes: float64 [tokens], E within 1e-6 of what `exponential` gives."""
     v = (numbers.astype(np.float32) + np.float32(0.5)) * np.float32(UNIT)
     g: np.ndarray = -np.log(-np.log1p(-v.astype(np.float64)))
@@ -117,11 +117,11 @@ def gumbel_of(numbers: np.ndarray) -> np.ndarray:
 
 
 def _words(keys: Sequence[int], device: torch.device | str) -> Tensor:
-    return uploaded([halves(key) for key in keys], np.int32, device).view(len(keys), 2)
+    return to_device([key_words(key) for key in keys], np.int32, device).view(len(keys), 2)
 
 
 def _has_kernel(words: Tensor) -> bool:
-    return words.is_cuda and refusal(words.device) is None
+    return words.is_cuda and unavailable_reason(words.device) is None
 
 
 def _fused(words: Tensor, vocab: int, is_gumbel: bool) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outpace.core.arrays import power_of_two
-from outpace.core.theory import Batch, card_limit, expected_tokens, pearl_speedup, speedup
+from outpace.core.arrays import next_power_of_two
+from outpace.core.theory import BatchCost, card_limit, expected_tokens, pearl_speedup, speedup
 
 GIB = 1 << 30
 WORK = 1.5 * GIB  # of each device: driver, libraries, the buffers of captured passes
@@ -19,7 +19,7 @@ _LONGEST = 1 << 24  # tokens of context that are considered
 SPLITS = (1, 2, 4, 8)  # devices that one target's layers may be spread over
 
 
-class Machine(NamedTuple):
+class DeviceSpec(NamedTuple):
     """A device: bytes of memory, bytes and operations a second; or several that share the work without loss."""
 
     name: str
@@ -27,18 +27,18 @@ class Machine(NamedTuple):
     bandwidth: float
     flops: float
 
-    def times(self, count: int) -> Machine:
+    def times(self, count: int) -> DeviceSpec:
         """So many of them."""
         name = self.name if count == 1 else f"{count} x {self.name}"
-        return Machine(name, count * self.memory, count * self.bandwidth, count * self.flops)
+        return DeviceSpec(name, count * self.memory, count * self.bandwidth, count * self.flops)
 
 
-def _machine(name: str, gib: float, gigabytes: float, teraflops: float) -> Machine:
-    return Machine(name, gib * GIB, gigabytes * 1e9, teraflops * 1e12)
+def _machine(name: str, gib: float, gigabytes: float, teraflops: float) -> DeviceSpec:
+    return DeviceSpec(name, gib * GIB, gigabytes * 1e9, teraflops * 1e12)
 
 
 # Makers' figures: memory, its bandwidth, dense bfloat16 products summed in float32.
-MACHINES = {
+DEVICES = {
     machine.name: machine
     for machine in (
         _machine("H100", 79.6, 3350, 989),
@@ -51,7 +51,7 @@ MACHINES = {
 }
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """A model: weights that it holds and those that a pass reads (numbers), bytes of each, bytes of keys and values a
     token, and the most tokens of a text."""
 
@@ -62,19 +62,21 @@ class Size(NamedTuple):
     token_bytes: int
     max_positions: int = _LONGEST
 
-    def batch(self, machine: Machine, context: int) -> Batch:
+    def batch(self, machine: DeviceSpec, context: int) -> BatchCost:
         """What decides its passes over texts of so many tokens."""
         moved, kv = self.read * self.weight_bytes, context * self.token_bytes
-        return Batch(moved, kv, self.read, machine.bandwidth, machine.flops)
+        return BatchCost(moved, kv, self.read, machine.bandwidth, machine.flops)
 
     def needs(self, context: int, requests: int, is_pooled: bool = True) -> float:
         """Bytes of weights, keys and values; `is_pooled`: by captured passes on one device, where rows and slots go by
         powers of two, and a tree stands behind each text."""
-        rows, slots = (power_of_two(requests), power_of_two(context + MOST_NODES)) if is_pooled else (requests, context)
+        rows, slots = (
+            (next_power_of_two(requests), next_power_of_two(context + MOST_NODES)) if is_pooled else (requests, context)
+        )
         return self.held * self.weight_bytes + rows * slots * self.token_bytes
 
 
-class Layout(NamedTuple):
+class Placement(NamedTuple):
     """Who lies where: each device's bytes, of what each has, and over how many devices the target is spread."""
 
     name: str
@@ -88,7 +90,7 @@ class Layout(NamedTuple):
         return all(needed <= self.memory for needed in self.needed)
 
 
-class Gain(NamedTuple):
+class MethodGain(NamedTuple):
     """What a method gives at best: `tokens` of a round in which `length` are drafted, and how many times as fast as
     plain decoding it is; CARD's is a bound."""
 
@@ -98,7 +100,9 @@ class Gain(NamedTuple):
     speedup: float
 
 
-def layouts(target: Size, draft: Size | None, machine: Machine, context: int, requests: int) -> list[Layout]:
+def placements(
+    target: ModelSize, draft: ModelSize | None, machine: DeviceSpec, context: int, requests: int
+) -> list[Placement]:
     """All that are worth asking for, the fewest devices first."""
     of_target = {split: target.needs(context, requests, split == 1) for split in SPLITS}
     of_draft = draft.needs(context, requests) if draft else 0.0
@@ -107,16 +111,16 @@ def layouts(target: Size, draft: Size | None, machine: Machine, context: int, re
         spread = "on one device" if split == 1 else f"over {split} devices"
         shares = tuple([of_target[split] / split + WORK] * split)
         if draft is None:
-            found.append(Layout(f"target {spread}", shares, machine.memory, split, False))
+            found.append(Placement(f"target {spread}", shares, machine.memory, split, False))
             continue
         both = (shares[0] + of_draft, *shares[1:])
-        found.append(Layout(f"target {spread}, draft beside it", both, machine.memory, split, False))
+        found.append(Placement(f"target {spread}, draft beside it", both, machine.memory, split, False))
         apart = (*shares, of_draft + WORK)
-        found.append(Layout(f"target {spread}, draft on another", apart, machine.memory, split, True))
+        found.append(Placement(f"target {spread}, draft on another", apart, machine.memory, split, True))
     return found
 
 
-def most_context(target: Size, draft: Size | None, layout: Layout, requests: int) -> int:
+def most_context(target: ModelSize, draft: ModelSize | None, layout: Placement, requests: int) -> int:
     """Tokens of context for which a layout would still fit, up to the target's own; 0 where not even the weights do."""
 
     def fits(context: int) -> bool:
@@ -131,13 +135,15 @@ def most_context(target: Size, draft: Size | None, layout: Layout, requests: int
     return least
 
 
-def passes(size: Size, machine: Machine, context: int, requests: int, nodes: Sequence[int]) -> list[float]:
+def passes(size: ModelSize, machine: DeviceSpec, context: int, requests: int, nodes: Sequence[int]) -> list[float]:
     """Seconds of a pass over so many nodes a request, at least."""
     batch = size.batch(machine, context)
     return [batch.pass_seconds(count, requests) for count in nodes]
 
 
-def gains(target: Sequence[float], draft: Sequence[float], acceptance: float, width: int, is_apart: bool) -> list[Gain]:
+def method_gains(
+    target: Sequence[float], draft: Sequence[float], acceptance: float, width: int, is_apart: bool
+) -> list[MethodGain]:
     """What the methods give at best, plain decoding first. `target`, `draft`: seconds of passes over 1, 2, ... nodes.
 
     In turn, draft steps and passes add up. Beside one another on one device they share its memory's bandwidth, so they
@@ -148,7 +154,7 @@ def gains(target: Sequence[float], draft: Sequence[float], acceptance: float, wi
     lengths = range(1, len(target))
     tokens = [expected_tokens(acceptance, length) for length in lengths]
     verify = [target[length] / target[0] for length in lengths]
-    found = [Gain("autoregressive", 0, 1.0, 1.0)]
+    found = [MethodGain("autoregressive", 0, 1.0, 1.0)]
     in_turn = [speedup(all_, n, cost, v) for all_, n, v in zip(tokens, lengths, verify, strict=True)]
     found.append(_best("speculative", lengths, tokens, in_turn))
     if is_apart:
@@ -159,7 +165,7 @@ def gains(target: Sequence[float], draft: Sequence[float], acceptance: float, wi
     return found
 
 
-def best_method(found: Sequence[Gain]) -> str:
+def best_method(found: Sequence[MethodGain]) -> str:
     """Which method pays. CARD's gain is a bound, and PEARL's, which drafts beside the target too, is what is sure:
     where drafting in turn lies between the two, both are named, for the hits decide."""
     gained = {gain.method: gain.speedup for gain in found}
@@ -171,6 +177,6 @@ def best_method(found: Sequence[Gain]) -> str:
     return "speculative" if in_turn > 1.0 else "autoregressive"
 
 
-def _best(method: str, lengths: Sequence[int], tokens: Sequence[float], gained: Sequence[float]) -> Gain:
+def _best(method: str, lengths: Sequence[int], tokens: Sequence[float], gained: Sequence[float]) -> MethodGain:
     place = max(range(len(lengths)), key=lambda number: gained[number])
-    return Gain(method, lengths[place], tokens[place], gained[place])
+    return MethodGain(method, lengths[place], tokens[place], gained[place])

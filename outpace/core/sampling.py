@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.core.errors import check_range, check_share, check_whole
 from outpace.core.lazy import torch
 
@@ -53,20 +53,20 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def processed(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """log p of every row under its own sampling options, -inf where filtered out. [rows, vocab] to [rows, vocab].
 
     A row's result depends on nothing but that row. Greedy rows are scaled by 1 and not filtered.
     """
-    return torch.log_softmax(filtered(logits, samplings), dim=-1)
+    return torch.log_softmax(filter_logits(logits, samplings), dim=-1)
 
 
-def filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """What `processed` takes the softmax of: logits over temperature, -inf where filtered out. [rows, vocab]"""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision is too coarse for p
     temperatures = [1.0 if s.is_greedy else s.temperature for s in samplings]
     own = np.float64 if logits.dtype == torch.float64 else np.float32
-    scale = uploaded(temperatures, own, logits.device)
+    scale = to_device(temperatures, own, logits.device)
     logits = logits / scale[:, None]
     for row, sampling in enumerate(samplings):
         if sampling.filters:

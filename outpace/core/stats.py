@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 HITS = ("primary", "secondary", "late")
 Positions = tuple[tuple[int, int], ...]
@@ -14,7 +14,7 @@ Positions = tuple[tuple[int, int], ...]
 these rounds accepted it."""
 
 
-class Step(NamedTuple):
+class RoundStats(NamedTuple):
     """The record of one round of one request; every figure that is printed is a fold over Steps."""
 
     drafted: int  # candidates that the target judged
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunStats:
     """What a run amounts to. Times in seconds, lengths in tokens."""
 
     passes: int
@@ -76,11 +76,11 @@ class Figures:
         return self.hits / asked if asked else None
 
 
-def fold(steps: Iterable[Step]) -> Figures:
+def summarize(steps: Iterable[RoundStats]) -> RunStats:
     """All figures of a sequence of rounds."""
     rounds = list(steps)
     kinds = Counter(step.hit for step in rounds if step.hit)
-    return Figures(
+    return RunStats(
         passes=len(rounds),
         emitted=sum(step.emitted for step in rounds),
         drafted=sum(step.drafted for step in rounds),
@@ -97,13 +97,13 @@ def fold(steps: Iterable[Step]) -> Figures:
     )
 
 
-def together(parts: Sequence[Figures]) -> Figures:
+def merge_stats(parts: Sequence[RunStats]) -> RunStats:
     """The figures of several runs as if they were one."""
     names = ["passes", "emitted", "drafted", "accepted", "hits", "misses", "draft_seconds", "target_seconds"]
     names += ["predicted", "predicted_accepted", "relaxed"]
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     kinds = Counter(kind for part in parts for kind in Counter(part.by_kind).elements())
-    return Figures(**sums, by_kind=dict(kinds), positions=summed(part.positions for part in parts))
+    return RunStats(**sums, by_kind=dict(kinds), positions=merge_positions(part.positions for part in parts))
 
 
 def positions(rounds: Iterable[tuple[int, int]]) -> Positions:
@@ -115,7 +115,7 @@ def positions(rounds: Iterable[tuple[int, int]]) -> Positions:
     return tuple(found)
 
 
-def summed(parts: Iterable[Positions]) -> Positions:
+def merge_positions(parts: Iterable[Positions]) -> Positions:
     """The positions of several runs' rounds as if they were one's."""
     columns = zip_longest(*parts, fillvalue=(0, 0))
     return tuple((sum(reached for reached, _ in column), sum(kept for _, kept in column)) for column in columns)
@@ -124,3 +124,29 @@ def summed(parts: Iterable[Positions]) -> Positions:
 def rates(positions: Iterable[tuple[int, int]]) -> tuple[float, ...]:
     """The share of the rounds reaching a position that accepted it."""
     return tuple(kept / reached for reached, kept in positions)
+
+
+T = TypeVar("T")
+
+
+class BatchedUpdates(Generic[T]):
+    """Facts that wait for each other until they are learnt, as many as `most` at last, the first ones at once: behind a
+    pass the code that learns is cold."""
+
+    def __init__(self, learn: Callable[[T], None], most: int) -> None:
+        self._learn, self._most = learn, most
+        self._waiting: list[T] = []
+        self._learnt = 0
+
+    def add(self, facts: Iterable[T]) -> None:
+        """They happened, in this order."""
+        self._waiting += facts
+        if len(self._waiting) > min(self._most, self._learnt // self._most):
+            self.work_in()
+
+    def work_in(self) -> None:
+        """What waits counts from now on."""
+        for fact in self._waiting:
+            self._learn(fact)
+        self._learnt += len(self._waiting)
+        self._waiting.clear()

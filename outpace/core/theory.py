@@ -40,12 +40,12 @@ def best_length(alpha: float, c: float, most: int = 64) -> int:
     return max(range(most + 1), key=lambda gamma: speedup(expected_tokens(alpha, gamma), gamma, c))
 
 
-def limit_in_turn(alpha: float) -> float:
+def sequential_limit(alpha: float) -> float:
     """What no draft that costs nothing exceeds in turn: 1 / (1 - alpha)."""
     return math.inf if alpha >= 1.0 else 1.0 / (1.0 - alpha)
 
 
-def limit_in_parallel(c: float) -> float:
+def parallel_limit(c: float) -> float:
     """What no draft beside the target exceeds, every token being drafted in turn: 1 / c."""
     return math.inf if c <= 0.0 else 1.0 / c
 
@@ -67,7 +67,7 @@ def ssd_speedup(hit: float, on_hit: float, on_miss: float, primary: float, backu
 def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:
     """CARD's bound, A / v by the target and 1 / (c d) by the drafter: `tokens` A a pass, `slow_down` d of a wide draft
     forward. arXiv:2508.04462."""
-    return min(tokens / v, limit_in_parallel(c * slow_down))
+    return min(tokens / v, parallel_limit(c * slow_down))
 
 
 def tree_tokens(path_acceptances: Sequence[float]) -> float:
@@ -97,12 +97,12 @@ def ideal_speedup(tokens: int, rejections: float) -> float:
     return math.inf if rejections <= 0.0 else tokens / rejections
 
 
-def least_loss(distance: float, rejected: float) -> float:
+def min_distance(distance: float, rejected: float) -> float:
     """Yin's line: what a rule that rejects so often writes is at least TV(p, q) - P(reject) away from p."""
     return max(0.0, distance - rejected)
 
 
-class Batch(NamedTuple):
+class BatchCost(NamedTuple):
     """What decides a pass over a batch: bytes of weights, of keys and values of one request, weights (their number),
     bytes a second and operations a second of the machine."""
 

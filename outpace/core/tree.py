@@ -12,7 +12,7 @@ from outpace.core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outpace.core.chances import Chances
+    from outpace.core.distribution import TokenDistribution
 
 
 PREFIX = -1  # the parent of a node that hangs directly below the committed tokens
@@ -34,12 +34,14 @@ class Siblings(Enum):
     WITHOUT_REPLACEMENT = "without_replacement"
 
 
-class Drawn(NamedTuple):
+class DrawnChildren(NamedTuple):
     """What the children of one node were drawn from, and what came out. The children themselves are distinct."""
 
-    q: Chances
+    q: TokenDistribution
     tokens: tuple[int, ...] = ()  # in the order drawn, repeats included; none below a leaf
-    raw: Callable[[], Chances] | None = None  # the same row at temperature 1, without filters, for rules that compare
+    raw: Callable[[], TokenDistribution] | None = (
+        None  # the same row at temperature 1, without filters, for rules that compare
+    )
 
 
 class TokenTree:
@@ -64,7 +66,7 @@ class TokenTree:
         self.sources = [""]  # by node: the drafter that planted it, where it is known
         self.planter = ""  # the drafter that grows it at the moment, where that is told
         self.siblings: dict[int, Siblings] = {}
-        self.drawn: dict[int, Drawn] = {}  # by node, in the order in which their children were drawn
+        self.drawn: dict[int, DrawnChildren] = {}  # by node, in the order in which their children were drawn
         self.next_id = next_id
         self.most: int | None = None  # nodes that can be verified, where that is known while it grows
         self.least = -math.inf
@@ -154,7 +156,7 @@ class TokenTree:
         self.append([parent, *above], tokens, scores, [Role.PRIMARY] * len(tokens), ids)
         return first
 
-    def draw(self, parent: int, drawn: Drawn, siblings: Siblings = Siblings.DRAWN) -> int:
+    def draw(self, parent: int, drawn: DrawnChildren, siblings: Siblings = Siblings.DRAWN) -> int:
         """Adds the distinct tokens of one draw as all the children of a node; how many they are."""
         if self._children[parent] or parent in self.drawn:
             raise ValueError(f"node {parent} has children already, a group is drawn at once")

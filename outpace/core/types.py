@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outpace.core.banned_text import BannedText
 from outpace.core.carried import Carries
 from outpace.core.carried import CarryOut as CarryOut
-from outpace.core.chance import Chance
-from outpace.core.chances import Chances
-from outpace.core.constraint import Constraint
+from outpace.core.constraints import BannedText, Constraint
+from outpace.core.distribution import RandomSource, TokenDistribution
+from outpace.core.drafting import NO_NEEDS, Needs, TakesOrders, TargetFeedback
 from outpace.core.errors import check_range, check_whole
-from outpace.core.logits import Held
-from outpace.core.logits import Offer as Offer
-from outpace.core.needs import NOTHING, Needs, Seen
-from outpace.core.orders import TakesOrders
+from outpace.core.logits import SparseLogits
+from outpace.core.logits import TopK as TopK
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
 
@@ -34,9 +31,9 @@ class Rule:
     fan: bool = False  # a node may have several drawn children
     raw: bool = False  # it compares q at temperature 1 and without filters too
     leaf_q: bool = False  # it wants q after every node that is verified, the last ones too
-    chance: Chance = Chance()  # decides what the rule, and a drafter that draws for it, leave to chance
+    chance: RandomSource = RandomSource()  # decides what the rule, and a drafter that draws for it, leave to chance
     judges_greedy, judges_sampled = False, True  # requests of temperature 0, all others
-    needs: Needs = NOTHING  # its rows then carry hidden states
+    needs: Needs = NO_NEEDS  # its rows then carry hidden states
 
     def reduce(self, logits: Tensor, rows: Sequence[Row]) -> list[Any]:
         """Scores [rows, vocab] to one small value a row: mostly the token that the target writes there."""
@@ -51,7 +48,7 @@ class Rule:
         """The verdict on a tree whose first len(picks) nodes have a row."""
         raise NotImplementedError
 
-    def proposal(self, q: Chances, row: Row) -> Chances:
+    def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
         """What the node's children are drawn from, where q is the draft's own."""
         return q
 
@@ -59,7 +56,7 @@ class Rule:
         """A drafter's scores [rows, vocab] on the scale by which this rule's target will choose, highest first."""
         raise NotImplementedError
 
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer] | None:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK] | None:
         """The best `count` tokens of each row of a drafter's scores on the host [rows, held], faster than by `rank`;
         an empty offer, or None for all rows, where `rank` has to say."""
         return None
@@ -213,19 +210,19 @@ class Observation(NamedTuple):
     path: Sequence[int]
     tokens: Sequence[int]
     tree: TokenTree
-    seen: Seen | None = None
+    seen: TargetFeedback | None = None
 
 
 @dataclass
 class DraftState:
     """A drafter's own memory of one request. `tokens` are the committed ones, the tree's root last. `base` is the
     target's session where the drafter needs it, which has all but the root: pending nodes may be added to it.
-    `has_company`: other requests wait while this one's drafter works."""
+    `has_other_requests`: other requests wait while this one's drafter works."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
     base: Any = None
-    has_company: bool = False
+    has_other_requests: bool = False
 
 
 class Drafter(TakesOrders, Carries):
@@ -234,7 +231,7 @@ class Drafter(TakesOrders, Carries):
     name = "drafter"  # its file's
     runs_model = True  # False: what it proposes costs next to nothing
     is_fitted = False  # see `Source`
-    needs: Needs = NOTHING  # the same for all its requests
+    needs: Needs = NO_NEEDS  # the same for all its requests
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -269,7 +266,7 @@ class Drafter(TakesOrders, Carries):
         """The target has judged, perhaps several times since this drafter was asked last: follow it."""
         raise NotImplementedError
 
-    def read(self, state: Any, seen: Seen) -> None:
+    def read(self, state: Any, seen: TargetFeedback) -> None:
         """A chunk of the prompt was read, where `needs.prompt`; of its last token, the first root, `observe` tells."""
         raise NotImplementedError
 
@@ -298,3 +295,28 @@ class Drafter(TakesOrders, Carries):
 
     def recall(self, kept: Any) -> None:
         """Begins from what `remember` gave."""
+
+
+class PendingObservations:
+    """What the target walked and wrote since a drafter was told last. It is told when it is asked next, of all rounds
+    together: whoever is not asked costs nothing."""
+
+    def __init__(self) -> None:
+        self._path: list[int] = []
+        self._tokens: list[int] = []
+        self._last: Observation | None = None
+
+    def add(self, seen: Observation) -> None:
+        """One more round is over."""
+        self._path += seen.path
+        self._tokens += seen.tokens
+        self._last = seen
+
+    def take(self) -> Observation | None:
+        """All these rounds as one; None where there are none."""
+        last = self._last
+        if last is None:
+            return None
+        together = Observation(self._path, self._tokens, last.tree, last.seen)
+        self._path, self._tokens, self._last = [], [], None
+        return together

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.card.cache import CandidateCache, Correction
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Ask, Request, Source
 from outpace.planning.cost_model import Costs
 
 Coroutine = Generator[Ask, Any, None]
 
 
-def _to_nobody(message: Correction | Orders) -> None:
+def _to_nobody(message: Correction | DraftDirectives) -> None:
     """There is no worker."""
 
 
@@ -44,7 +44,7 @@ class Place:
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone
     correct: Callable[[Correction], None] = field(default=_to_nobody, repr=False)  # tells the worker where it went
     step_seconds: Callable[[], float] = field(default=float, repr=False)  # of the worker's forwards, on average
-    order: Callable[[Orders], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
+    order: Callable[[DraftDirectives], None] = field(default=_to_nobody, repr=False)  # tells it how to go on
 
     @property
     def rows_of_others(self) -> int:

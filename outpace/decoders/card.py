@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outpace.card.cache import VisibilityOptions
+from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -47,7 +47,7 @@ def decode(place: Place, options: Options) -> Coroutine:
     """Query, verify, correct. An empty query is plain decoding."""
     candidates = place.candidates
     candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)
-    in_step = Orders(layers=options.lockstep) if options.lockstep else None
+    in_step = DraftDirectives(layers=options.lockstep) if options.lockstep else None
     while True:
         if candidates.missed and options.just_in_time:
             yield Await(options.just_in_time)

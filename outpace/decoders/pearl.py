@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outpace.card.cache import VisibilityOptions
+from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -36,7 +36,7 @@ def decode(place: Place, options: Options) -> Coroutine:
     """Pre-verify after a rejection, else post-verify; the drafter is at most one chain ahead."""
     candidates, gamma = place.candidates, options.draft_length
     candidates.sight = VisibilityOptions(chain=True)
-    place.order(Orders(depth=gamma, width=1))
+    place.order(DraftDirectives(depth=gamma, width=1))
     while True:
         if not candidates.missed:
             yield Await(depth=gamma - 1)
@@ -47,5 +47,5 @@ def decode(place: Place, options: Options) -> Coroutine:
         verdict = place.request.rule.walk(tree, picks)
         hit, correction = candidates.correct(tree, verdict, len(picks))
         place.correct(correction)
-        place.order(Orders(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
+        place.order(DraftDirectives(depth=gamma if candidates.missed else 2 * gamma - 1, width=1))
         yield Commit(tree, verdict, hit)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import exp, sqrt
 
 from outpace.card.cache import CandidateCache
+from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_range, check_whole
-from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Source, Verify
 from outpace.decoders.base import Coroutine, Place
 from outpace.planning.cost_model import Costs
@@ -144,9 +144,9 @@ class _Planner:
         return self._modes.mode == IN_TURN
 
     @property
-    def next(self) -> Orders:
+    def next(self) -> DraftDirectives:
         """Until the target runs: in turn a layer and no more, else on and on, for the next may follow at once."""
-        return Orders(layers=1 if self.is_in_turn else None, floor=0.0, share=_SHARE)
+        return DraftDirectives(layers=1 if self.is_in_turn else None, floor=0.0, share=_SHARE)
 
     def waited(self) -> None:
         """The wait is over."""
@@ -158,17 +158,17 @@ class _Planner:
             self._growth.learn(max(0.0, self._worth - before), promise)
         self._layers += 1
 
-    def during(self, rows: int) -> Orders:
+    def during(self, rows: int) -> DraftDirectives:
         """While the target runs over so many rows: as many layers as end with it, or none."""
         self._judged = rows
         first = max(self._growth.value, 0.05)  # of a round: the walk is at its root in any case
         self._modes.choose(rows + self._place.rows_of_others, self._step, first)
         if self.is_in_turn:
-            return Orders(layers=0)
+            return DraftDirectives(layers=0)
         seconds = self._costs.target(rows + self._place.rows_of_others)
         if not (self._options.rests and self._step and seconds):
             return self.next
-        return Orders(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0, share=_SHARE)
+        return DraftDirectives(layers=max(1, int(seconds / self._step + 0.05)), floor=0.0, share=_SHARE)
 
     def learn(self, scores: Sequence[float], accepted: int) -> None:
         """The target has judged a tree with these path scores, and accepted so many of its nodes."""

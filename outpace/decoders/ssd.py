@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outpace.card.cache import VisibilityOptions
+from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
-from outpace.core.orders import Orders
 from outpace.core.types import Await, Commit, Verify
 from outpace.decoders.base import Coroutine, Place
 
@@ -36,7 +36,7 @@ def decode(place: Place, options: Options) -> Coroutine:
     """Verify the chain that is there, or is drafted now; commit; look the outcome up."""
     candidates, length = place.candidates, options.draft_length
     candidates.sight = VisibilityOptions(chain=True)
-    place.order(Orders(outcomes=length))
+    place.order(DraftDirectives(outcomes=length))
     while True:
         yield Await(depth=length)
         tree = candidates.query(min(length + 1, place.budget))

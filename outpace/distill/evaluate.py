@@ -12,7 +12,7 @@ import torch
 
 from outpace.api.llm import LLM
 from outpace.core.errors import check_whole
-from outpace.core.stats import Figures, Positions, rates, together
+from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress import Progress
 from outpace.models.base import chain
 from outpace.models.load import Loaded
@@ -121,7 +121,7 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: Speed) -> dict[int, fl
 def _row(
     target: Loaded, draft: Loaded, task: str, prompts: Sequence[str], temperature: float, options: EvaluationOptions
 ) -> Acceptance:
-    def decode(nodes: int, width: int, depth: int) -> Figures:
+    def decode(nodes: int, width: int, depth: int) -> RunStats:
         shape = {"nodes": nodes + 1, "width": width, "draft_length": depth}
         return _decode(target, draft, prompts, shape, temperature=temperature, options=options)
 
@@ -151,12 +151,12 @@ def _decode(
     *,
     temperature: float,
     options: EvaluationOptions,
-) -> Figures:
+) -> RunStats:
     """All answers' rounds together. The last round of an answer offers what does not fit any more: it counts too."""
     with LLM(target, draft, method="speculative", drafter="model", batch=4, floor=0.0, **shape) as llm:  # type: ignore[arg-type]
         asked = [target.tokenizer.encode_prompt(text) for text in prompts]
         results = llm.generate(asked, max_tokens=options.max_tokens, temperature=temperature, seed=options.seed)
-    return together([result.figures for result in results])
+    return merge_stats([result.figures for result in results])
 
 
 def _speed(target: Any, draft: Any) -> Speed:

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Judgement
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
@@ -54,7 +53,7 @@ def plot(judgement: Judgement, curve: Sequence[Mapping[str, Any]], file: Path) -
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError(f"the plot needs `{install('distill')}`; all else is written") from None
+        raise UserError(f"the plot needs `{install_command('distill')}`; all else is written") from None
     figure = Figure(figsize=(13, 3.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for row in judgement.rows:

@@ -13,9 +13,9 @@ from itertools import repeat
 from operator import truediv
 from typing import Any
 
-from outpace.core.steps import LEAST_COVERAGE, Trust
-from outpace.core.together import Together
-from outpace.core.types import Observation, Offer, Request
+from outpace.core.multi_step import MIN_COVERAGE, ScoreCalibration
+from outpace.core.stats import BatchedUpdates
+from outpace.core.types import Observation, Request, TopK
 
 _TEMPERATURES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
 _SURE = 20.0  # trials that a remembered share counts as
@@ -82,7 +82,7 @@ class PickModel:
         first, are those of all."""
         top, temperature, coverage = values[0], self._temperature, self._coverage.value
         if self._has_shares:
-            coverage = max(LEAST_COVERAGE, 1.0 - self._open.value * _left_open(values))
+            coverage = max(MIN_COVERAGE, 1.0 - self._open.value * _left_open(values))
         logs = []
         for value in values:
             logs.append((value - top) / temperature)
@@ -93,9 +93,9 @@ class PickModel:
         return logs
 
     @property
-    def trust(self) -> Trust:
+    def trust(self) -> ScoreCalibration:
         """What `log_chances` goes by at present."""
-        return Trust(self._temperature, self._coverage.value, self._open.value if self._has_shares else None)
+        return ScoreCalibration(self._temperature, self._coverage.value, self._open.value if self._has_shares else None)
 
     def learn(self, values: Sequence[float], picked: int | None) -> None:
         """The target picked proposal number `picked` of these, or none of them."""
@@ -128,13 +128,13 @@ class PickModels:
 
     def __init__(self) -> None:
         self._models = {"greedy": PickModel(has_shares=True), "sampled": PickModel()}
-        self._picks = Together[_Pick](_learn, _TOGETHER)
+        self._picks = BatchedUpdates[_Pick](_learn, _TOGETHER)
 
     def of(self, request: Request) -> PickModel:
         """That of a request."""
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
-    def learn(self, request: Request, offers: Mapping[int, Offer], seen: Observation) -> None:
+    def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
         """What was offered below every walked node (by its id), and what the target wrote there."""
         choice, picks = self.of(request), list[_Pick]()
         for node, written in zip(seen.path, seen.tokens, strict=False):

@@ -10,12 +10,10 @@ from operator import sub
 from typing import Any
 
 from outpace.core.carried import Carrier
-from outpace.core.needs import Needs, Seen
-from outpace.core.orders import Orders
+from outpace.core.drafting import DraftDirectives, Needs, TargetFeedback
 from outpace.core.theory import best_length, expected_tokens, speedup
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Request, Source
-from outpace.core.untold import Untold
+from outpace.core.types import Drafter, DraftState, Observation, PendingObservations, Request, Source
 from outpace.drafters._carrier import CopiesText, ModelCarrier, PartCarrier
 
 
@@ -24,7 +22,7 @@ class CompositeState(DraftState):
     """The parts' own states, in the parts' order; `untold`: what each is still to be told, where it is told late."""
 
     parts: list[Any] = field(default_factory=list)
-    untold: list[Untold] = field(default_factory=list)
+    untold: list[PendingObservations] = field(default_factory=list)
 
 
 class CompositeDrafter(Drafter):
@@ -32,28 +30,28 @@ class CompositeDrafter(Drafter):
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
         self.parts = parts
-        self.shares_time = any(part.shares_time for part in parts)
+        self.shares_work = any(part.shares_work for part in parts)
 
-    def heed(self, state: CompositeState, orders: Orders) -> None:
+    def configure(self, state: CompositeState, orders: DraftDirectives) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            part.heed(inner, orders)
+            part.configure(inner, orders)
 
     def begin_concurrent(self) -> None:
         for part in self.parts:
             part.begin_concurrent()
 
-    def hear(self, state: CompositeState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+    def on_root_moved(self, state: CompositeState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            part.hear(inner, path, tokens, root_id)
+            part.on_root_moved(inner, path, tokens, root_id)
 
-    def amortised(self, seconds: float) -> float:
+    def amortized(self, seconds: float) -> float:
         for part in self.parts:
-            seconds = part.amortised(seconds)
+            seconds = part.amortized(seconds)
         return seconds
 
-    def share_cores(self, most: int) -> None:
+    def limit_threads(self, most: int) -> None:
         for part in self.parts:
-            part.share_cores(most)
+            part.limit_threads(most)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """Of all parts together."""
@@ -103,7 +101,7 @@ class SharedTree(CompositeDrafter):
         return next((part.reads_at_most(source) for part in self.parts if source in part.sources), None)
 
     def open(self, request: Request) -> CompositeState:
-        untold = [Untold() for _ in self.parts]
+        untold = [PendingObservations() for _ in self.parts]
         return CompositeState(request, parts=[part.open(request) for part in self.parts], untold=untold)
 
     def grow(self, states: Sequence[CompositeState], trees: Sequence[TokenTree]) -> list[int]:
@@ -117,7 +115,7 @@ class SharedTree(CompositeDrafter):
             inner = []
             for state, tree in zip(states, trees, strict=True):
                 own = self._told(state, number)
-                own.base, own.has_company = state.base, state.has_company
+                own.base, own.has_other_requests = state.base, state.has_other_requests
                 tree.planter = part.name if source is None else source.name
                 inner.append(own)
             part.grow_by(asked, inner, trees)
@@ -172,7 +170,7 @@ class SharedTree(CompositeDrafter):
         self._tell(state)
         super().close(state)
 
-    def read(self, state: CompositeState, seen: Seen) -> None:
+    def read(self, state: CompositeState, seen: TargetFeedback) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
             if part.needs.prompt:
                 part.read(inner, seen.only(part.needs, self.needs.layers))
@@ -243,7 +241,7 @@ class DraftSelector(CompositeDrafter):
         for number, part in enumerate(self.parts):
             mine = [n for n, state in enumerate(states) if state.chosen == number]
             for n in mine:
-                states[n].parts[number].has_company = states[n].has_company
+                states[n].parts[number].has_other_requests = states[n].has_other_requests
             if mine:
                 found = part.grow([states[n].parts[number] for n in mine], [trees[n] for n in mine])
                 for n, count in zip(mine, found, strict=True):

@@ -16,11 +16,20 @@ from heapq import nsmallest
 from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
-from outpace.core.logits import Held
-from outpace.core.noise import halves, row_key
-from outpace.core.steps import MOST_STEPS, MOST_WALKED, Asked, Expanded, Mail, Moved, OpenNode, most_open
+from outpace.core.logits import SparseLogits
+from outpace.core.multi_step import (
+    MAX_STEPS,
+    MAX_UPDATE_TOKENS,
+    ExpandedNode,
+    MultiStepRequest,
+    OpenNode,
+    RootUpdate,
+    RootUpdateChannel,
+    max_open_nodes,
+)
+from outpace.core.noise import key_words, row_key
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Observation, Offer, Request
+from outpace.core.types import Observation, Request, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
@@ -53,7 +62,7 @@ class InFlightSteps:
         self._root = tree.ids[0]
         self._above = self._known.get(self._root)
         self._written: list[int] = []  # below that node
-        self.mail = Mail()
+        self.mail = RootUpdateChannel()
 
     def listen(self) -> None:
         """Any thread, when something was said: follows what leads on from the present root."""
@@ -62,7 +71,7 @@ class InFlightSteps:
                 self._follow(*walk)
 
     def _follow(self, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        """As `Drafter.hear` has it. What begins at another root than the present one was followed before, or came too
+        """As `Drafter.on_root_moved` has it. What begins at another root than the present one was followed before, or came too
         early."""
         if path[0] != self._root or self._above is None:
             return
@@ -73,8 +82,8 @@ class InFlightSteps:
             self._written += tokens
         else:
             self._above, self._written = self._known[walked[last]], [*tokens[last:]]
-        if len(self._written) <= MOST_WALKED:
-            self.mail.send(Moved(*self._above, tuple(self._written)))
+        if len(self._written) <= MAX_UPDATE_TOKENS:
+            self.mail.send(RootUpdate(*self._above, tuple(self._written)))
 
 
 SPARE = 4  # proposals scored beyond the fan-out, so that their share of the chance is known
@@ -87,7 +96,7 @@ class MultiStepCache:
     """Steps that were taken for one request and not asked for yet: what they expanded, and which of it the nodes of the
     tree are, by id. `taken`: steps that the present round has asked for."""
 
-    expanded: list[Expanded] = field(default_factory=list)
+    expanded: list[ExpandedNode] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # by the parent's number, or `_below`, and token
     taken: int = 0
@@ -115,7 +124,7 @@ class MultiStepCache:
         """Forgets all that is not below the next root; slots of what no node of the tree has asked for, which stays."""
         ids = {number: node_id for node_id, number in self.known.items()}
         living, places = set(seen.tree.ids), dict[int, int]()
-        kept: list[Expanded] = []
+        kept: list[ExpandedNode] = []
         for number, one in enumerate(self.expanded):
             if ids.get(number) in living or one.parent in places:
                 places[number] = len(kept)
@@ -140,7 +149,7 @@ class MultiStepCache:
         """Nothing was expanded."""
         self.expanded, self.known, self.children, self.loose = [], {}, {}, []
 
-    def find(self, tree: TokenTree, node: int) -> Expanded | None:
+    def find(self, tree: TokenTree, node: int) -> ExpandedNode | None:
         """What was expanded for this node."""
         found = self.known.get(tree.ids[node])
         if found is None and node:
@@ -165,12 +174,12 @@ class MultiStepExpander:
         self._chosen = 1 if options.steps is None and not model.several_steps else options.steps
         self.takes_several = self._chosen != 1  # any step may be taken ahead: else nobody needs to ask
         self._usual = _FIRST
-        self._owed = self._share = 0.0  # see `amortised`
+        self._owed = self._share = 0.0  # see `amortized`
         self._is_new = False
         self._is_used = False
         self.is_beside = False  # so that steps under way may be told where the target went
 
-    def known(self, jobs: Sequence[ExpansionJob]) -> list[list[Offer]] | None:
+    def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
         """The proposals below the jobs' frontiers, where all of them were expanded ahead; None: a forward is needed."""
         for job in jobs:
             job.state.ahead.taken += 1
@@ -184,14 +193,14 @@ class MultiStepExpander:
             }
         return [[_offer(one) for one in mine if one is not None] for mine in found]
 
-    def steps(self, jobs: Sequence[ExpansionJob], held: Held) -> list[list[Offer]] | None:
+    def steps(self, jobs: Sequence[ExpansionJob], held: SparseLogits) -> list[list[TopK]] | None:
         """The proposals below the jobs' frontiers, whose scores `held` are, and steps beyond; None where no step is to
         be taken ahead."""
         count = min(self._count(job) for job in jobs)
         if count < 2 or not all(_is_plain(job.state.request) for job in jobs):
             return None
         width = self._options.width
-        most = most_open(width, count, self.is_beside)
+        most = max_open_nodes(width, count, self.is_beside)
         opened = [_opened(job, most) for job in jobs]
         asked = [self._asked(job, [node for _, node in some], count) for job, some in zip(jobs, opened, strict=True)]
         if self.is_beside:
@@ -209,7 +218,7 @@ class MultiStepExpander:
             job.state.ahead = _burst(job, some, expanded)
         return [[_offer(one) for one in some[: len(job.frontier)]] for job, some in zip(jobs, taken, strict=True)]
 
-    def hear(self, state: Any, walk: RootMove) -> None:
+    def on_root_moved(self, state: Any, walk: RootMove) -> None:
         """Another thread says where the target went: it may be that steps are under way, or will be before that is
         observed."""
         if self.is_beside and self.takes_several:
@@ -236,7 +245,7 @@ class MultiStepExpander:
             return []
         return loose
 
-    def amortised(self, seconds: float) -> float:
+    def amortized(self, seconds: float) -> float:
         """Of steps that were taken together each is held to have taken an equal share."""
         if self._is_new:
             self._share = seconds / self._owed
@@ -249,7 +258,7 @@ class MultiStepExpander:
     def _count(self, job: ExpansionJob) -> int:
         """Steps that are worth taking together for this request: a power of two."""
         state = job.state
-        most = MOST_STEPS if self._chosen is None else self._chosen
+        most = MAX_STEPS if self._chosen is None else self._chosen
         if state.orders.outcomes or state.session.pending + most * self._options.width > self._options.tree_nodes:
             return 1
         if self._chosen is not None:
@@ -257,14 +266,14 @@ class MultiStepExpander:
         left = round(self._usual) - state.ahead.taken + 1
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
-    def _asked(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> Asked:
+    def _asked(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
         state, tree, frontier = job
         width = self._options.width
         depths = [node.depth for node in opened] + [tree.depth(node) for node in frontier]
         depths += state.session.pending_depths if self.is_beside else []
         floor = self._options.floor if state.orders.floor is None else state.orders.floor
         request = state.request
-        return Asked(
+        return MultiStepRequest(
             state.session,
             [tree.scores[node] for node in frontier],
             [state.slots[tree.ids[node]] for node in frontier],
@@ -292,7 +301,7 @@ def _keys(request: Request, start: int, depths: int) -> list[tuple[int, int]]:
     """Of the noise of what is proposed below nodes of so many depths, where the rule has it."""
     if type(request.rule) is not Gumbel:
         return []
-    return [halves(row_key(request.seed, request.choice, start + depth)) for depth in range(depths)]
+    return [key_words(row_key(request.seed, request.choice, start + depth)) for depth in range(depths)]
 
 
 def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
@@ -308,7 +317,7 @@ def _opened(job: ExpansionJob, most: int) -> list[tuple[int, OpenNode]]:
     return opened
 
 
-def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: list[Expanded]) -> MultiStepCache:
+def _burst(job: ExpansionJob, opened: Sequence[tuple[int, OpenNode]], expanded: list[ExpandedNode]) -> MultiStepCache:
     """What was expanded, by the nodes of the tree that it is or stands below; `opened` with their ids."""
     state, tree, frontier = job
     burst = MultiStepCache(expanded, taken=state.ahead.taken, heard=state.ahead.heard)
@@ -333,7 +342,7 @@ def _below(slot: int) -> int:
     return PREFIX - 1 - slot
 
 
-def _offer(one: Expanded) -> Offer:
+def _offer(one: ExpandedNode) -> TopK:
     """Without what is filtered out: it stands last."""
     possible = sum(value > -math.inf for value in one.values)
     return one.tokens[:possible], one.values[:possible]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.needs import Given
 from outpace.models.files import token_tables
 
 Phrase = tuple[int, ...]
@@ -72,7 +72,7 @@ class PhraseTable:
 class PhraseFile:
     """The file in which a table is kept from run to run, for one tokenizer."""
 
-    def __init__(self, path: str, given: Given | None) -> None:
+    def __init__(self, path: str, given: BuildContext | None) -> None:
         """UserError where nothing says which tokenizer the phrases are of, or no file can lie there."""
         tokenizer = token_tables.tokenizer_of(given)
         if tokenizer is None:
@@ -93,7 +93,7 @@ class PhraseFile:
         token_tables.write(self._path, _KIND, self._tokenizer, table.arrays())
 
 
-def open_phrase_file(path: str, given: Given | None, table: PhraseTable) -> PhraseFile | None:
+def open_phrase_file(path: str, given: BuildContext | None, table: PhraseTable) -> PhraseFile | None:
     """The file that an option names, "" for none; the table begins with what it holds."""
     kept = PhraseFile(path, given) if path else None
     if kept is not None:

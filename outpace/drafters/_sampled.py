@@ -8,14 +8,13 @@ from functools import cache, partial
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
-from outpace.core.chance import Key
-from outpace.core.chances import UNSCALED, Chances, chances_of
+from outpace.core.adjust import adjust_logits
+from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of
 from outpace.core.errors import UserError, check_whole
 from outpace.core.lazy import torch
-from outpace.core.logits import Held, host_array
+from outpace.core.logits import SparseLogits, host_array
 from outpace.core.noise import DRAW
-from outpace.core.tree import Drawn, Siblings, TokenTree
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Request, Row
 
 
@@ -50,7 +49,9 @@ def is_drawn(request: Request) -> bool:
     return request.rule.siblings is not Siblings.PICKED
 
 
-def draw_layer(tree: TokenTree, frontier: Sequence[int], scores: Held, rows: Sequence[Row], draws: DrawCounts) -> int:
+def draw_layer(
+    tree: TokenTree, frontier: Sequence[int], scores: SparseLogits, rows: Sequence[Row], draws: DrawCounts
+) -> int:
     """Draws the children of these nodes of one request, whose scores [nodes, held] the draft gives; the number of nodes
     added."""
     request = rows[0].request
@@ -61,39 +62,39 @@ def draw_layer(tree: TokenTree, frontier: Sequence[int], scores: Held, rows: Seq
     return added
 
 
-def proposed(scores: Held, row: Row) -> tuple[Chances, Callable[[], Chances] | None]:
+def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callable[[], TokenDistribution] | None]:
     """What a draft's row [1, held] gives: q, and for rules that ask for it the same unscaled."""
     own, ids = _adjusted(scores, row)[0], scores.ids
-    q = row.request.rule.proposal(chances_of(own, row.request.sampling, ids), row)
-    return q, cache(partial(chances_of, own, UNSCALED, ids)) if row.request.rule.raw else None
+    q = row.request.rule.proposal(distribution_of(own, row.request.sampling, ids), row)
+    return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.raw else None
 
 
-def _adjusted(scores: Held, row: Row) -> np.ndarray:
+def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
     """On the host, where no later step writes; adjusted over the whole vocabulary where they are at all. [1, held]"""
     if row.request.adjustments is None and row.request.constraint is None:
         own = host_array(scores.values)
         return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass has one tensor for all
     try:
-        wide = adjusted(scores.wide(), [row])
+        wide = adjust_logits(scores.wide(), [row])
     except UserError:  # a constraint that failed: its request ends where the target asks it
-        wide = adjusted(scores.wide(), [row._replace(is_open=True)])
+        wide = adjust_logits(scores.wide(), [row._replace(is_open=True)])
     return host_array(wide if scores.ids is None else wide[:, torch.from_numpy(scores.ids)])
 
 
 def draw_children(
     tree: TokenTree,
     node: int,
-    q: Chances,
+    q: TokenDistribution,
     request: Request,
     count: int = 1,
-    raw: Callable[[], Chances] | None = None,
+    raw: Callable[[], TokenDistribution] | None = None,
 ) -> int:
     """Draws `count` children of `node` from q, or fewer where q has no more and they are drawn without replacement; the
     number of nodes added. Nothing is drawn anew for the same node."""
     if not q.total > 0:  # a constraint allows none of the tokens that the draft has
         return 0
     kind = request.rule.siblings
-    key = Key(request.seed, request.choice, tree.ids[node], DRAW)
+    key = DecisionKey(request.seed, request.choice, tree.ids[node], DRAW)
     tokens: list[int] = []
     left = q
     while len(tokens) < count:
@@ -102,6 +103,6 @@ def draw_children(
             left = left.without(tokens[-1])
             if not left.total > 0:
                 break
-    added = tree.draw(node, Drawn(q, tuple(tokens), raw), kind)
+    added = tree.draw(node, DrawnChildren(q, tuple(tokens), raw), kind)
     q.forget()
     return added

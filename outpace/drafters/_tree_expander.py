@@ -14,12 +14,12 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from outpace.core.carried import Growing
-from outpace.core.logits import Held, scores_of
-from outpace.core.orders import FREE, Orders
+from outpace.core.drafting import UNRESTRICTED, DraftDirectives
+from outpace.core.logits import SparseLogits, token_scores
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import DraftState, Observation, Request, Row
 from outpace.models.base import Model, Part, Session, chain
-from outpace.rules.base import offers_by_score
+from outpace.rules.base import proposes_best_scores
 
 
 def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, count: int) -> list[int]:
@@ -61,7 +61,7 @@ def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
 CHUNK = 256  # prompt tokens a forward
 _FULL = 3
 _STATE = itemgetter(0)  # of a job
-_HAS_COMPANY = attrgetter("has_company")
+_HAS_COMPANY = attrgetter("has_other_requests")
 
 
 @dataclass
@@ -77,11 +77,11 @@ class ExpansionState(DraftState):
     open: list[tuple[float, int]] = field(default_factory=list)
     seen: int = 0
     start: int = 0
-    orders: Orders = FREE
-    offers_by_score: bool = field(init=False)  # what is proposed, as a model may tell it
+    orders: DraftDirectives = UNRESTRICTED
+    proposes_best_scores: bool = field(init=False)  # what is proposed, as a model may tell it
 
     def __post_init__(self) -> None:
-        self.offers_by_score = offers_by_score(self.request)
+        self.offers_by_score = proposes_best_scores(self.request)
 
     @property
     def missing(self) -> int:
@@ -165,7 +165,7 @@ class TreeExpander:
                 jobs.append(ExpansionJob(state, tree, some))
         return jobs
 
-    def score(self, jobs: Sequence[ExpansionJob]) -> Held:
+    def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """One forward over the jobs' frontiers: scores of their nodes, job after job. Committed tokens that are missing
         travel with them; the frontier's nodes stay pending."""
         self._catch_up([*map(_STATE, jobs)])
@@ -191,9 +191,9 @@ class TreeExpander:
         part = Part(session, self.known(text), parents, range(missing, len(text)))
         log_q = self.model.score_held([part]).wide().double().log_softmax(-1)  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
-        return scores_of(log_q, tokens)
+        return token_scores(log_q, tokens)
 
-    def heed(self, state: ExpansionState, orders: Orders) -> None:
+    def configure(self, state: ExpansionState, orders: DraftDirectives) -> None:
         """From now on it drafts as it is told; which nodes are open is found anew where that depends on it."""
         before, state.orders = state.orders, orders
         if orders.floor != before.floor or orders.outcomes or before.outcomes:
@@ -260,7 +260,7 @@ class TreeExpander:
         """Reads one chunk of texts that lack more than that and have company; their places."""
         behind = set[int]()
         for place, state in enumerate(states):
-            if state.has_company and not self._on_base:
+            if state.has_other_requests and not self._on_base:
                 self.begin(state)
                 if state.missing > CHUNK:
                     behind.add(place)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from outpace.core.cache_salt import PerSalt
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole
-from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, check_limits, kind_of
@@ -78,7 +78,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
 
     name = "cacheback"
 
-    def __init__(self, options: Options, frozen: Frozen | None, given: Given | None = None) -> None:
+    def __init__(self, options: Options, frozen: Frozen | None, given: BuildContext | None = None) -> None:
         super().__init__(origins=2)
         self._options, self._frozen = options, frozen
         self._tables = PerSalt(lambda: PhraseTable(options.leaders, options.followers))
@@ -156,7 +156,7 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     return {"rows": rows, "phrases": phrases}
 
 
-def build(options: Options, *, given: Given | None = None, **_: Any) -> CachebackDrafter:
+def build(options: Options, *, given: BuildContext | None = None, **_: Any) -> CachebackDrafter:
     """The drafter; a frozen table is read where there is one for the target's tokenizer."""
     path = token_tables.find("cacheback", options.table, given)
     frozen = Frozen(token_tables.read(path, "cacheback", token_tables.tokenizer_of(given))) if path else None

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.needs import Given, Needs
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
+from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Extra, Model, Part, lacking
-from outpace.rules.base import best_rows
+from outpace.rules.base import top_k_rows
 
 _GUIDED = 25  # one trial of so many is chosen by the process
 _IDLE = 300  # trials without a better set after which the search is over
@@ -205,7 +205,7 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
     held = model.score_held([part])
     session.keep(())
     rows = [Row(request, text[: start + place + 1]) for place in range(count)]
-    offers = best_rows(held, rows, 1)
+    offers = top_k_rows(held, rows, 1)
     return [offer[0][:1] == [token] for offer, token in zip(offers, text[start + 1 :], strict=True)]
 
 
@@ -255,7 +255,7 @@ class SkipState(ExpansionState):
     """`offers`: what was proposed below a tree node (by id). `is_unsure`: of its last token, so this round's draft is
     over. `rounds`: drafted since a set was tried on this text."""
 
-    offers: dict[int, Offer] = field(default_factory=dict)
+    offers: dict[int, TopK] = field(default_factory=dict)
     is_unsure: bool = False
     rounds: int = 0
 
@@ -325,7 +325,7 @@ class LayerSkipDrafter(Drafter):
         self._grower.model = self._target.without(*sublayers)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        offers = iter(best_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
+        offers = iter(top_k_rows(self._grower.score(jobs), rows_of(jobs), self._options.width + _SPARE))
         least = math.log(self._options.confidence) if self._options.confidence else -math.inf
         for state, tree, frontier in jobs:
             choice, surest = self._choices.of(state.request), -math.inf
@@ -357,7 +357,7 @@ class LayerSkipDrafter(Drafter):
             self._choose(tried)
 
 
-def build(options: Options, *, given: Given) -> LayerSkipDrafter:
+def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
     """The drafter for a target that can leave out sublayers; UserError for one that cannot, one that is inflated, and a
     set that does not fit it."""
     target = given.target

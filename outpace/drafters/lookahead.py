@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outpace.core.cache_salt import PerSalt
+from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import check_whole
-from outpace.core.needs import Given, Needs
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
@@ -63,7 +63,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
     name = "lookahead"
     needs = Needs(top=1)
 
-    def __init__(self, options: Options, given: Given | None = None) -> None:
+    def __init__(self, options: Options, given: BuildContext | None = None) -> None:
         super().__init__()
         self._options = options
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # tokens of the pool that were written; probes
@@ -151,6 +151,6 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
                 del column[0]
 
 
-def build(options: Options, *, given: Given | None = None, **_: object) -> LookaheadDrafter:
+def build(options: Options, *, given: BuildContext | None = None, **_: object) -> LookaheadDrafter:
     """The drafter; it needs no model."""
     return LookaheadDrafter(options, given)

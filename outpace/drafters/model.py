@@ -13,13 +13,12 @@ from operator import itemgetter, sub
 from typing import Any
 
 from outpace.core.carried import Carrier
+from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.logits import Held
-from outpace.core.needs import Given
-from outpace.core.orders import Orders
-from outpace.core.steps import MOST_STEPS
+from outpace.core.logits import SparseLogits
+from outpace.core.multi_step import MAX_STEPS
 from outpace.core.tree import TokenTree
-from outpace.core.types import Drafter, Observation, Offer, Request, Row, Source
+from outpace.core.types import Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._carrier import ModelCarrier
 from outpace.drafters._composite import DraftSelector
@@ -27,7 +26,7 @@ from outpace.drafters._multi_step import SPARE, MultiStepCache, MultiStepExpande
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
-from outpace.rules.base import best_rows
+from outpace.rules.base import top_k_rows
 
 DRAWS = True
 COST = "a forward of the draft model for each layer"
@@ -57,7 +56,7 @@ class Options:
         if self.draft_window is not None:
             check_whole("draft_window", self.draft_window, 0)
         if self.steps is not None:
-            check_whole("steps", self.steps, 1, MOST_STEPS)
+            check_whole("steps", self.steps, 1, MAX_STEPS)
         DrawCounts.read(self.draws)
 
 
@@ -65,7 +64,7 @@ class Options:
 class ModelState(ExpansionState):
     """`offers`: what was proposed below a tree node (by id)."""
 
-    offers: dict[int, Offer] = field(default_factory=dict)
+    offers: dict[int, TopK] = field(default_factory=dict)
     ahead: MultiStepCache = field(default_factory=MultiStepCache)
     choice: PickModel = field(default_factory=PickModel)  # that of such requests
     is_drawn: bool = field(init=False)  # its children are
@@ -89,7 +88,7 @@ class ModelDrafter(Drafter):
         self._draws = DrawCounts.read(options.draws)
         self._choices = PickModels()
         self._ahead = MultiStepExpander(model, self._choices, options)
-        self.shares_time = self._ahead.takes_several
+        self.shares_work = self._ahead.takes_several
 
     def weight_bytes(self, source: Source) -> int | None:
         """Those of the draft model."""
@@ -144,23 +143,23 @@ class ModelDrafter(Drafter):
                 added.append(self._add(state, tree, frontier, offers[mine]))
         return added
 
-    def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[Offer]]) -> list[int]:
+    def _add_all(self, jobs: Sequence[ExpansionJob], offers: Sequence[Sequence[TopK]]) -> list[int]:
         """Children that are picked, below each job's frontier; nodes added to each tree."""
         pairs = zip(jobs, offers, strict=True)
         return [self._add(state, tree, frontier, mine) for (state, tree, frontier), mine in pairs]
 
-    def _offers(self, held: Held, rows: Sequence[Row]) -> list[Offer]:
+    def _offers(self, held: SparseLogits, rows: Sequence[Row]) -> list[TopK]:
         """What is proposed below each row's node; nothing where children are drawn."""
         count = self._options.width + SPARE
         for row in rows:
             if is_drawn(row.request):
                 break
         else:
-            return best_rows(held, rows, count)
-        offers: list[Offer] = [([], []) for _ in rows]
+            return top_k_rows(held, rows, count)
+        offers: list[TopK] = [([], []) for _ in rows]
         for n, row in enumerate(rows):
             if not is_drawn(row.request):
-                offers[n] = best_rows(held.part(slice(n, n + 1)), [row], count)[0]
+                offers[n] = top_k_rows(held.part(slice(n, n + 1)), [row], count)[0]
         return offers
 
     def observe(self, state: ModelState, seen: Observation) -> None:
@@ -177,17 +176,17 @@ class ModelDrafter(Drafter):
         """By one forward of the draft model."""
         return self._grower.likelihood(state, tokens)
 
-    def heed(self, state: ModelState, orders: Orders) -> None:
-        self._grower.heed(state, orders)
+    def configure(self, state: ModelState, orders: DraftDirectives) -> None:
+        self._grower.configure(state, orders)
 
     def begin_concurrent(self) -> None:
         self._ahead.is_beside = True
 
-    def hear(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
-        self._ahead.hear(state, RootMove(path, tokens, root_id))
+    def on_root_moved(self, state: ModelState, path: Sequence[int], tokens: Sequence[int], root_id: int) -> None:
+        self._ahead.on_root_moved(state, RootMove(path, tokens, root_id))
 
-    def share_cores(self, most: int) -> None:
-        self._grower.model.share_cores(most)
+    def limit_threads(self, most: int) -> None:
+        self._grower.model.limit_threads(most)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return self._grower.stored_bytes(lengths)
@@ -196,8 +195,8 @@ class ModelDrafter(Drafter):
         state.ahead = MultiStepCache(heard=state.ahead.heard)
         self._grower.pause(state)
 
-    def amortised(self, seconds: float) -> float:
-        return self._ahead.amortised(seconds)
+    def amortized(self, seconds: float) -> float:
+        return self._ahead.amortized(seconds)
 
     def close(self, state: ModelState) -> None:
         state.session = None
@@ -215,7 +214,7 @@ class ModelDrafter(Drafter):
         state: ModelState,
         tree: TokenTree,
         frontier: Sequence[int],
-        offers: Sequence[Offer],
+        offers: Sequence[TopK],
     ) -> int:
         """Hangs the best children below the frontier: the best K of all are C, the others B. Below each node the best
         one, whatever its chance, so that none is taken for a leaf again."""
@@ -241,7 +240,7 @@ class ModelDrafter(Drafter):
         return len(tree) - before
 
 
-def build(options: Options, *, given: Given) -> Drafter:
+def build(options: Options, *, given: BuildContext) -> Drafter:
     """The drafter for the draft model, or for several from which each round has its own; UserError without one."""
     if given.draft is None:
         raise UserError("drafter model needs a draft model, name one with --draft (or draft=...)")

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.cache_salt import PerSalt
+from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.core.needs import Given, Needs
 from outpace.core.tree import TokenTree
-from outpace.core.types import Observation, Offer, Request, Source
+from outpace.core.types import Observation, Request, Source, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of
 from outpace.drafters._phrases import PhraseTable, open_phrase_file
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
-from outpace.rules.base import best_rows
+from outpace.rules.base import top_k_rows
 
 COST = "a forward of the draft model for each piece, which may have several tokens"
 _SCORED = 5  # proposals of which the best is taken, so that its share of the chance is known
@@ -66,7 +66,7 @@ class OuroborosState(LookupState, ExpansionState):
     complete. `tree`: the one that was grown last; `end`: the id of the node where the draft goes on. `pool`: that of
     the request's reuse key."""
 
-    offers: dict[int, Offer] = field(default_factory=dict)
+    offers: dict[int, TopK] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
     tree: TokenTree | None = None
     end: int = -1  # -1: the root
@@ -81,7 +81,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     is_fitted = False  # the draft model's nodes stand among its phrases
     needs = Needs(top=1)
 
-    def __init__(self, model: Model, options: Options, given: Given | None = None) -> None:
+    def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:
         super().__init__()
         self._options = options
         window = model.draft_window if options.draft_window is None else options.draft_window
@@ -167,7 +167,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         """One forward; each draft goes on as far as it agrees with what hangs at its end, and one token further."""
-        offers, first = best_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
+        offers, first = top_k_rows(self._grower.score(jobs), rows_of(jobs), _SCORED), 0
         for state, tree, frontier in jobs:
             for node, offer in zip(frontier, offers[first:], strict=False):
                 state.offers[tree.ids[node]] = offer
@@ -209,7 +209,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
                     state.pool.learn(tree.tokens[node], tuple(phrase))
 
 
-def build(options: Options, *, given: Given) -> OuroborosDrafter:
+def build(options: Options, *, given: BuildContext) -> OuroborosDrafter:
     """The drafter for the draft model; UserError without one."""
     if given.draft is None:
         raise UserError("drafter ouroboros needs a draft model, name one with --draft (or draft=...)")

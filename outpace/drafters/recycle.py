@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from outpace.core.cache_salt import PerSalt
-from outpace.core.needs import Needs
+from outpace.core.drafting import Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import LookupDrafter, LookupState, check_limits, kind_of

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole
-from outpace.core.needs import Given
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
 from outpace.drafters._lookup import (
@@ -152,7 +152,7 @@ def make(texts: Sequence[Sequence[int]], vocab_size: int, options: Options) -> d
     return {"tokens": tokens, "order": order.astype(np.int32)}
 
 
-def build(options: Options, *, given: Given | None = None, **_: Any) -> RetrievalDrafter:
+def build(options: Options, *, given: BuildContext | None = None, **_: Any) -> RetrievalDrafter:
     """The drafter; UserError without a datastore for the target's tokenizer."""
     path = token_tables.find("retrieval", options.datastore, given)
     if path is None:

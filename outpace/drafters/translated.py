@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.logits import Held, host_rows, tensor_of
-from outpace.core.needs import Given
+from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.tree import Role, TokenTree
-from outpace.core.types import Drafter, DraftState, Observation, Offer, Request, Row, Source
+from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import most_bytes
 from outpace.models.base import Model, chain
 from outpace.models.text.shared import shared_tokens
-from outpace.rules.base import best_rows
+from outpace.rules.base import top_k_rows
 
 _CHUNK = 256  # tokens a forward
 _TAIL = 48  # target tokens that are cut anew; from so many on, the older ones stay as they are
@@ -68,7 +68,7 @@ class TranslatedDrafter(Drafter):
     def open(self, request: Request) -> Any:
         raise NotImplementedError
 
-    def extend(self, state: Any, tree: TokenTree, scores: Held) -> int:
+    def extend(self, state: Any, tree: TokenTree, scores: SparseLogits) -> int:
         """Goes on behind the chain's end by the draft's scores there, one row; nodes added."""
         raise NotImplementedError
 
@@ -201,13 +201,13 @@ class ByTokensState(TranslatedState):
     """The chain ends at the node with id `leaf`."""
 
     leaf: int = -1  # -1: the root
-    offers: dict[int, Offer] = field(default_factory=dict)  # by node id
+    offers: dict[int, TopK] = field(default_factory=dict)  # by node id
 
 
 class ByTokens(TranslatedDrafter):
     """Offers the tokens that both have."""
 
-    def __init__(self, given: Given, options: Options) -> None:
+    def __init__(self, given: BuildContext, options: Options) -> None:
         """UserError where the tokenizers have no token in common."""
         super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
         pairs = shared_tokens(given.tokenizer, given.draft_tokenizer)
@@ -226,7 +226,7 @@ class ByTokens(TranslatedDrafter):
         state: ByTokensState = self.begin(request, ByTokensState)
         return state
 
-    def extend(self, state: ByTokensState, tree: TokenTree, scores: Held) -> int:
+    def extend(self, state: ByTokensState, tree: TokenTree, scores: SparseLogits) -> int:
         """Hangs children below the chain's end, and makes the likeliest its end."""
         held = self._of_target(scores)
         if not held.values.shape[1]:
@@ -237,21 +237,21 @@ class ByTokens(TranslatedDrafter):
             draw_layer(tree, [node], held, [row], _ONE)
             best = tree.children(node)[0] if tree.children(node) else None
         else:
-            best = self._pick(state, tree, node, best_rows(held, [row], self._width)[0])
+            best = self._pick(state, tree, node, top_k_rows(held, [row], self._width)[0])
         if best is not None:
             state.leaf = tree.ids[best]
             state.wanted.append(self._to_draft[tree.tokens[best]])
         return len(tree) - before
 
-    def _of_target(self, scores: Held) -> Held:
+    def _of_target(self, scores: SparseLogits) -> SparseLogits:
         """The scores of the tokens that both have. On the host without torch, whose threads cost more than a row."""
         if self._ids is None:
             self._ids, self._columns = _shared(self._pairs, scores.ids)
         host = host_rows(scores.values)
         if host is not None:
-            return Held(host[:, self._columns], self._ids, self._vocab)
+            return SparseLogits(host[:, self._columns], self._ids, self._vocab)
         values = tensor_of(scores.values)
-        return Held(values[:, uploaded(self._columns, np.int64, values.device)], self._ids, self._vocab)
+        return SparseLogits(values[:, to_device(self._columns, np.int64, values.device)], self._ids, self._vocab)
 
     def learn(self, state: ByTokensState, seen: Observation) -> None:
         self._choices.learn(state.request, state.offers, seen)
@@ -263,7 +263,7 @@ class ByTokens(TranslatedDrafter):
         state.leaf = state.leaf if lives else -1
         return lives
 
-    def _pick(self, state: ByTokensState, tree: TokenTree, node: int, offer: Offer) -> int | None:
+    def _pick(self, state: ByTokensState, tree: TokenTree, node: int, offer: TopK) -> int | None:
         """Adds what is offered below a node; the likeliest child, None where nothing is."""
         tokens, values = offer
         if not tokens:
@@ -286,7 +286,7 @@ class ByTextState(TranslatedState):
 class ByText(TranslatedDrafter):
     """Offers the text of the draft's likeliest tokens, in the target's."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: BuildContext) -> None:
         super().__init__(given.draft, given.tokenizer, given.draft_tokenizer)
         self._rate = AcceptanceRate(_LIKELY)
 
@@ -294,7 +294,7 @@ class ByText(TranslatedDrafter):
         state: ByTextState = self.begin(request, ByTextState)
         return state
 
-    def extend(self, state: ByTextState, tree: TokenTree, scores: Held) -> int:
+    def extend(self, state: ByTextState, tree: TokenTree, scores: SparseLogits) -> int:
         """One more token of the draft's; its text may end the last of the target's tokens in another way."""
         place = int(scores.values[0].argmax())
         token = place if scores.ids is None else int(scores.ids[place])
@@ -346,7 +346,7 @@ def _below_root(tree: TokenTree, node: int) -> tuple[int, ...]:
     return tuple(path[-2::-1])
 
 
-def build(options: Options, *, given: Given) -> TranslatedDrafter:
+def build(options: Options, *, given: BuildContext) -> TranslatedDrafter:
     """The drafter for the draft model; UserError without one, or where the tokenizers have no token in common."""
     if given.draft is None:
         raise UserError("drafter translated needs a draft model, name one with --draft (or draft=...)")

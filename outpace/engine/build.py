@@ -11,8 +11,8 @@ from typing import Any
 from outpace.card.loop import check_concurrent
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
+from outpace.core.drafting import NO_NEEDS, BuildContext
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.needs import NOTHING, Given
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
@@ -173,7 +173,7 @@ def needs_same_tokens(drafter: str | None) -> bool:
     return "translated" not in modules or "model" in modules
 
 
-def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter:
+def build_drafter(name: str, given: BuildContext, values: Mapping[str, Any]) -> Drafter:
     """One drafter, or several on one tree, those that run no model first."""
     from outpace.drafters._composite import SharedTree
 
@@ -183,10 +183,10 @@ def build_drafter(name: str, given: Given, values: Mapping[str, Any]) -> Drafter
     return parts[0] if len(parts) == 1 else SharedTree(parts)
 
 
-def _given(target: Loaded | None, draft: Loaded | None) -> Given:
+def _given(target: Loaded | None, draft: Loaded | None) -> BuildContext:
     model, tokenizer = (draft.model, draft.tokenizer) if draft else (None, None)
     others = tuple(other.model for other in draft.others) if draft else ()
-    return Given(model, target and target.model, tokenizer, target and target.tokenizer, others)
+    return BuildContext(model, target and target.model, tokenizer, target and target.tokenizer, others)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def build_engine(
     decoder = registry.find("decoders", parts.method)
     _check_worker(parts, decoder)
     modules = {f"method {parts.method}": decoder}
-    needs = NOTHING
+    needs = NO_NEEDS
     if parts.rule != "auto":
         modules[f"rule {parts.rule}"] = registry.find("rules", parts.rule)
         needs = _build_rule(parts.rule, options).needs  # a wrong value is said at once

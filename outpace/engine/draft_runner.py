@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from outpace.card.cache import CandidateCache
 from outpace.card.worker import DraftWorker
 from outpace.core import setups
+from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
-from outpace.core.needs import NOTHING, Seen
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.engine.sequence import Running
@@ -52,7 +52,7 @@ class Drafting:
         if run.draft.name not in self._names:
             raise unknown("drafter of this engine", run.draft.name, self._names)
         drafter = self._of(run)
-        run.draft.needs = drafter.needs if drafter is not None else NOTHING
+        run.draft.needs = drafter.needs if drafter is not None else NO_NEEDS
 
     def open(self, run: Running) -> None:
         """A request begins."""
@@ -117,7 +117,7 @@ class Drafting:
             for run in running:
                 if isinstance(run.ask, Draft):
                     if run.draft.state is not None:
-                        run.draft.state.has_company = len(running) > 1
+                        run.draft.state.has_other_requests = len(running) > 1
                     asked.setdefault((run.draft.name, run.ask.source), []).append(run)
                 elif isinstance(run.ask, Await):
                     waiting.append(run)
@@ -146,7 +146,7 @@ class Drafting:
             self._warn(None, self.worker.failure)
         return result
 
-    def read(self, run: Running, seen: Seen | None) -> None:
+    def read(self, run: Running, seen: TargetFeedback | None) -> None:
         """Tells a drafter that needs it of a chunk of the prompt, once: the text of a request that had to give its
         session back is read again."""
         drafter = self._of(run)
@@ -159,7 +159,7 @@ class Drafting:
             self.guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
     def follow(
-        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], seen: Seen | None = None
+        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], seen: TargetFeedback | None = None
     ) -> TokenTree:
         """The next round's root, behind the `tokens` that were written. The verdict is noted for the drafter in turn,
         which is told when it is asked next; at once where it is shown what was `seen` in the pass."""
@@ -205,7 +205,7 @@ class Drafting:
             self.spent += seconds
             if source is not None and setups.count > before:
                 self._costs.reads(source)  # this growth was no mere step
-            share = drafter.amortised(seconds) if drafter.shares_time else seconds
+            share = drafter.amortized(seconds) if drafter.shares_work else seconds
             self._costs.drafted(share, len(runs), source)
             for run in runs:
                 run.draft.seconds += seconds

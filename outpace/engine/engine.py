@@ -17,8 +17,8 @@ from typing import Any
 
 from outpace.card.worker import DraftWorker
 from outpace.core import setups
+from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
-from outpace.core.needs import NOTHING, Needs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Load
@@ -34,7 +34,7 @@ from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import Costs
-from outpace.rules.base import Fault
+from outpace.rules.base import FailedRow
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -50,7 +50,7 @@ class Engine(AbstractContextManager["Engine"]):
         worker: DraftWorker | None = None,
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        needs: Needs = NOTHING,
+        needs: Needs = NO_NEEDS,
     ) -> None:
         """`drafters`: one, or several by the names that requests choose them by, the first for those that choose none.
         `clock` gives the seconds that everything is timed by. `needs` are those of the rules that requests may have.
@@ -179,7 +179,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not chunks and not trees:
             return 0
         # A prompt is far more for the target to read than for the drafter: the target has all cores meanwhile.
-        self.target.share_cores(leave=0 if chunks else self.drafting.cores)
+        self.target.limit_threads(leave=0 if chunks else self.drafting.cores)
         began, before = self._clock(), setups.count
         reads, judged = self._passes.run(chunks, trees, self.drafting.beside)
         passes = 1
@@ -228,7 +228,7 @@ class Engine(AbstractContextManager["Engine"]):
     @staticmethod
     def _hand(run: Running, judged: Judged) -> None:
         """Hands a request its picks."""
-        if isinstance(judged.picks[0], Fault):
+        if isinstance(judged.picks[0], FailedRow):
             raise judged.picks[0].error
         run.advance(judged.picks)
 

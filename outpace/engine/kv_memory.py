@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from outpace.core.available import available_bytes
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
+from outpace.core.machine import available_bytes
 from outpace.engine.prefix_index import Holders, Text
 from outpace.engine.sequence import Running
 from outpace.models.base import Model, Session

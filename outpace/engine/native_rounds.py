@@ -92,7 +92,7 @@ class Carriers:
 
     def _carry(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
         """What these requests ask for, round by round; none where it cannot be carried out."""
-        self._target.share_cores(leave=0)
+        self._target.limit_threads(leave=0)
         asked, states, rounds = [], [], _MOST
         for run, ask in asks:
             run.storage.settle()

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from outpace.core.alignment import Alignment
 from outpace.core.carried import Noise
-from outpace.core.constraint import Constraint
+from outpace.core.constraints import Constraint
+from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import Scores
 from outpace.core.logprobs import token_logprobs
-from outpace.core.needs import NOTHING, Needs
-from outpace.core.stats import Step
+from outpace.core.stats import RoundStats
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import (
     Adjustments,
@@ -23,6 +23,7 @@ from outpace.core.types import (
     Commit,
     DraftState,
     LogprobsOptions,
+    PendingObservations,
     Request,
     Row,
     TokenLogprobs,
@@ -30,12 +31,11 @@ from outpace.core.types import (
     Verify,
     tree_rows,
 )
-from outpace.core.untold import Untold
 from outpace.decoders.base import Coroutine, Place
 from outpace.engine.prefix_index import Text
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import Costs
-from outpace.rules.base import noise_of
+from outpace.rules.base import native_noise
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class History:
     ended: float = 0.0  # when the last one did
     stale: int = 0  # candidates of a worker that came after the text had gone another way
     pauses: int = 0  # how often its keys and values were taken away for want of memory
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RoundStats] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # of the answer's tokens: a drafter's name, or "target"
     drafted: Counter[str] = field(default_factory=Counter)  # tokens that were judged, by who proposed them
     rounds: list[Round] = field(default_factory=list)  # where they are asked for
@@ -106,10 +106,10 @@ class Drafted:
     """A request's side of a drafter that works in turn, which the engine knows by `name`."""
 
     name: str | None = None
-    needs: Needs = NOTHING  # the drafter's
+    needs: Needs = NO_NEEDS  # the drafter's
     told: int = 0  # tokens of the prompt that a drafter with such needs was told of
     state: DraftState | None = None
-    untold: Untold = field(default_factory=Untold)
+    untold: PendingObservations = field(default_factory=PendingObservations)
     seconds: float = 0.0  # of the round under way
 
 
@@ -143,7 +143,7 @@ class Running:
 
     def __post_init__(self) -> None:
         self.alignment = Alignment(self.request.prediction)
-        self.noise = noise_of(self.request)
+        self.noise = native_noise(self.request)
         self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
         self.place = Place(self.request, self.committed, self.costs)
@@ -311,7 +311,7 @@ class Running:
         self.draft.seconds = 0.0
         predicted = self._predicted(tree, rows, path, accepted, emitted) if self.request.prediction else (0, 0)
         relaxed = min(verdict.relaxed, accepted)
-        history.steps.append(Step(drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
+        history.steps.append(RoundStats(drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed))
         history.ended, history.first_token = now, history.first_token or now
         if self.request.rounds:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)
@@ -324,7 +324,7 @@ class Running:
         times = (self.draft.seconds / passes, target_seconds / passes, (now - start) / passes)
         self.draft.seconds = 0.0
         history.sources += [TARGET] * emitted
-        history.steps += [Step(0, 0, 1, 0, None, 1, *times)] * emitted
+        history.steps += [RoundStats(0, 0, 1, 0, None, 1, *times)] * emitted
         history.ended = now
 
     def _predicted(

@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from outpace.core.drafting import Needs, TargetFeedback, pick_layers
 from outpace.core.lazy import torch
-from outpace.core.logits import Scored, Scores, best_tokens, rows_at
+from outpace.core.logits import Scores, TargetOutput, best_tokens, select_rows
 from outpace.core.logprobs import token_logprobs
-from outpace.core.needs import Needs, Seen, pick_layers
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
 from outpace.engine.sequence import Running, apart
 from outpace.models.base import Model, Part
-from outpace.rules.base import Fault, reduce_apart
+from outpace.rules.base import FailedRow, reduce_isolated
 
 _ONE = range(1)
 
-Beside = Callable[[Callable[[], tuple[Scored, list[Any]]], int], tuple[Scored, list[Any]]]
+Beside = Callable[[Callable[[], tuple[TargetOutput, list[Any]]], int], tuple[TargetOutput, list[Any]]]
 
 
 class Read(NamedTuple):
     """What a pass says of a chunk of a prompt."""
 
     logits: Scores  # [rows, vocab]; rows where they are reported or needed
-    seen: Seen | None
+    seen: TargetFeedback | None
 
 
 class Judged(NamedTuple):
@@ -38,7 +38,7 @@ class Judged(NamedTuple):
 
     picks: list[Any]
     logits: Scores | None  # [rows of the pass, vocab]
-    seen: Seen | None
+    seen: TargetFeedback | None
     first: int
 
 
@@ -92,7 +92,7 @@ class Passes:
             forest.add(_of_tree(run, tree, int(by_score)))
         shares = forest.shares
 
-        def target_pass() -> tuple[Scored, list[Any]]:
+        def target_pass() -> tuple[TargetOutput, list[Any]]:
             scored = self._score(forest)
             if not forest.wanted:
                 _wait_for(self._target.device)  # nobody reads a score: the pass would seem to take no time
@@ -132,23 +132,23 @@ class Passes:
             for row, (run, tree) in enumerate(trees):
                 best = held.best[row][0]
                 pick = best[0] if best else self._pick(run, tree, held.wide()[row : row + 1])
-                if isinstance(pick, Fault):
+                if isinstance(pick, FailedRow):
                     return count + 1
                 judged[row].picks.append(pick)
         return most if self._tells_best else 0
 
     def _pick(self, run: Running, tree: TokenTree, scores: Scores) -> Any:
         """What the rule picks behind a tree's last node. scores [1, vocab]"""
-        return reduce_apart(scores, tree_rows(run.request, run.committed, tree)[-1:])[0]
+        return reduce_isolated(scores, tree_rows(run.request, run.committed, tree)[-1:])[0]
 
-    def _score(self, forest: _Forest) -> Scored:
+    def _score(self, forest: _Forest) -> TargetOutput:
         if forest.shown:
             return self._target.score_hidden(forest.parts, self._layers)
         held = self._target.score_held(forest.parts)
-        return Scored(held.values if held.ids is None else held.wide(), None, held.best)
+        return TargetOutput(held.values if held.ids is None else held.wide(), None, held.best)
 
     def _reduced(
-        self, trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], scored: Scored, before: int
+        self, trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], scored: TargetOutput, before: int
     ) -> list[Any]:
         """The rules' first half; the rows of a rule that needs hidden states have theirs."""
         rows: list[Row] = []
@@ -159,25 +159,25 @@ class Passes:
                 if own is not None:
                     mine = [row._replace(hidden=own[:, node]) for node, row in enumerate(mine)]
             rows += mine
-        return reduce_apart(scored.logits[before:] if before else scored.logits, rows)
+        return reduce_isolated(scored.logits[before:] if before else scored.logits, rows)
 
-    def _read(self, run: Running, part: Part, scored: Scored, share: _Share) -> Read:
+    def _read(self, run: Running, part: Part, scored: TargetOutput, share: _Share) -> Read:
         needs, logits = run.draft.needs, scored.logits[share.wanted]
         if not run.tells_prompt:
             return Read(logits, None)
         start = run.storage.session.length
         seen = self._seen(needs, range(start, start + len(part.tokens)), part.tokens, scored, share)
-        return Read(logits, seen or Seen(range(start, start + len(part.tokens)), part.tokens))
+        return Read(logits, seen or TargetFeedback(range(start, start + len(part.tokens)), part.tokens))
 
     def _seen(
-        self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], scored: Scored, share: _Share
-    ) -> Seen | None:
+        self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], scored: TargetOutput, share: _Share
+    ) -> TargetFeedback | None:
         """What a drafter is told of these nodes; None where it needs nothing."""
         if not (needs.top or needs.layers):
             return None
         top = best_tokens(scored.logits[share.wanted], needs.top) if needs.top else None
         hidden = None if scored.hidden is None else scored.hidden[:, share.shown]
-        return Seen(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
+        return TargetFeedback(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
 
 
 def note_logprobs(runs: Sequence[Running], judged: Sequence[Judged]) -> None:
@@ -203,7 +203,7 @@ def _note(some: Sequence[tuple[Running, Judged]], options: LogprobsOptions) -> N
     tokens = [token for report in reports for token in report.tokens]
     logits = some[0][1].logits
     assert logits is not None
-    records = iter(token_logprobs(rows_at(logits, places), rows, tokens, options))
+    records = iter(token_logprobs(select_rows(logits, places), rows, tokens, options))
     for (run, _), report in zip(some, reports, strict=True):
         run.history.logprobs += islice(records, len(report.tokens))
 

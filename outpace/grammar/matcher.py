@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.constraint import Constraint
+from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.models.text.tokenizer import Tokenizer
 

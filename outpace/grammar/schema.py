@@ -64,7 +64,7 @@ _LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
 _OWN = ("_", "@", "//", "x-")  # begin names of notes, of JSON-LD, and of extensions
 
 
-def enforced(schema: Any) -> Any:
+def enforceable(schema: Any) -> Any:
     """The schema without annotations that nobody knows; UserError as `check` has it."""
     check(schema)
     return _without_notes(schema)

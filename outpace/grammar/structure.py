@@ -39,7 +39,7 @@ class Structure:
 NAMES = {"json": "JSON schema", "regex": "regex", "lark": "grammar"}
 
 
-def read(response_format: Any, structured_outputs: Any) -> Structure | None:
+def read_structure(response_format: Any, structured_outputs: Any) -> Structure | None:
     """The one that either field asks for, None for plain text; UserError for what is none, or for both."""
     asked = _response_format(response_format)
     if isinstance(structured_outputs, Structure):

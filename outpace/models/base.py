@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.carried import Pairs
+from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
-from outpace.core.logits import Held, Scored
-from outpace.core.needs import Needs
-from outpace.core.steps import TakesSteps
+from outpace.core.logits import SparseLogits, TargetOutput
+from outpace.core.multi_step import SupportsMultiStep
 from outpace.core.tree import PREFIX
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Part(NamedTuple):
     `parents` point at pending nodes (the session's earlier ones, then these, counted on) or are PREFIX. `wanted` are
     the new nodes, numbered from 0, whose scores are asked for. `keep` is carried out first: those pending nodes are
     committed and all others dropped; None leaves what is pending as it is.
-    `best`: so many best tokens of each wanted row are told with the scores, by a model that can; see `Held`.
+    `best`: so many best tokens of each wanted row are told with the scores, by a model that can; see `SparseLogits`.
 
     The others need a model's `extras`. `shown` are the new nodes whose hidden states are asked for. `length`: only so
     many committed tokens are there, and the nodes come behind them. `steer` [layers, MLP width] is added to what each
@@ -192,7 +192,7 @@ def chain(session: Any, tokens: Sequence[int], wanted: Sequence[int] = (), keep:
     return Part(session, tokens, range(PREFIX, len(tokens) - 1), wanted, keep)
 
 
-class Model(TakesSteps, Pairs):
+class Model(SupportsMultiStep, Pairs):
     """A language model that scores token trees: what a runtime must offer, and what one may leave out."""
 
     vocab_size: int
@@ -250,24 +250,24 @@ class Model(TakesSteps, Pairs):
         """One forward over all parts: logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         raise NotImplementedError
 
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states of the shown nodes after so many layers each, before the final norm; 0: what
         goes into the first layer."""
         raise lacking(self, Extra.HIDDEN)
 
-    def score_held(self, forest: Sequence[Part]) -> Held:
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """As `score`, of those tokens alone that the model has output rows for."""
-        return Held(scores := self.score(forest), None, scores.shape[-1])
+        return SparseLogits(scores := self.score(forest), None, scores.shape[-1])
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Model:
         """The same weights on the same sessions, where the residual passes by these layers' attention and MLP."""
         raise lacking(self, Extra.WITHOUT)
 
-    def project(self, hidden: Tensor) -> Held:
+    def project(self, hidden: Tensor) -> SparseLogits:
         """Scores of hidden states as they are before the final norm. [rows, width] to [rows, held]"""
         raise lacking(self, Extra.PROJECT)
 
-    def share_cores(self, most: int | None = None, leave: int = 0) -> None:
+    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         """This thread's passes take at most `most` CPU threads and leave `leave` cores to others. No result changes."""
 
     def shallow(self, layers: Sequence[int]) -> Model:

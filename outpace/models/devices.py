@@ -8,10 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.core.available import available_bytes
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.core.lazy import torch
+from outpace.core.machine import available_bytes
 from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.native.binding import load_kernels, read_formats, usable_cores
@@ -86,7 +85,7 @@ def check_quantized(options: LoadOptions) -> None:
     if options.exact:
         raise UserError(f"exact mode is not available with dtype {options.dtype} by torch: leave out exact")
     if importlib.util.find_spec("torchao") is None:
-        raise UserError(f"dtype {options.dtype} by torch needs `{install('torchao')}`")
+        raise UserError(f"dtype {options.dtype} by torch needs `{install_command('torchao')}`")
 
 
 def check_pair(options: LoadOptions, draft_device: str | None) -> None:

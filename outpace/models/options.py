@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.arrays import plain
+from outpace.core.arrays import to_python
 from outpace.core.errors import UserError, check_whole, unknown
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def has_bfloat16(device: str | torch.device | None) -> bool:
 
 def _pythonic(value: Any) -> Any:
     """A scalar of numpy or torch as Python's own, a type or a device of torch by its name; anything else as it is."""
-    value = plain(value)
+    value = to_python(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 

@@ -15,16 +15,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from outpace.core.errors import UserError, unknown
-from outpace.core.extras import install
-from outpace.core.lazy import threads
+from outpace.core.errors import UserError, install_command, unknown
+from outpace.core.lazy import num_threads
 from outpace.models.base import Model, UnsupportedModel
 from outpace.models.devices import check_host, check_memory
 from outpace.models.llama.weight_sources import inflated, label, notice
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 Progress = Callable[[str, float], None]
-INSTALL = f"`{install('transformers')}`"
+INSTALL = f"`{install_command('transformers')}`"
 
 
 @dataclass(frozen=True)
@@ -104,9 +103,9 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
         return _transformers(spec, options, progress)
     try:  # plain files need no code of their own, whatever is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
-    except UnsupportedModel as refusal:
+    except UnsupportedModel as unavailable_reason:
         if importlib.util.find_spec("transformers") is None:
-            raise UserError(f"{refusal}; it needs {INSTALL}") from None
+            raise UserError(f"{unavailable_reason}; it needs {INSTALL}") from None
     return _transformers(spec, options, progress)
 
 
@@ -118,13 +117,13 @@ def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> L
         return _native(spec, options, progress)
     if options.dtype != AUTO or not options.is_on_cpu or options.has_graphs:
         return _llama(spec, options, progress)
-    refusal = missing_kernels()
-    if refusal is None:
+    unavailable_reason = missing_kernels()
+    if unavailable_reason is None:
         try:
             return _native(spec, options, progress)
         except UnsupportedShape as error:
-            refusal = str(error)
-    return _llama(spec, options, progress, f"computed in float32 by torch: {refusal}")
+            unavailable_reason = str(error)
+    return _llama(spec, options, progress, f"computed in float32 by torch: {unavailable_reason}")
 
 
 def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, reason: str | None = None) -> Loaded:
@@ -138,9 +137,9 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     }
     build: Callable[..., Model] = partial(Llama.from_tensors, **given)
     if options.has_graphs:
-        kind, slower = _captured(options)
+        kind, slow_path_warning = _captured(options)
         build = partial(kind.from_tensors, is_eager=options.graphs == EAGER, **given)
-        reason = slower or reason
+        reason = slow_path_warning or reason
     return _read(spec, options, progress, build, reason)
 
 
@@ -148,7 +147,7 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     """Which of the runtimes whose passes are captured, and what its users are to know of that."""
     import torch
 
-    from outpace.core.compiled import refusal, slower
+    from outpace.core.triton_support import slow_path_warning, unavailable_reason
     from outpace.models.llama.graph_exact import ExactGraphLlama
     from outpace.models.llama.graph_steps import SteppingLlama
 
@@ -156,9 +155,9 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
         return ExactGraphLlama, None
     if options.graphs == EAGER:
         return SteppingLlama, None
-    why = refusal(torch.device(options.device))
+    why = unavailable_reason(torch.device(options.device))
     if why is not None:
-        return SteppingLlama, slower(why)
+        return SteppingLlama, slow_path_warning(why)
     from outpace.models.llama.graph_fused import FusedLlama  # which imports Triton
 
     return FusedLlama, None
@@ -180,7 +179,7 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):
         held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
-    count = min(threads(), usable_cores())  # more were asked for by the environment, not by the user
+    count = min(num_threads(), usable_cores())  # more were asked for by the environment, not by the user
     weights = options.dtype if options.dtype in (AUTO, INT4, FILE) and not is_old else INT8
     if options.is_draft and weights == AUTO and rounds:
         weights, options = INT4, replace(options, dtype=INT4)

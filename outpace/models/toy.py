@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.logits import Held, Scored, tensor_of
+from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
 from outpace.models.base import Extra, Model, Part, Session
 
 
@@ -65,7 +65,7 @@ class Toy(Model):
         """Logits of the wanted nodes, float64 [wanted rows, vocab]."""
         return tensor_of(self.score_hidden(forest, ()).logits)
 
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states, float64 [layers, shown rows, vocab]."""
         rows: list[Tensor] = []
         shown: list[Tensor] = []
@@ -78,7 +78,7 @@ class Toy(Model):
                 stream = self._stream(contexts[node], part, node)
                 shown.append(torch.stack([stream[layer] for layer in layers]))
         nothing = torch.empty(0, self.vocab_size, dtype=torch.float64)
-        return Scored(torch.stack(rows) if rows else nothing, torch.stack(shown, 1) if shown else None)
+        return TargetOutput(torch.stack(rows) if rows else nothing, torch.stack(shown, 1) if shown else None)
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Toy:
         other = copy(self)
@@ -86,8 +86,8 @@ class Toy(Model):
         other._mlp = [0.0 if layer in mlp else strength for layer, strength in enumerate(self._mlp)]
         return other
 
-    def project(self, hidden: Tensor) -> Held:
-        return Held(hidden, None, self.vocab_size)
+    def project(self, hidden: Tensor) -> SparseLogits:
+        return SparseLogits(hidden, None, self.vocab_size)
 
     @property
     def reach(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import exp
 
-from outpace.core.together import Together
+from outpace.core.stats import BatchedUpdates
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import Costs
@@ -26,7 +26,7 @@ class Chances:
         self._costs = costs
         self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
         self._values = [1.0]
-        self._judged = Together[tuple[TokenTree, Sequence[int]]](self._trust_by, _TOGETHER)
+        self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._trust_by, _TOGETHER)
 
     def begin(self) -> None:
         """A round begins, with a tree that is a root."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine
-from outpace.core.lazy import sha256, threads
+from outpace.core.lazy import lazy_sha256, num_threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
 from outpace.models.files.cache_place import cache_folder
@@ -41,15 +41,15 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
         "target": _model(target),
         "draft": _model(draft) if draft else None,
         "processor": machine.processor(),
-        "cores": machine.cores(),
-        "threads": threads(),
+        "cores": machine.num_cores(),
+        "threads": num_threads(),
         **others,
     }
 
 
 def path_of(about: Mapping[str, Any], cache: Path | None = None) -> Path:
     """Where the profile of this subject lies."""
-    name = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    name = lazy_sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     return (cache or cache_folder()) / "profiles" / f"{name}.json"
 
 

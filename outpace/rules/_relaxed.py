@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
-from outpace.core.logits import Held
-from outpace.core.sampling import processed
+from outpace.core.adjust import adjust_logits
+from outpace.core.logits import SparseLogits
+from outpace.core.sampling import log_probs
 from outpace.core.tree import Role, Siblings, TokenTree, path_to
-from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import takes_arrays
-from outpace.rules._ratio import Judged
-from outpace.rules.base import likeliest
+from outpace.core.types import Row, Rule, TopK, Verdict
+from outpace.rules._ratio import NodeScores
+from outpace.rules.base import most_likely, takes_arrays
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -36,15 +35,15 @@ class Relaxed(Rule):
     def __init__(self) -> None:
         self._greedy, self._sampled = Greedy(), Gumbel()
 
-    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
         """Says of a token whether it is good enough after this node."""
         raise NotImplementedError
 
     @takes_arrays
-    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Judged]:
-        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
+    def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[NodeScores]:
+        return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
-    def walk(self, tree: TokenTree, picks: Sequence[Judged]) -> Verdict:
+    def walk(self, tree: TokenTree, picks: Sequence[NodeScores]) -> Verdict:
         depth: dict[int, int] = {0: 0}
         good: dict[int, Callable[[int], bool]] = {}
         for node in range(1, len(tree)):
@@ -62,12 +61,12 @@ class Relaxed(Rule):
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
-        return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+        return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
 
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best by log q of each row of scores [rows, held]."""
-        return likeliest(scores, held, [row.request.sampling for row in rows], count)
+        return most_likely(scores, held, [row.request.sampling for row in rows], count)
 
-    def _own(self, judged: Judged) -> int:
+    def _own(self, judged: NodeScores) -> int:
         rule: Greedy | Gumbel = self._greedy if judged.row.request.sampling.is_greedy else self._sampled
         return rule.reduce(judged.logits[None], [judged.row])[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from outpace.core.chances import Chances
+from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
@@ -38,11 +38,11 @@ class Adaptive(TopDown):
     def __init__(self, options: Options) -> None:
         self._most = options.most_lenience
 
-    def acceptance(self, p: Chances, q: Chances, token: int) -> float:
+    def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
         return super().acceptance(p, q, token) / (1.0 - self._most * (1.0 - importance(p, q)))
 
 
-def importance(p: Chances, q: Chances) -> float:
+def importance(p: TokenDistribution, q: TokenDistribution) -> float:
     """sqrt(exp(-H(p)) TV(p, q)), in [0, 1]."""
     return math.sqrt(math.exp(-p.entropy) * p.above(q).total)
 

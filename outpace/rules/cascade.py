@@ -21,41 +21,43 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outpace.core.chances import Chances
+from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import UserError, check_range, unknown
 from outpace.core.tree import TokenTree
-from outpace.rules._ratio import Judged, TopDown
+from outpace.rules._ratio import NodeScores, TopDown
 
 LOSSLESS = False
 COST = "as rejection, with p and q at temperature 1 too; one more draft step a round"
 
 
-class Pair(NamedTuple):
+class DistributionPair(NamedTuple):
     """Both models' distributions after one node: as processed, and P and Q unscaled."""
 
-    p: Chances
-    q: Chances
-    raw_p: Chances
-    raw_q: Chances
+    p: TokenDistribution
+    q: TokenDistribution
+    raw_p: TokenDistribution
+    raw_q: TokenDistribution
 
 
-def _whole(defers: Callable[[Pair, float], bool]) -> Callable[[Pair, float], Chances]:
+def _whole(defers: Callable[[DistributionPair, float], bool]) -> Callable[[DistributionPair, float], TokenDistribution]:
     """Follows the draft altogether or not at all."""
     return lambda pair, a: pair.q if defers(pair, a) else pair.p
 
 
-def _by_token(chosen: Callable[[np.ndarray, np.ndarray, float], np.ndarray]) -> Callable[[Pair, float], Chances]:
+def _by_token(
+    chosen: Callable[[np.ndarray, np.ndarray, float], np.ndarray],
+) -> Callable[[DistributionPair, float], TokenDistribution]:
     """Follows the draft for some tokens."""
 
-    def mixed(pair: Pair, a: float) -> Chances:
+    def mixed(pair: DistributionPair, a: float) -> TokenDistribution:
         vocab = pair.raw_p.size
         kept = pair.q.wide(vocab) * chosen(pair.raw_p.wide(vocab), pair.raw_q.wide(vocab), a)
-        return Chances(kept + max(1.0 - float(kept.sum(dtype=np.float64)), 0.0) * pair.p.wide(vocab))
+        return TokenDistribution(kept + max(1.0 - float(kept.sum(dtype=np.float64)), 0.0) * pair.p.wide(vocab))
 
     return mixed
 
 
-MIXTURES: dict[str, Callable[[Pair, float], Chances]] = {
+MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
     "chow": _whole(lambda pair, a: pair.raw_q.most >= 1.0 - a),
     "diff": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a),
     "opt": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a * pair.raw_p.above(pair.raw_q).total),
@@ -89,17 +91,17 @@ class Cascade(TopDown):
     def __init__(self, options: Options) -> None:
         self._mix, self._alpha = MIXTURES[options.defer], options.alpha
 
-    def goal(self, tree: TokenTree, node: int, judged: Judged, p: Chances) -> Chances:
+    def goal(self, tree: TokenTree, node: int, judged: NodeScores, p: TokenDistribution) -> TokenDistribution:
         drawn = tree.drawn.get(node)
         if drawn is None or drawn.raw is None:
             raise UserError(
                 "rule cascade needs the draft model's q after every token, but none came; use drafter model"
             )
         vocab = judged.logits.shape[-1]
-        q = drawn.q if drawn.q.size <= vocab else Chances(drawn.q.wide(vocab))
-        return self._mix(Pair(p, q, judged.raw_p, drawn.raw()), self._alpha)
+        q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.wide(vocab))
+        return self._mix(DistributionPair(p, q, judged.raw_p, drawn.raw()), self._alpha)
 
-    def strict(self, goal: Chances, p: Chances) -> Chances:
+    def strict(self, goal: TokenDistribution, p: TokenDistribution) -> TokenDistribution:
         return p
 
 

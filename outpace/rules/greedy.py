@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
+from outpace.core.adjust import adjust_logits
 from outpace.core.lazy import torch
-from outpace.core.logits import Held, host_rows
+from outpace.core.logits import SparseLogits, host_rows
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import by_score, takes_arrays
-from outpace.rules.base import follow, likeliest
+from outpace.core.types import Row, Rule, TopK, Verdict
+from outpace.rules.base import by_score, follow_picks, most_likely, takes_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ class Greedy(Rule):
     @by_score
     @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
-        logits = adjusted(logits, rows)
+        logits = adjust_logits(logits, rows)
         host = host_rows(logits)
         picks: list[int] = (logits if host is None else host).argmax(-1).tolist()
         return picks
@@ -52,16 +51,16 @@ class Greedy(Rule):
         return True
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return follow(tree, picks)
+        return follow_picks(tree, picks)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
-        return torch.log_softmax(adjusted(logits, rows).float(), dim=-1)
+        return torch.log_softmax(adjust_logits(logits, rows).float(), dim=-1)
 
     @by_score
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best by `rank` of each row of scores [rows, held]."""
-        return likeliest(scores, held, [GREEDY] * len(rows), count)
+        return most_likely(scores, held, [GREEDY] * len(rows), count)
 
 
 def build(options: Options) -> Greedy:

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
+from outpace.core.adjust import adjust_logits
 from outpace.core.lazy import torch
-from outpace.core.logits import Held, host_rows, tensor_of
+from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.noise import exponential, gumbel, row_key
-from outpace.core.sampling import Sampling, processed
+from outpace.core.sampling import Sampling, log_probs
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import by_race, takes_arrays
-from outpace.rules._race import Race, clear_winner
-from outpace.rules._ranking import log_chances, prepared, ranked
-from outpace.rules.base import follow, offer_at
+from outpace.core.types import Row, Rule, TopK, Verdict
+from outpace.rules._ranking import Race, clear_winner, log_chances, prepared, ranked
+from outpace.rules.base import by_race, follow_picks, offer_at, takes_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +46,7 @@ class Gumbel(Rule):
 
     @takes_arrays
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[int]:
-        logits = adjusted(logits, rows)
+        logits = adjust_logits(logits, rows)
         host = host_rows(logits)
         if host is None:
             return self.run(tensor_of(logits), rows)
@@ -59,7 +57,7 @@ class Gumbel(Rule):
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
         """The race of all tokens, which says what `reduce` has to give. Adjusted logits [rows, vocab]"""
-        log_p = processed(logits, [row.request.sampling for row in rows])
+        log_p = log_probs(logits, [row.request.sampling for row in rows])
         weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
         race = exponential([_key(row) for row in rows], logits.shape[-1], logits.device)
         picks: list[int] = (weights / race).argmax(dim=-1).tolist()
@@ -70,14 +68,14 @@ class Gumbel(Rule):
         return not sampling.filters
 
     def walk(self, tree: TokenTree, picks: Sequence[int]) -> Verdict:
-        return follow(tree, picks)
+        return follow_picks(tree, picks)
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q + g"""
-        log_q = processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+        log_q = log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
         return log_q + gumbel([_key(row) for row in rows], logits.shape[-1], logits.device)
 
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best by `rank` of each row of scores [rows, held]."""
         samplings, keys = [row.request.sampling for row in rows], [_key(row) for row in rows]
         offers = ranked(scores, samplings, count, ids=held.ids, keys=keys)
@@ -95,7 +93,7 @@ class Gumbel(Rule):
         scores, temperatures = prepared(scores, samplings)
         return [self._race.winner(*each) for each in zip(scores, temperatures, keys, strict=True)]
 
-    def _best(self, log_q: np.ndarray, key: int, held: Held, count: int) -> Offer:
+    def _best(self, log_q: np.ndarray, key: int, held: SparseLogits, count: int) -> TopK:
         if not len(log_q):
             return [], []
         places, values = self._race.best(log_q, key, held.vocab, held.ids, min(count, len(log_q)))

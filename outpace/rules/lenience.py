@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.chances import Chances
+from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import check_range
 from outpace.rules._ratio import TopDown
 
@@ -36,7 +36,7 @@ class Lenience(TopDown):
     def __init__(self, options: Options) -> None:
         self._kept = 1.0 - options.lenience
 
-    def acceptance(self, p: Chances, q: Chances, token: int) -> float:
+    def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
         return super().acceptance(p, q, token) / self._kept
 
 

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.core.adjust import adjusted
-from outpace.core.arrays import uploaded
-from outpace.core.chances import chances_of
+from outpace.core.adjust import adjust_logits
+from outpace.core.arrays import to_device
+from outpace.core.distribution import distribution_of
 from outpace.core.lazy import torch
-from outpace.core.logits import Held, host_array, host_rows, tensor_of
+from outpace.core.logits import SparseLogits, host_array, host_rows, tensor_of
 from outpace.core.noise import uniform
-from outpace.core.sampling import Sampling, processed
+from outpace.core.sampling import Sampling, log_probs
 from outpace.core.tree import Siblings, TokenTree
-from outpace.core.types import Offer, Row, Rule, Verdict
-from outpace.rules._arrays import takes_arrays
+from outpace.core.types import Row, Rule, TopK, Verdict
 from outpace.rules._ranking import prepared
-from outpace.rules._ratio import Judged
-from outpace.rules.base import follow, likeliest
+from outpace.rules._ratio import NodeScores
+from outpace.rules.base import follow_picks, most_likely, takes_arrays
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,14 +52,14 @@ class Match(Rule):
     def reduce(self, logits: Tensor | np.ndarray, rows: Sequence[Row]) -> list[Any]:
         """On the host the rows themselves, drawn from where the walk comes to them; elsewhere each row's token."""
         if host_rows(logits) is None:
-            return self.run(adjusted(tensor_of(logits), rows), rows)
-        return [Judged(row, scores) for row, scores in zip(rows, logits, strict=True)]
+            return self.run(adjust_logits(tensor_of(logits), rows), rows)
+        return [NodeScores(row, scores) for row, scores in zip(rows, logits, strict=True)]
 
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
         """The draws over all tokens, which say what the faster ones have to give. Adjusted logits [rows, vocab]"""
-        log_p = processed(logits, [row.request.sampling for row in rows])
+        log_p = log_probs(logits, [row.request.sampling for row in rows])
         cumulative = torch.exp(log_p.double()).cumsum(dim=-1)  # [rows, vocab]
-        u = uploaded([self.draw(row) for row in rows], np.float64, logits.device)
+        u = to_device([self.draw(row) for row in rows], np.float64, logits.device)
         target = u[:, None] * cumulative[:, -1:]  # the last entry is 1 up to rounding
         picks: list[int] = torch.searchsorted(cumulative, target, right=True).squeeze(-1).tolist()
         return picks
@@ -70,16 +69,16 @@ class Match(Rule):
         return uniform(row.request.seed, row.request.choice, row.position)
 
     def walk(self, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        return follow(tree, Drawing(self, picks))
+        return follow_picks(tree, Drawing(self, picks))
 
-    def pick(self, judged: Judged) -> int:
+    def pick(self, judged: NodeScores) -> int:
         """One row's token: what two numbers give that lie around its own by more than sums in float32 may err, where
         they give the same."""
-        logits, sampling = adjusted(judged.logits[None], [judged.row]), judged.row.request.sampling
+        logits, sampling = adjust_logits(judged.logits[None], [judged.row]), judged.row.request.sampling
         (scores,), (temperature,) = prepared(host_array(logits), [sampling])
         if temperature != 1.0:
             scores = scores / np.float32(temperature)  # rounded as `run` rounds it
-        p, u = chances_of(scores, _BARE), self.draw(judged.row)
+        p, u = distribution_of(scores, _BARE), self.draw(judged.row)
         if p.total > 0:
             token = p.at(max(u - _DOUBT, 0.0))
             if token == p.at(min(u + _DOUBT, _BELOW_ONE)):
@@ -88,11 +87,11 @@ class Match(Rule):
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q"""
-        return processed(adjusted(logits, rows), [row.request.sampling for row in rows])
+        return log_probs(adjust_logits(logits, rows), [row.request.sampling for row in rows])
 
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best by `rank` of each row of scores [rows, held]."""
-        return likeliest(scores, held, [row.request.sampling for row in rows], count)
+        return most_likely(scores, held, [row.request.sampling for row in rows], count)
 
 
 class Drawing(Sequence[int]):
@@ -107,7 +106,7 @@ class Drawing(Sequence[int]):
     def __getitem__(self, node: Any) -> Any:
         if node not in self._drawn:
             pick = self._picks[node]
-            self._drawn[node] = self._rule.pick(pick) if isinstance(pick, Judged) else pick
+            self._drawn[node] = self._rule.pick(pick) if isinstance(pick, NodeScores) else pick
         return self._drawn[node]
 
 

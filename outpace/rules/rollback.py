@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outpace.core.chances import Chances, certain
+from outpace.core.distribution import TokenDistribution, one_hot
 from outpace.core.errors import check_range
 from outpace.core.lazy import torch
 from outpace.core.tree import Siblings
 from outpace.core.types import Row
-from outpace.rules._ratio import Judged
+from outpace.rules._ratio import NodeScores
 from outpace.rules._relaxed import Relaxed
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class Rollback(Relaxed):
         super().__init__()
         self._rollback = options.rollback
 
-    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
         p = judged.raw_p
         best, floor = p.likeliest, math.exp(-self._rollback)
         return lambda token: token == best or p.of(token) >= floor
 
-    def proposal(self, q: Chances, row: Row) -> Chances:
+    def proposal(self, q: TokenDistribution, row: Row) -> TokenDistribution:
         """At temperature 0 all of it is on the likeliest token."""
-        return certain(q.likeliest) if row.request.sampling.is_greedy and q.total else q
+        return one_hot(q.likeliest) if row.request.sampling.is_greedy and q.total else q
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """log q; of temperature 0 all of it is on the likeliest token"""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.core.chances import Chances
-from outpace.rules._ratio import Group, TopDown
+from outpace.core.distribution import TokenDistribution
+from outpace.rules._ratio import SiblingGroup, TopDown
 
 LOSSLESS = True
 COST = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
@@ -33,7 +33,7 @@ class SpecTr(TopDown):
     lossless = LOSSLESS
     fan = True
 
-    def judge(self, p: Chances, group: Group) -> tuple[int | None, Chances]:
+    def judge(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
         own, other, count = p.on(p), group.q.on(p), len(group.draws)  # of the tokens that p gives
         rho = least_rho(own, other, count)
         for token, child, key in group.draws:
@@ -43,7 +43,7 @@ class SpecTr(TopDown):
         beta = float(shared.sum(dtype=np.float64))
         if beta > 0:
             own -= shared * own.dtype.type(any_of(beta, count) / beta)
-        rest = Chances(np.maximum(own, 0.0), p.tokens)
+        rest = TokenDistribution(np.maximum(own, 0.0), p.tokens)
         return None, rest if rest.total > 0 else p
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outpace.core.errors import check_range, check_whole
-from outpace.core.logits import largest
-from outpace.rules._ratio import Judged
+from outpace.core.logits import largest_indices
+from outpace.rules._ratio import NodeScores
 from outpace.rules._relaxed import Relaxed
 
 LOSSLESS = False
@@ -41,9 +41,9 @@ class TopBeta(Relaxed):
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
         scores = judged.scores
-        best = largest(scores, min(self._options.beta, len(scores)))
+        best = largest_indices(scores, min(self._options.beta, len(scores)))
         floor = float(scores[best[0]]) - self._options.tau
         good = {int(token) for token in best if float(scores[token]) >= floor}
         return good.__contains__

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outpace.core.tree import Siblings
-from outpace.rules._bottom_up import BottomUp
+from outpace.rules._ratio import BottomUp
 
 LOSSLESS = True
 COST = "p and a residual of every node that the walk visits, at worst of all nodes"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outpace.core.errors import check_range
-from outpace.rules._ratio import Judged
+from outpace.rules._ratio import NodeScores
 from outpace.rules._relaxed import Relaxed
 
 LOSSLESS = False
@@ -40,7 +40,7 @@ class Typical(Relaxed):
         super().__init__()
         self._options = options
 
-    def acceptable(self, judged: Judged) -> Callable[[int], bool]:
+    def acceptable(self, judged: NodeScores) -> Callable[[int], bool]:
         p = judged.p
         floor = min(self._options.epsilon, self._options.delta * math.exp(-p.entropy))
         return lambda token: p.of(token) > floor

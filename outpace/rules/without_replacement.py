@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.chances import Chances
+from outpace.core.distribution import TokenDistribution
 from outpace.core.tree import Siblings
 from outpace.rules._ratio import TopDown
 
@@ -30,7 +30,7 @@ class WithoutReplacement(TopDown):
     siblings = Siblings.WITHOUT_REPLACEMENT
     fan = True
 
-    def after(self, q: Chances, token: int) -> Chances:
+    def after(self, q: TokenDistribution, token: int) -> TokenDistribution:
         return q.without(token)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
-from outpace.grammar.structure import read as read_structure
+from outpace.grammar.structure import read_structure as read_structure
 from outpace.server.choices import no_thoughts
 from outpace.server.errors import ApiError
 from outpace.server.parts import Splitter
+from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallParser
-from outpace.tools.forced import structure_of, thought_rules
-from outpace.tools.offered import Choice, Tool, read_choice, read_tools, with_tool_prompt
+from outpace.tools.definitions import Tool, ToolChoice, read_choice, read_tools, with_tool_prompt
 from outpace.tools.reasoning import CLOSE, ReasoningParser, begins_open, thought_tokens
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Calling:
 
     service: Service
     tools: tuple[Tool, ...]
-    choice: Choice
+    choice: ToolChoice
     parallel: bool
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outpace.api.llm import PreparedRequest
-from outpace.core.stats import Figures, Step, fold, together
+from outpace.core.stats import RoundStats, RunStats, merge_stats, summarize
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import History, Round, Running
 
@@ -22,7 +22,7 @@ class Delta:
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    rounds: tuple[tuple[Round, Step], ...] = ()  # where they are asked for
+    rounds: tuple[tuple[Round, RoundStats], ...] = ()  # where they are asked for
 
     @staticmethod
     def merged(parts: Sequence[Delta]) -> Delta:
@@ -49,9 +49,9 @@ class Ended:
     speedup: float = 0.0
 
     @cached_property
-    def figures(self) -> Figures:
+    def figures(self) -> RunStats:
         """What was drafted and accepted."""
-        return fold(self.history.steps)
+        return summarize(self.history.steps)
 
 
 def no_thoughts(tokens: Sequence[int]) -> int:
@@ -154,9 +154,9 @@ class Group:
         return sum(len(choice.indices) * self._thoughts(choice.tokens) for choice in self.choices)
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> RunStats:
         """Of all choices that have ended."""
-        return together([choice.ended.figures for choice in self.choices if choice.ended])
+        return merge_stats([choice.ended.figures for choice in self.choices if choice.ended])
 
     def wake(self) -> None:
         """Whoever waits for the group looks again."""

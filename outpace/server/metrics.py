@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from outpace.core.stats import Figures
+from outpace.core.stats import RunStats
 from outpace.engine.sequence import History
 from outpace.server.choices import Choice, Delta, Ended, Group
 
@@ -126,7 +126,7 @@ class Metrics:
             waits = [max(step.seconds - step.target_seconds, 0.0) for step in history.steps]
             self.add("target_wait_seconds", sum(waits))
 
-    def _draft_figures(self, figures: Figures, history: History) -> None:
+    def _draft_figures(self, figures: RunStats, history: History) -> None:
         self.add("spec_decode_num_draft_tokens", figures.drafted)
         self.add("spec_decode_num_accepted_tokens", figures.accepted)
         self.add("spec_decode_num_drafts", figures.positions[0][0] if figures.positions else 0)

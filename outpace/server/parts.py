@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from outpace.tools.calls import CallParser
-from outpace.tools.pieces import CallArguments, CallBegin, Text
-from outpace.tools.reasoning import ReasoningParser, Thought
+from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
+from outpace.tools.reasoning import ReasoningParser, ThoughtDelta
 
-Part = Thought | Text | CallBegin | CallArguments
+Part = ThoughtDelta | TextDelta | CallBegin | CallArguments
 
 
 class Splitter:
@@ -26,16 +25,16 @@ class Splitter:
         """What became certain with this text."""
         if self._thoughts is not None:
             return list(self._called(self._thoughts.push(text)))
-        return list(self._called([Text(text)] if text else []))
+        return list(self._called([TextDelta(text)] if text else []))
 
     def finish(self) -> list[Part]:
         """What was held back."""
         parts = list(self._called(self._thoughts.finish())) if self._thoughts else []
         return [*parts, *(self._calls.finish() if self._calls else [])]
 
-    def _called(self, parts: Iterable[Thought | Text]) -> Iterator[Part]:
+    def _called(self, parts: Iterable[ThoughtDelta | TextDelta]) -> Iterator[Part]:
         for part in parts:
-            if isinstance(part, Text) and self._calls is not None:
+            if isinstance(part, TextDelta) and self._calls is not None:
                 yield from self._calls.push(part.text)
             else:
                 yield part

@@ -20,8 +20,7 @@ from outpace.server.jobs import Job, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
 from outpace.server.timers import LoopClock, Timer
-from outpace.tools.families import Family, family_of
-from outpace.tools.offered import takes_tools
+from outpace.tools.definitions import CallFormat, call_format_of, takes_tools
 from outpace.tools.reasoning import has_thoughts
 
 T = TypeVar("T")
@@ -75,9 +74,9 @@ class Service:
         return takes_tools(self.llm.tokenizer)
 
     @cached_property
-    def family(self) -> Family:
+    def family(self) -> CallFormat:
         """How the model writes a call of a tool."""
-        return family_of(self.llm.tokenizer)
+        return call_format_of(self.llm.tokenizer)
 
     @cached_property
     def has_thoughts(self) -> bool:

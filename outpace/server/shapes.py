@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from outpace.core.stats import Step
+from outpace.core.stats import RoundStats
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import Round
 from outpace.server.choices import Choice, Delta, Ended, Group
@@ -189,7 +189,7 @@ def told_beside(body: Sampled, delta: Delta, texts: TokenTexts) -> dict[str, Any
     return more
 
 
-def _told_round(found: Round, step: Step, texts: TokenTexts) -> dict[str, Any]:
+def _told_round(found: Round, step: RoundStats, texts: TokenTexts) -> dict[str, Any]:
     """A tree and its times; the parent of the root is null."""
     return {
         "tokens": [texts.text(token) for token in found.tokens],

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from outpace.core.awake import TICK, AwakeClock
+from outpace.core.clock import TICK, SuspendAwareClock
 
 
 class Timer:
@@ -35,7 +35,7 @@ class LoopClock:
     """The time in which the server could work, kept by its event loop from `begin` to `end`."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._clock = AwakeClock(now)
+        self._clock = SuspendAwareClock(now)
         self.time = self._clock.time
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.logits import Held, largest
-from outpace.core.types import Offer, Row
+from outpace.core.logits import SparseLogits, largest_indices
+from outpace.core.types import Row, TopK
 from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.rules.base import offer_at
 from outpace.rules.greedy import Greedy
@@ -30,9 +30,9 @@ class Recorded(Greedy):
 
     judges_sampled = True
 
-    def best(self, scores: np.ndarray, held: Held, rows: Sequence[Row], count: int) -> list[Offer]:
+    def best(self, scores: np.ndarray, held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
         """The `count` best of each row of scores [rows, held], with their values as they are."""
-        return [offer_at(places, row[places], held) for row in scores for places in [largest(row, count)]]
+        return [offer_at(places, row[places], held) for row in scores for places in [largest_indices(row, count)]]
 
 
 class ReplaySession(Session):

@@ -11,11 +11,11 @@ from typing import Any
 from outpace.card.inline import ClockedDrafter, InlineWorker, SequentialWorker, SimulatedClock
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.logits import Held
-from outpace.core.needs import Given
+from outpace.core.logits import SparseLogits
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.core.stats import Figures, Step, fold
+from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.types import Drafter, Request
 from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
@@ -36,7 +36,7 @@ class Course:
     tokens: int = 0
     passes: Counter[int] = field(default_factory=Counter)
     forwards: Counter[int] = field(default_factory=Counter)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RoundStats] = field(default_factory=list)
 
     def seconds(self, costs: PassTimes) -> tuple[float, float]:
         """Of the target and of the draft model, which work in turn."""
@@ -61,7 +61,7 @@ class Counted(Model):
     def open(self, capacity: int, room: int) -> Any:
         return self._model.open(capacity, room)
 
-    def score_held(self, forest: Sequence[Part]) -> Held:
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """Forwards that only read a text, as those of a prompt, take no time, as everywhere in the simulation."""
         if rows := sum(len(part.wanted) for part in forest):
             self.forwards[rows] += 1
@@ -87,7 +87,7 @@ class LiveModels:
 
     def _follow(self, setup: Setup, length: int | None, some: Sequence[Script]) -> dict[str, Course]:
         draft = Counted(self._draft)
-        drafter = build_drafter(setup.drafter, Given(draft), setup.options)
+        drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
         values = dict(setup.options) | ({} if length is None else {"draft_length": length})
         options = registry.build_options(setup.decoder, values)
         rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), batch=1, reuse=False)
@@ -141,7 +141,7 @@ class Outcome:
     ratio: float
     seconds: float
     tokens: int
-    figures: Figures
+    figures: RunStats
     target_idle: float
     draft_idle: float
     draft_length: int | None = None
@@ -216,7 +216,7 @@ def _run_live(
     target, draft = (sum(seconds) for seconds in zip(*spent.values(), strict=True))
     steps = [step for course in courses.values() for step in course.steps]
     tokens = sum(course.tokens for course in courses.values())
-    figures = replace(fold(steps), draft_seconds=draft, target_seconds=target)
+    figures = replace(summarize(steps), draft_seconds=draft, target_seconds=target)
     now = target + draft
     judged = sum(step.verified_rows for step in steps) / tokens
     by_task = {task: sum(seconds) / courses[task].tokens for task, seconds in spent.items()}
@@ -239,7 +239,7 @@ def run_setup(
     values = dict(setup.options) | ({} if draft_length is None else {"draft_length": draft_length})
     asked = scripts.scripts if some is None else some
     rows = EngineOptions(nodes=setup.nodes, rows=max(setup.nodes, 64), chunk=1 << 16, batch=1, reuse=False)
-    steps: list[Step] = []
+    steps: list[RoundStats] = []
     spent: dict[str, list[float]] = {}  # by task: seconds and tokens of each answer
     with Engine(ReplayTarget(scripts), drafter, worker, rows, lambda: clock.now) as engine:
         for script in asked:
@@ -251,7 +251,7 @@ def run_setup(
     tokens = sum(len(script.tokens) for script in asked)
     target_idle, draft_idle = (1 - busy / clock.now for busy in (clock.target_busy, clock.draft_busy))
     judged = sum(step.verified_rows for step in steps) / tokens
-    figures = replace(fold(steps), draft_seconds=clock.draft_busy, target_seconds=clock.target_busy)
+    figures = replace(summarize(steps), draft_seconds=clock.draft_busy, target_seconds=clock.target_busy)
     idle = (target_idle, draft_idle)
     by_task = {task: seconds / written for task, (seconds, written) in spent.items()}
     return Outcome(
@@ -274,13 +274,13 @@ def _parts(setup: Setup, draft: ReplayDraft, clock: SimulatedClock) -> tuple[Dra
     """The drafter in turn, if one is needed, and what moves the clock."""
     if setup.decoder.NEEDS is None:
         return None, SequentialWorker(clock)
-    drafter = build_drafter(setup.drafter, Given(draft), setup.options)
+    drafter = build_drafter(setup.drafter, BuildContext(draft), setup.options)
     if setup.decoder.NEEDS == "worker":
         return None, InlineWorker(drafter, clock)
     return ClockedDrafter(drafter, clock), SequentialWorker(clock)
 
 
-def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[Step]:
+def _answer(engine: Engine, script: Script, setup: Setup, options: Any, clock: _Clock) -> list[RoundStats]:
     """Writes one answer and compares it with the recorded one."""
     request = Request(script.prompt, Recorded(), len(script.tokens), Sampling(script.temperature))
     run = engine.submit(request, setup.decoder, options)

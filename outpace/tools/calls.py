@@ -2,12 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple
 
-from outpace.tools.call_scanner import CallScanner, Stage
-from outpace.tools.families import PYTHON_TAG, Family
-from outpace.tools.offered import Tool
-from outpace.tools.pieces import CallArguments, CallBegin, Delta, Text, held, merged
+from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool
+
+
+class Stage(Enum):
+    """Where the scanner stands."""
+
+    READING = "reading"
+    DONE = "done"
+    BROKEN = "broken"  # no such object
+
+
+class CallScanner:
+    """Reads from the object's `{` on. `name` is None until it is known; `take()` hands out what came of the arguments.
+
+    Only what a call is made of is judged: fields at the top, strings, and brackets that match.
+    """
+
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        """`arguments`: the names that the arguments' field may have."""
+        self._fields = arguments
+        self.stage = Stage.READING
+        self.name: str | None = None
+        self._brackets: list[str] = []
+        self._string: str | None = None  # the string under way, from its quote on
+        self._value = ""  # the top field's value so far
+        self._field: str | None = None
+        self._wants = "key"  # at the top: key, colon, value or comma
+        self._arguments = ""  # not handed out yet
+        self._has_arguments = False
+
+    def take(self) -> str:
+        """The arguments that came since the last time; of a call that has none, an empty object."""
+        if self.stage is Stage.DONE and not self._has_arguments:
+            self._has_arguments, self._arguments = True, "{}"
+        text, self._arguments = self._arguments, ""
+        return text
+
+    def push(self, character: str) -> None:
+        """One more character."""
+        if self._string is not None:
+            self._in_string(character)
+        elif len(self._brackets) > 1:
+            self._inside(character)
+        elif not self._brackets:
+            self._brackets.append("}")  # the object's own
+        else:
+            self._at_top(character)
+
+    def _in_string(self, character: str) -> None:
+        assert self._string is not None
+        is_escaped = self._string.endswith("\\") and (len(self._string) - len(self._string.rstrip("\\"))) % 2 == 1
+        self._string += character
+        is_over = character == '"' and not is_escaped
+        if self._wants == "value":
+            self._note(character)
+        if is_over:
+            text, self._string = self._string, None
+            if len(self._brackets) == 1:
+                self._end_string(text)
+
+    def _end_string(self, text: str) -> None:
+        """A string at the top ended: a field's name, or its value."""
+        if self._wants == "value":
+            self._end_value()
+            return
+        self._field, self._wants, self._value = _decoded(text), "colon", ""
+        if self._field is None:
+            self.stage = Stage.BROKEN
+
+    def _at_top(self, character: str) -> None:
+        if self._wants == "value" and self._value and character in ",} \n\t\r":
+            self._end_value()
+        if character in " \n\t\r":
+            return
+        if self._wants == "value":
+            self._begin_value(character)
+        elif self._wants == "key" and character == '"':
+            self._string = character
+        elif self._wants == "colon" and character == ":":
+            self._wants = "value"
+        elif self._wants == "comma" and character == ",":
+            self._wants = "key"
+        elif self._wants == "comma" and character == "}":
+            self.stage = Stage.DONE if self.name is not None else Stage.BROKEN
+        else:
+            self.stage = Stage.BROKEN
+
+    def _begin_value(self, character: str) -> None:
+        if character in "{[":
+            self._brackets.append("}" if character == "{" else "]")
+        elif character == '"':
+            self._string = character
+        elif character in ":,}]":
+            self.stage = Stage.BROKEN
+            return
+        self._note(character)
+
+    def _inside(self, character: str) -> None:
+        """Within a value that has brackets."""
+        self._note(character)
+        if character == '"':
+            self._string = character
+        elif character in "{[":
+            self._brackets.append("}" if character == "{" else "]")
+        elif character in "}]":
+            if self._brackets.pop() != character:
+                self.stage = Stage.BROKEN
+            elif len(self._brackets) == 1:
+                self._end_value()
+
+    def _note(self, character: str) -> None:
+        """A character of the top field's value; an object of arguments is handed out as it comes."""
+        self._value += character
+        if self._field in self._fields and self._value[0] == "{":
+            self._arguments += character
+            self._has_arguments = True
+
+    def _end_value(self) -> None:
+        self._wants = "comma"
+        if self._field == "name":
+            self.name = _decoded(self._value)
+            if self.name is None:
+                self.stage = Stage.BROKEN
+        elif self._field in self._fields and self._value[0] == '"':  # arguments that are the text of an object
+            self._arguments, self._has_arguments = _decoded(self._value) or "", True
+
+
+def _decoded(text: str) -> str | None:
+    """A JSON string's text, None for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+class TextDelta(NamedTuple):
+    """A bit of the answer's own text."""
+
+    text: str
+
+
+class CallBegin(NamedTuple):
+    """A tool call begins; calls are numbered from 0."""
+
+    number: int
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """A bit of a call's arguments, the text of a JSON object."""
+
+    number: int
+    text: str
+
+
+Delta = TextDelta | CallBegin | CallArguments
+
+
+def held_back(text: str, mark: str) -> int:
+    """The length of the longest end of `text` with which `mark` begins, `mark` itself not counted."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def merge_deltas(deltas: Iterable[Delta]) -> list[Delta]:
+    """Neighbours of one kind as one."""
+    result: list[Delta] = []
+    for delta in deltas:
+        last = result[-1] if result else None
+        if isinstance(delta, TextDelta) and isinstance(last, TextDelta):
+            result[-1] = TextDelta(last.text + delta.text)
+        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments) and last.number == delta.number:
+            result[-1] = CallArguments(delta.number, last.text + delta.text)
+        else:
+            result.append(delta)
+    return result
+
 
 _FIELDS = ("arguments", "parameters")
 
@@ -19,7 +195,7 @@ class CallParser:
     out to be no call is kept in `_raw`, and told as text if so. A call is one only with the name of an offered tool.
     """
 
-    def __init__(self, family: Family, tools: Sequence[Tool]) -> None:
+    def __init__(self, family: CallFormat, tools: Sequence[Tool]) -> None:
         self._family, self._names = family, {tool.name for tool in tools}
         self._start, self._end = family.start.strip(), family.end.strip()
         self._state = "text" if self._start else "open"
@@ -34,13 +210,13 @@ class CallParser:
         told: list[Delta] = []
         for character in text:
             self._step(character, told)
-        return merged(told)
+        return merge_deltas(told)
 
     def finish(self) -> list[Delta]:
         """What was held back, at the end of the text. Space beside calls is none of the answer's."""
         rest, self._raw = self._raw, ""
         is_space = not rest.strip() and self.count > 0
-        return [Text(rest)] if rest and not is_space and not self._is_told else []
+        return [TextDelta(rest)] if rest and not is_space and not self._is_told else []
 
     def _step(self, character: str, told: list[Delta]) -> None:
         {"text": self._in_text, "open": self._before, "call": self._in_call, "after": self._behind}[self._state](
@@ -54,7 +230,7 @@ class CallParser:
             self._tell(before, told)
             self._raw, self._state, self._is_listed = self._raw[len(before) :], "open", False
             return
-        keep = held(self._raw, self._start)
+        keep = held_back(self._raw, self._start)
         free = self._raw[: len(self._raw) - keep]
         free = free.rstrip()  # space is kept until it is known what follows it
         self._tell(free, told)
@@ -123,4 +299,4 @@ class CallParser:
 
     def _tell(self, text: str, told: list[Delta]) -> None:
         if text:
-            told.append(Text(text))
+            told.append(TextDelta(text))

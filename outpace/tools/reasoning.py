@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.pieces import Text, held
+from outpace.tools.calls import TextDelta, held_back
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class Thought(NamedTuple):
+class ThoughtDelta(NamedTuple):
     """A bit of reasoning."""
 
     text: str
@@ -49,38 +49,38 @@ class ReasoningParser:
         self._is_open, self._held = is_open, ""
         self._is_start = True  # no text was told since the beginning, or since the thought: space there is left out
 
-    def push(self, text: str) -> list[Thought | Text]:
+    def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
         """What is certain with this text."""
-        told: list[Thought | Text] = []
+        told: list[ThoughtDelta | TextDelta] = []
         for character in text:
             self._step(character, told)
         return told
 
-    def finish(self) -> list[Thought | Text]:
+    def finish(self) -> list[ThoughtDelta | TextDelta]:
         """What was held back."""
-        told: list[Thought | Text] = []
+        told: list[ThoughtDelta | TextDelta] = []
         rest, self._held = self._held, ""
         self._tell(rest, told)
         return told
 
-    def _step(self, character: str, told: list[Thought | Text]) -> None:
+    def _step(self, character: str, told: list[ThoughtDelta | TextDelta]) -> None:
         self._held += character
         mark = CLOSE if self._is_open else OPEN
         if self._held.endswith(mark) and (self._is_open or self._is_start):
             self._tell(self._held[: -len(mark)], told)
             self._held, self._is_open, self._is_start = "", not self._is_open, True
             return
-        keep = held(self._held, mark) if self._is_open or self._is_start else 0
+        keep = held_back(self._held, mark) if self._is_open or self._is_start else 0
         before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self._tell(before, told)
 
-    def _tell(self, text: str, told: list[Thought | Text]) -> None:
+    def _tell(self, text: str, told: list[ThoughtDelta | TextDelta]) -> None:
         if self._is_start:
             text = text.lstrip()
         if not text:
             return
         self._is_start = False
-        kind = Thought if self._is_open else Text
+        kind = ThoughtDelta if self._is_open else TextDelta
         if told and isinstance(told[-1], kind):
             told[-1] = kind(told[-1].text + text)
         else:

@@ -11,10 +11,9 @@ import torch
 
 from outpace.bench.peer import Answered, PeerSettings
 from outpace.bench.peers._rounds import Rounds, check_room, need
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 
-INSTALL = f"`{install('bench')}`"
+INSTALL = f"`{install_command('bench')}`"
 
 
 class Generate:

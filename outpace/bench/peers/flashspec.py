@@ -14,10 +14,10 @@ import torch
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.peers._generate import load, num_threads
 from outpace.bench.peers._rounds import Round, check_draft, check_room, fold, need
-from outpace.core.extras import install
+from outpace.core.errors import install_command
 
 NAME = "flashspec"
-INSTALL = f"`{install('flashspec')}` (Python 3.11 or later)"
+INSTALL = f"`{install_command('flashspec')}` (Python 3.11 or later)"
 
 
 def build(settings: PeerSettings) -> Peer:

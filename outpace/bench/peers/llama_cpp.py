@@ -15,10 +15,9 @@ import numpy as np
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.peers._gguf import gguf_file
 from outpace.bench.peers._rounds import Rounds, check_room, need
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 
-INSTALL = f"`{install('llama-cpp')}` (it is compiled, which takes minutes)"
+INSTALL = f"`{install_command('llama-cpp')}` (it is compiled, which takes minutes)"
 BATCH = 512  # rows at once, llama.cpp's default
 
 

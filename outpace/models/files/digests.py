@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import sha256
+from outpace.core.lazy import lazy_sha256
 
 MOST = 64  # hashes remembered
 SETTLED = 2_000_000_000  # nanoseconds after which a further write would show in a file's time
@@ -56,7 +56,7 @@ class Digests(AbstractContextManager["Digests"]):
 
 
 def _hash(file: Path) -> str:
-    digest = sha256()
+    digest = lazy_sha256()
     try:
         with file.open("rb") as stream:
             while block := stream.read(BLOCK):

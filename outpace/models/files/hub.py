@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from outpace.core.errors import UserError
-from outpace.core.extras import install
+from outpace.core.errors import UserError, install_command
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
 from outpace.models.files.gguf.parts import part_files
 from outpace.models.files.model_kind import check_kind_of_text
@@ -87,7 +86,9 @@ def _ask(name: HubName) -> list[str] | Exception:
     try:
         from huggingface_hub import HfApi, constants
     except ImportError:
-        raise UserError(f"{str(name)!r} is no folder or file here, and a hub id needs `{install('hub')}`") from None
+        raise UserError(
+            f"{str(name)!r} is no folder or file here, and a hub id needs `{install_command('hub')}`"
+        ) from None
     try:
         info = HfApi().model_info(name.repository, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # connection, proxy, and HTTP errors share no base class

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import sha256
+from outpace.core.lazy import lazy_sha256
 from outpace.models.files import mapped
 from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
 from outpace.models.files.cache_place import cache_folder, new_folder
@@ -199,7 +199,7 @@ def _is_whole(folder: Path) -> bool:
 def _content(draft: Path, target: Path, memory: Path) -> str:
     """A short name for all that the whole draft is made of: what the files hold, wherever they lie."""
     config = read_json(draft / "config.json")
-    digest = sha256()
+    digest = lazy_sha256()
     with open_source(target) as large, Digests(memory, memory.parent.parent) as digests:
         _check_fit(draft, config, target, large.config)
         for file in sorted(draft.iterdir()):
@@ -220,18 +220,18 @@ def _content(draft: Path, target: Path, memory: Path) -> str:
 def _hash_tokenizer(source: GgufSource) -> str:
     """Of all that the tokenizer's files would hold."""
     built = source.tokenizer
-    return sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
+    return lazy_sha256(f"{built.tokenizer.to_str()} {built.settings} {built.special_ids}".encode()).hexdigest()
 
 
 def _hash(checkpoint: Checkpoint | GgufSource, name: str) -> str:
     """Of a tensor's type, shape and values, in the blocks that the file has."""
     weight = checkpoint.raw(name) if isinstance(checkpoint, Checkpoint) else checkpoint.weight(name)
     if isinstance(weight, StoredMatrix):
-        digest = sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
+        digest = lazy_sha256(f"{weight.kind} {weight.data.shape} {weight.columns}\n".encode())
         digest.update(np.ascontiguousarray(weight.data).data)
         return digest.hexdigest()
     kind, values = weight if isinstance(weight, Raw) else Raw("F32", weight)
     dtype = "bfloat16" if kind == "BF16" else f"float{kind[1:]}"
-    digest = sha256(f"torch.{dtype} {values.shape}\n".encode())
+    digest = lazy_sha256(f"torch.{dtype} {values.shape}\n".encode())
     digest.update(np.ascontiguousarray(values).data)
     return digest.hexdigest()

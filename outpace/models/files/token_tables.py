@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.lazy import sha256
-from outpace.core.needs import Given
+from outpace.core.lazy import lazy_sha256
 from outpace.models.files.cache_place import cache_folder
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
@@ -78,7 +78,7 @@ def read(path: Path, kind: str, tokenizer: str | None, again: str = "") -> dict[
     return arrays
 
 
-def find(kind: str, named: str, given: Given | None) -> Path | None:
+def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
     """The file that an option names; for "" that of the target's tokenizer, if there is one: the user's, else the one
     that comes with outpace; None for "none"."""
     if named == "none":
@@ -102,7 +102,7 @@ def file_name(kind: str, tokenizer: str) -> str:
     return f"{kind}-{tokenizer[:16]}.tables"
 
 
-def tokenizer_of(given: Given | None) -> str | None:
+def tokenizer_of(given: BuildContext | None) -> str | None:
     """The target's tokenizer in a word; None where it is not known."""
     return given.tokenizer.fingerprint if given is not None and given.tokenizer is not None else None
 
@@ -128,7 +128,7 @@ def _mapped(path: Path, start: int, shapes: Mapping[str, Any]) -> dict[str, np.n
 
 def _checksum(head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
     """Of all that the file holds, but for the checksum itself."""
-    digest = sha256(json.dumps(head).encode())
+    digest = lazy_sha256(json.dumps(head).encode())
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)
         for start in range(0, len(flat), _BLOCK):

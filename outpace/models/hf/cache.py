@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 
 # layers that share another's keys and values stand in the cache as these; before transformers 5.23 not at all
@@ -54,7 +54,7 @@ class ShownSlots:
     def on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
         """`write` and `read` as indices there, made once for all layers."""
         if device not in self._indices:
-            read = None if self.read is None else uploaded(self.read, np.int64, device)
+            read = None if self.read is None else to_device(self.read, np.int64, device)
             self._indices[device] = _slots(self.write, device), read
         return self._indices[device]
 
@@ -110,7 +110,7 @@ class SlotLayer(DynamicLayer):
     def move(self, source: np.ndarray, start: int) -> None:
         """Copies slots `source` to start, start + 1, ..."""
         for stored in self.stored:
-            index = uploaded(source, np.int64, stored.device)
+            index = to_device(source, np.int64, stored.device)
             stored[..., start : start + len(source), :] = stored.index_select(-2, index)
 
     def copy(self, other: SlotLayer, length: int) -> None:
@@ -179,4 +179,4 @@ def _slots(write: np.ndarray, device: torch.device) -> slice | Tensor:
     first, count = (int(write[0]), len(write)) if len(write) else (0, 0)
     if np.array_equal(write, np.arange(first, first + count)):
         return slice(first, first + count)
-    return uploaded(write, np.int64, device)
+    return to_device(write, np.int64, device)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outpace.core.logits import Scored
+from outpace.core.logits import TargetOutput
 from outpace.models.base import Extra, Model, Part, check_forest
 from outpace.models.hf.passes import Passes, TransformersSession
 from outpace.models.hf.probe import Found
@@ -59,7 +59,7 @@ class TransformersModel(Model):
         check_forest(self, forest)
         return self._passes.score(forest, width=self.vocab_size, as_trees=self.trees)
 
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with the model's own hidden states, those before the layers. [layers, shown rows, width]"""
         check_forest(self, forest)
         asked = [part._replace(wanted=sorted({*part.wanted, *part.shown})) for part in forest]
@@ -71,7 +71,7 @@ class TransformersModel(Model):
             shown += [places[node] for node in part.shown]
             first += len(of.wanted)
         hidden = rows[shown][:, self.vocab_size :].unflatten(1, (len(layers), -1))  # [shown rows, layers, width]
-        return Scored(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
+        return TargetOutput(rows[wanted][:, : self.vocab_size], hidden.transpose(0, 1))
 
 
 def _notice(objection: str | None) -> str:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.arrays import on, power_of_two
+from outpace.core.arrays import device_guard, next_power_of_two
 
 
 @triton.jit
@@ -99,11 +99,11 @@ def _turn_kernel(
 def norm(x: Tensor, weight: Tensor | None, floor: float) -> Tensor:
     """x [rows, width] over sqrt(sum of squares + floor^2), times `weight`: in x's dtype."""
     out, (rows, width) = torch.empty_like(x), x.shape
-    block = power_of_two(width)
+    block = next_power_of_two(width)
     warps = min(max(block // 512, 1), 16)
     given = x if weight is None else weight
     if rows:
-        with on(x):
+        with device_guard(x):
             _norm_kernel[(rows,)](x, given, out, floor, width, weight is not None, block, num_warps=warps)
     return out
 
@@ -111,9 +111,9 @@ def norm(x: Tensor, weight: Tensor | None, floor: float) -> Tensor:
 def gated(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
     """f(gate) * up, of both side by side: [rows, 2 * width] to [rows, width]. f: SiLU, or GELU by tanh."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
-    out, block = gate_up.new_empty(rows, width), min(power_of_two(width), 1024)
+    out, block = gate_up.new_empty(rows, width), min(next_power_of_two(width), 1024)
     if rows:
-        with on(out):
+        with device_guard(out):
             _gate_kernel[(rows, -(-width // block))](gate_up, out, width, is_gelu, block)
     return out
 
@@ -139,7 +139,7 @@ def turn(
     query = mixed.new_empty(len(mixed), heads, width)
     assert kv.stride(3) == width
     assert kv.stride(4) == 1
-    with on(kv):
+    with device_guard(kv):
         _turn_kernel[(batch * nodes, heads + 2 * groups)](
             mixed,
             mixed if norms is None else norms,
@@ -156,7 +156,7 @@ def turn(
             heads,
             groups,
             width,
-            power_of_two(width // 2),
+            next_power_of_two(width // 2),
             norms is not None,
             table is not None,
             num_warps=1,

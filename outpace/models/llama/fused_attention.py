@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outpace.core.arrays import on, power_of_two
+from outpace.core.arrays import device_guard, next_power_of_two
 
 BLOCK_SLOTS = 64  # keys that are read at once, and of more bytes than these the fewer
 MOST_BYTES = 256
@@ -142,7 +142,7 @@ def pieces_of(slots: int, programs: int) -> int:
 def blocks_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
     """The most rows of one program, and how many keys of this width it reads at once: they must fit into what a GPU of
     a computer at home has for each program, 99 KB."""
-    share = max(1, power_of_two(width) * dtype.itemsize // MOST_BYTES)
+    share = max(1, next_power_of_two(width) * dtype.itemsize // MOST_BYTES)
     return max(_FEW, MOST_ROWS // share), max(_FEW, BLOCK_SLOTS // share)
 
 
@@ -153,13 +153,13 @@ def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, wind
     batch, nodes, words = bits.shape
     mine = heads // groups * nodes
     most, at_once = blocks_of(query.dtype, width)
-    block = min(power_of_two(mine, _FEW), most)
+    block = min(next_power_of_two(mine, _FEW), most)
     blocks = -(-mine // block)
     pieces = pieces_of(slots, batch * groups * blocks)
     piece = -(-slots // (pieces * at_once)) * at_once
     out = torch.empty_like(query)
     sums = query.new_empty(pieces, rows * heads, width + 2, dtype=torch.float32) if pieces > 1 else out
-    with on(query):
+    with device_guard(query):
         _attend_kernel[(batch * groups, blocks, pieces)](
             query,
             kv,
@@ -182,10 +182,10 @@ def attend(query: Tensor, kv: Tensor, given: dict[str, Tensor], slots: int, wind
             "ieee" if query.dtype == torch.float32 else "tf32",
             block,
             at_once,
-            power_of_two(width, _FEW),
+            next_power_of_two(width, _FEW),
             num_warps=WARPS,
             num_stages=STAGES,
         )
         if pieces > 1:
-            _join_kernel[(rows * heads,)](sums, out, pieces, width, power_of_two(width), num_warps=1)
+            _join_kernel[(rows * heads,)](sums, out, pieces, width, next_power_of_two(width), num_warps=1)
     return out.view(rows, -1)

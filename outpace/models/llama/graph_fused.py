@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.core.compiled import slower
+from outpace.core.triton_support import slow_path_warning
 from outpace.models.base import chain
 from outpace.models.llama import fused, fused_attention
 from outpace.models.llama.captures import Captures
@@ -66,7 +66,7 @@ class FusedLlama(SteppingLlama):
         ends, ids = (self._embedding, self._head), self._head_ids
         model = SteppingLlama(self.config, self._layers, *ends, self.exact, ids, self.kv_dtype)
         model.captures, model.quantized = Captures(self.captures.is_eager), self.quantized
-        model.notice = slower(why)
+        model.notice = slow_path_warning(why)
         return model
 
     def _layers_pass(self, start: int, given: dict[str, Tensor], slots: int) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.arrays import uploaded
-from outpace.core.noise import exponential_of
+from outpace.core.arrays import to_device
+from outpace.core.noise import exponential_from_words
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.graph_runtime import GraphLlama
 from outpace.models.llama.pool import Pool
@@ -70,7 +70,7 @@ class WritingLoop:
         self._temperature = torch.ones(rows, device=device)
         self._is_greedy = torch.ones(rows, dtype=torch.bool, device=device)
         self._stops = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
-        self._stops[uploaded(sorted(stop_ids), np.int64, device)] = True
+        self._stops[to_device(sorted(stop_ids), np.int64, device)] = True
         bits = torch.zeros(rows, 1, WORDS, **whole)
         bits[..., 0] = 1  # a token sees itself, and what is before it
         self._given = {
@@ -98,18 +98,18 @@ class WritingLoop:
             if text.keys is not None:
                 keys[number, start : start + len(text.keys)] = text.keys
             self._begun[row] = start
-        at = uploaded([row for row, _ in texts], np.int64, device)
+        at = to_device([row for row, _ in texts], np.int64, device)
         starts = [len(text.prompt) for _, text in texts]
-        self._texts[at] = uploaded(tokens, np.int64, device)
-        self._keys[at] = uploaded(keys, np.int32, device)
+        self._texts[at] = to_device(tokens, np.int64, device)
+        self._keys[at] = to_device(keys, np.int32, device)
         self._place[at] = 0
-        self._prompt[at] = uploaded(starts, np.int64, device)
-        self._end[at] = uploaded(
+        self._prompt[at] = to_device(starts, np.int64, device)
+        self._end[at] = to_device(
             [start + text.most for start, (_, text) in zip(starts, texts, strict=True)], np.int64, device
         )
         heat = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
-        self._temperature[at] = uploaded(heat, np.float32, device)
-        self._is_greedy[at] = uploaded([text.keys is None for _, text in texts], np.bool_, device)
+        self._temperature[at] = to_device(heat, np.float32, device)
+        self._is_greedy[at] = to_device([text.keys is None for _, text in texts], np.bool_, device)
 
     @torch.inference_mode()
     def run(self, steps: int) -> list[Ended]:
@@ -125,7 +125,7 @@ class WritingLoop:
         return self._ended(done, ends) if done else []
 
     def _ended(self, rows: Sequence[int], ends: Sequence[int]) -> list[Ended]:
-        at = uploaded(rows, np.int64, self._texts.device)
+        at = to_device(rows, np.int64, self._texts.device)
         longest = max(ends[row] for row in rows)
         texts, ids, log_p = (part[at, :longest].cpu().numpy() for part in (self._texts, self._ids, self._log_p))
         found = []
@@ -144,7 +144,7 @@ class WritingLoop:
         after = place + 1
         keys = self._keys.gather(1, after[..., None].expand(-1, 1, 2))[:, 0]
         warm = torch.log_softmax(logits / self._temperature[:, None], -1)
-        race = torch.exp(warm - warm.amax(-1, keepdim=True)) / exponential_of(keys, warm.shape[-1])
+        race = torch.exp(warm - warm.amax(-1, keepdim=True)) / exponential_from_words(keys, warm.shape[-1])
         picked = torch.where(self._is_greedy, logits.argmax(-1), race.argmax(-1))
         is_answer, is_live = after[:, 0] >= self._prompt, after[:, 0] < self._end
         token = torch.where(is_answer, picked, self._texts.gather(1, after)[:, 0])

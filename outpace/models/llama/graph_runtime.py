@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.arrays import power_of_two, uploaded
+from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.errors import unknown
-from outpace.core.logits import Scored, tensor_of
+from outpace.core.logits import TargetOutput, tensor_of
 from outpace.models.base import Part
 from outpace.models.llama.captures import Captures
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -83,7 +83,7 @@ class GraphLlama(Llama):
 
     def open(self, capacity: int, room: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
-        self._turns.reach(min(power_of_two(capacity + room), self.max_positions))
+        self._turns.reach(min(next_power_of_two(capacity + room), self.max_positions))
         return GraphSession(capacity, room, self.pool)
 
     def session_bytes(self, slots: int) -> int:
@@ -113,7 +113,7 @@ class GraphLlama(Llama):
         return torch.cat([rows[number] for number in range(len(forest))])
 
     @torch.inference_mode()
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Not captured."""
         for part in forest:
             if part.keep is not None:
@@ -154,8 +154,8 @@ class GraphLlama(Llama):
 
     def _run(self, start: int, block: Sequence[Inside]) -> None:
         """The rows from `start` on through the layers; leaves hidden states [batch * nodes, hidden] in `_hidden`."""
-        batch, nodes = power_of_two(len(block)), _nodes(block)
-        slots = min(power_of_two(max(session.held for session, *_ in block), LEAST), self.pool.slots)
+        batch, nodes = next_power_of_two(len(block)), _nodes(block)
+        slots = min(next_power_of_two(max(session.held for session, *_ in block), LEAST), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), lambda: StaticInputs(pass_shapes(batch, nodes), self.device))
         self._hidden = self.captures.buffers("hidden", self._make_hidden)
         idle = {"slots": self.pool.padding}
@@ -216,9 +216,9 @@ class GraphLlama(Llama):
         places = [(inside[0].place - start) * nodes + node for inside in block for node in inside[1].wanted]
         if not places:
             return self._no_scores()
-        count = power_of_two(len(places), *self._head_counts)
+        count = next_power_of_two(len(places), *self._head_counts)
         if count > MOST_HEAD_ROWS:
-            return self._logits(self._hidden[uploaded(places, np.int64, self.device)])
+            return self._logits(self._hidden[to_device(places, np.int64, self.device)])
         inputs = self._inputs(("head", count), lambda: StaticInputs({"rows": (count,)}, self.device))
         size = count, self.vocab_size
         logits: Tensor = self.captures.buffers(
@@ -294,4 +294,4 @@ class GraphLlama(Llama):
 
 def _nodes(block: Sequence[Inside]) -> int:
     """The bucket of nodes a session."""
-    return power_of_two(max(len(part.tokens) for _, part, *_ in block))
+    return next_power_of_two(max(len(part.tokens) for _, part, *_ in block))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.arrays import power_of_two, uploaded
-from outpace.core.logits import Held, tensor_of
-from outpace.core.steps import MOST_DEPTH, Asked, Expanded
+from outpace.core.arrays import next_power_of_two, to_device
+from outpace.core.logits import SparseLogits, tensor_of
+from outpace.core.multi_step import MAX_DEPTH, ExpandedNode, MultiStepRequest
 from outpace.core.tree import PREFIX
 from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.pool import LEAST
@@ -36,10 +36,10 @@ class SteppingLlama(GraphLlama):
         return None if any(self._skipped) else not self.captures.is_eager
 
     def draft_steps(
-        self, asked: Sequence[Asked], scored: Held, steps: int, width: int, offered: int
-    ) -> list[list[Expanded]] | None:
+        self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
+    ) -> list[list[ExpandedNode]] | None:
         is_told = any(one.mail is not None for one in asked)
-        sizes = Sizes(power_of_two(len(asked)), width, steps, offered, is_told)
+        sizes = Sizes(next_power_of_two(len(asked)), width, steps, offered, is_told)
         if any(self._skipped) or offered > self.vocab_size or not _have_room(asked, sizes):
             return None
         for one in asked:
@@ -51,10 +51,10 @@ class SteppingLlama(GraphLlama):
         return [_taken(one, found[:, one.session.place], sizes) for one in asked]
 
     @torch.inference_mode()
-    def _run_steps(self, asked: Sequence[Asked], scores: Tensor, sizes: Sizes) -> np.ndarray:
+    def _run_steps(self, asked: Sequence[MultiStepRequest], scores: Tensor, sizes: Sizes) -> np.ndarray:
         """Fills the buffers, replays the graph, and waits for what it gives."""
         most, noisy = max(one.session.held for one in asked) + sizes.taken, any(one.keys for one in asked)
-        slots = min(power_of_two(most, LEAST), self.pool.slots)
+        slots = min(next_power_of_two(most, LEAST), self.pool.slots)
         inputs = self._inputs(("steps", sizes), lambda: StaticInputs(_shapes(sizes), self.device))
         first, out = self._step_buffers(scores, sizes)
         self._hidden = self.captures.buffers("hidden", self._make_hidden)
@@ -70,7 +70,7 @@ class SteppingLlama(GraphLlama):
             _fill(host, one.session.place, one)
         inputs.send()
         places = [one.session.place * sizes.width + node for one in asked for node in range(len(one.slots))]
-        first.index_copy_(0, uploaded(places, np.int64, self.device), scores)
+        first.index_copy_(0, to_device(places, np.int64, self.device), scores)
         with _telling(asked, box):
             self.captures.replay(key)
             found: np.ndarray = out.cpu().numpy()  # the one wait
@@ -114,7 +114,7 @@ class SteppingLlama(GraphLlama):
         """What is proposed below each node, and its values in float64. [batch, width, offered] both"""
         rows, words = len(nodes.depths) * sizes.width, None
         if noisy:
-            at = nodes.depths.clamp(max=MOST_DEPTH - 1)[..., None].expand(-1, -1, 2)
+            at = nodes.depths.clamp(max=MAX_DEPTH - 1)[..., None].expand(-1, -1, 2)
             words = given["keys"].gather(1, at).to(torch.int32).view(rows, 2)
         of_row = (given["temperature"].view(torch.float64), given["has_noise"] > 0)
         temperature, has_noise = (part.repeat_interleave(sizes.width, output_size=rows) for part in of_row)
@@ -142,7 +142,7 @@ class SteppingLlama(GraphLlama):
         return self._logits(self._hidden[: nodes.tokens.numel()])
 
 
-def _have_room(asked: Sequence[Asked], sizes: Sizes) -> bool:
+def _have_room(asked: Sequence[MultiStepRequest], sizes: Sizes) -> bool:
     """Whether the sessions have slots for all steps, and the buffers places."""
     sessions = [one.session for one in asked]
     if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
@@ -150,7 +150,7 @@ def _have_room(asked: Sequence[Asked], sizes: Sizes) -> bool:
     for one, session in zip(asked, sessions, strict=True):
         slots = one.slots if one.mail is None else range(session.pending)
         depths = [*(session.pending_depths[slot] for slot in slots), *(node.depth for node in one.opened)]
-        if max(depths) + sizes.steps > MOST_DEPTH or len(one.slots) > sizes.width or len(one.opened) > sizes.opened:
+        if max(depths) + sizes.steps > MAX_DEPTH or len(one.slots) > sizes.width or len(one.opened) > sizes.opened:
             return False
         if session.pending + sizes.taken > MOST_PENDING or sizes.taken > session.free:
             return False
@@ -168,12 +168,12 @@ def _shapes(sizes: Sizes) -> Shapes:
         "first_bits": (*each, WORDS),
         "open_bits": (*opened, WORDS),
         "below": (sizes.batch, MOST_PENDING),
-        "keys": (sizes.batch, MOST_DEPTH, 2),
+        "keys": (sizes.batch, MAX_DEPTH, 2),
         **({"pending_bits": (sizes.batch, MOST_PENDING, WORDS)} if sizes.is_told else {}),
     }
 
 
-def _fill(host: dict[str, np.ndarray], row: int, one: Asked) -> None:
+def _fill(host: dict[str, np.ndarray], row: int, one: MultiStepRequest) -> None:
     """One text's numbers; those with a fraction by their bits."""
     session, trust = one.session, one.trust
     depths, seen = session.pending_depths, session.seen_bits()
@@ -214,11 +214,11 @@ def _fill(host: dict[str, np.ndarray], row: int, one: Asked) -> None:
         host["pending_bits"][row, : len(seen)] = seen
 
 
-def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
+def _taken(one: MultiStepRequest, found: np.ndarray, sizes: Sizes) -> list[ExpandedNode]:
     """A text's results [steps, width, columns], and its session with what was expanded: a row that stood for no node
     is a pending node that nobody sees."""
     before, offered = one.session.pending, sizes.offered
-    expanded: list[Expanded] = []
+    expanded: list[ExpandedNode] = []
     numbers: dict[int, int] = {}  # of what was expanded, by slot
     parents: list[int] = []
     # of each row; the first step has as many nodes as were scored
@@ -241,13 +241,13 @@ def _taken(one: Asked, found: np.ndarray, sizes: Sizes) -> list[Expanded]:
             parent = numbers[parents[-1]] if opened is None else PREFIX
         numbers[slot] = number
         tokens, values = [int(one) for one in offers[:offered]], offers[offered:]
-        expanded.append(Expanded(opened, parent, int(token), slot, tokens, values, below))
+        expanded.append(ExpandedNode(opened, parent, int(token), slot, tokens, values, below))
     one.session.extend(parents)
     return expanded
 
 
 @contextmanager
-def _telling(asked: Sequence[Asked], box: Box | None) -> Iterator[None]:
+def _telling(asked: Sequence[MultiStepRequest], box: Box | None) -> Iterator[None]:
     """What is sent to the texts meanwhile goes to where the steps fetch it."""
     if box is None:
         yield

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.arrays import power_of_two, uploaded
+from outpace.core.arrays import next_power_of_two, to_device
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.static_inputs import seen_bits
@@ -28,7 +28,7 @@ MOST_MOVES = 64  # slots that the next forward moves along; more are moved at on
 def pool_shape(slots: Sequence[int]) -> tuple[int, int]:
     """Rows and slots of a pool whose sessions have so many slots each; (0, 0) where none has any."""
     held = [count for count in slots if count]
-    return (power_of_two(len(held)), power_of_two(max(held), LEAST)) if held else (0, 0)
+    return (next_power_of_two(len(held)), next_power_of_two(max(held), LEAST)) if held else (0, 0)
 
 
 def finite(values: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class GraphSession(Session):
             return
         (source, start), self.moves = self.moves, None
         mine = self.pool.kv[:, :, self.row]
-        index = uploaded(source, np.int64, mine.device)
+        index = to_device(source, np.int64, mine.device)
         mine[:, :, :, start : start + len(source)] = mine[:, :, :, index]
 
     def seen_bits(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outpace.core.arrays import power_of_two
+from outpace.core.arrays import next_power_of_two
 
 _FREE = 64  # rows: a pass over so many costs what one costs, for it is bound by memory
 
@@ -12,7 +12,7 @@ _FREE = 64  # rows: a pass over so many costs what one costs, for it is bound by
 def shared(counts: Sequence[int]) -> list[list[int]]:
     """The places of parts with so many nodes, by forward: all in one, unless two of them save more than half of the
     rows. A piece of a prompt beside many short trees would make each of them as long as itself."""
-    buckets = [power_of_two(count) for count in counts]
+    buckets = [next_power_of_two(count) for count in counts]
     every = list(range(len(counts)))
     if _rows(buckets) <= _FREE:
         return [every] if counts else []
@@ -28,4 +28,4 @@ def shared(counts: Sequence[int]) -> list[list[int]]:
 
 def _rows(buckets: Sequence[int]) -> int:
     """Those of one forward over parts of these buckets."""
-    return power_of_two(len(buckets)) * max(buckets, default=0)
+    return next_power_of_two(len(buckets)) * max(buckets, default=0)

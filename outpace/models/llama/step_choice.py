@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outpace.core.logits import best_of
-from outpace.core.noise import gumbel_of_words
-from outpace.core.steps import LEAST_COVERAGE, most_open
+from outpace.core.logits import stable_top_k
+from outpace.core.multi_step import MIN_COVERAGE, max_open_nodes
+from outpace.core.noise import gumbel_from_words
 from outpace.models.llama.static_inputs import WORDS
 from outpace.models.llama.step_mail import Columns, Course, Goal, own_bit
 
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     @property
     def opened(self) -> int:
         """Open nodes that can be of use."""
-        return most_open(self.width, self.steps, self.is_told)
+        return max_open_nodes(self.width, self.steps, self.is_told)
 
     @property
     def columns(self) -> int:
@@ -72,9 +72,9 @@ def proposals(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scale = torch.log_softmax(wide / temperature.to(wide.dtype)[:, None], dim=-1)
     if words is not None:
-        noisy = scale + gumbel_of_words(words, scale.shape[-1])
+        noisy = scale + gumbel_from_words(words, scale.shape[-1])
         scale = torch.where(has_noise[:, None], noisy, scale)
-    return best_of(scale, count)
+    return stable_top_k(scale, count)
 
 
 class Choice:
@@ -180,7 +180,7 @@ class Choice:
         given = {name: _numbers(self._given[name])[:, None, None] for name in ("trust", "coverage", "open")}
         below = (values - values[..., :1]) / given["trust"]
         left = (1.0 - values.exp().sum(-1, keepdim=True)).clamp(min=0.0)
-        covered = (1.0 - given["open"] * left).clamp(min=LEAST_COVERAGE)
+        covered = (1.0 - given["open"] * left).clamp(min=MIN_COVERAGE)
         covered = torch.where(self._given["has_shares"][:, None, None] > 0, covered, given["coverage"])
         return below + (covered.log() - below.exp().sum(-1, keepdim=True).log())
 

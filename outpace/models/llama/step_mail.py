@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.core.steps import MOST_WALKED, Moved
+from outpace.core.multi_step import MAX_UPDATE_TOKENS, RootUpdate
 from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
 
 _COUNT, _SLOT, _SCORE, _LENGTH, _TOKENS = range(5)  # columns; then the tokens, and a sum over all of it
-_COLUMNS = _TOKENS + MOST_WALKED
+_COLUMNS = _TOKENS + MAX_UPDATE_TOKENS
 _FACTOR = 0x5851F42D4C957F2D  # odd; its powers, as 64 bits hold them, weigh the numbers
 _FACTORS = np.full(_COLUMNS, _FACTOR, np.int64).cumprod()
 
@@ -36,7 +36,7 @@ class Box:
         """Nothing was said of any text."""
         self._numbers[:] = 0
 
-    def write(self, text: int, moved: Moved) -> None:
+    def write(self, text: int, moved: RootUpdate) -> None:
         """Takes the place of what was said of this text before."""
         self._count += 1
         row = np.zeros(_COLUMNS + 1, np.int64)
@@ -100,7 +100,7 @@ class Course:
         score = said[:, _SCORE].contiguous().view(torch.float64)
         walked, token = torch.zeros_like(slot), torch.zeros_like(slot)
         places = torch.arange(columns.tokens.shape[1], device=slot.device).where(columns.slots >= 0, -1)  # of expanded
-        for number in range(MOST_WALKED):
+        for number in range(MAX_UPDATE_TOKENS):
             is_next = (walked == number) & (number < said[:, _LENGTH])
             token = torch.where(is_next, said[:, _TOKENS + number], token)
             fits = (columns.tokens == token[:, None]) & is_next[:, None] & (columns.bits == bits[:, None]).all(-1)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outpace.core import child_process
-from outpace.core.awake import Patience
+from outpace.core.clock import Watchdog
 from outpace.core.errors import UserError
 from outpace.models.text import template_process
 
@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            with Patience(PATIENCE, process.kill):
+            with Watchdog(PATIENCE, process.kill):
                 with contextlib.suppress(BrokenPipeError):  # it died: there will be no answer
                     process.stdin.write(question + b"\n")
                     process.stdin.flush()
@@ -96,4 +96,4 @@ class ChatTemplate:
         if process is None:
             return
         process.kill()
-        child_process.end(process)
+        child_process.stop(process)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outpace.core.errors import UserError
-from outpace.core.freed import give_back
+from outpace.core.machine import trim_heap
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.text.tokenizer import Tokenizer
@@ -22,4 +22,4 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from error
     finally:
-        give_back()
+        trim_heap()

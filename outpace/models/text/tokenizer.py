@@ -9,9 +9,9 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.banned_text import TokenTexts
+from outpace.core.constraints import TokenTexts
 from outpace.core.errors import UserError
-from outpace.core.lazy import sha256
+from outpace.core.lazy import lazy_sha256
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.special import check_rows, text_ends, turn_ends, without_rows
@@ -201,7 +201,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """All tokens with their ids in a word: the same where ids mean the same."""
         words = "\0".join(f"{index} {self.words[index]}" for index in sorted(self.words))
-        return sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
+        return lazy_sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         try:
@@ -251,7 +251,7 @@ def _raw(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
 def _parsed(file: Path) -> tokenizers.Tokenizer:
     """What the file holds. A draft's mostly holds what its target's does: the one read last is read once."""
     text = file.read_bytes()
-    digest = sha256(text).digest()
+    digest = lazy_sha256(text).digest()
     with _READING:
         if not _LAST or _LAST[0] != digest:
             import tokenizers

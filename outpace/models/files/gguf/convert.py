@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import sha256
+from outpace.core.lazy import lazy_sha256
 from outpace.models.files.cache import made_once
 from outpace.models.files.cache_place import new_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
@@ -48,7 +48,7 @@ def convert(path: Path, cache: Path, progress: Progress = lambda stage, fraction
 def _identity(path: Path) -> str:
     """A short name for the content of this file and its further parts, from size, time and both ends: cheap, however
     large they are."""
-    digest = sha256()
+    digest = lazy_sha256()
     for part in (file for file in part_files(path) if file == path or file.is_file()):
         try:
             with part.open("rb") as stream:

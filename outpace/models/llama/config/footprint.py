@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError
-from outpace.core.plan import Size
+from outpace.core.plan import ModelSize
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 
 FLOATS = ("F32", "F16", "BF16")  # formats of files that have no blocks
@@ -119,9 +119,9 @@ NAMED = {  # Llama 3.2's, Llama 3.1's, and Qwen 2.5's 32B with Llama 3's vocabul
 }
 
 
-def size_of(name: str, config: LlamaConfig, weight_bytes: float, kv_bytes: int = 2) -> Size:
+def size_of(name: str, config: LlamaConfig, weight_bytes: float, kv_bytes: int = 2) -> ModelSize:
     """What a plan needs of a model whose weights take so many bytes each; `kv_bytes`: a number's of keys and values."""
     held = sum(math.prod(shape) for shape in tensor_shapes(config).values())
     embedding = config.vocab_size * config.hidden_size  # of which a pass reads one row a node
     read = held if config.tie_embeddings else held - embedding
-    return Size(name, held, read, weight_bytes, config.kv_entries * kv_bytes, config.max_positions)
+    return ModelSize(name, held, read, weight_bytes, config.kv_entries * kv_bytes, config.max_positions)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.lazy import core_numbers
+from outpace.core.lazy import cpu_ids
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -46,7 +46,7 @@ class NativeOptions:
 
 def usable_cores() -> int:
     """The cores that this process may use."""
-    return len(core_numbers())
+    return len(cpu_ids())
 
 
 def read_formats(kernels: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from outpace.core.errors import unknown
 from outpace.core.lazy import torch
-from outpace.core.logits import Held, Offer, Scored
+from outpace.core.logits import SparseLogits, TargetOutput, TopK
 from outpace.models.base import Extra, Model, Part, Session, check_forest, lacking, shown_numbers
 from outpace.models.llama.config.footprint import held_as, token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -208,7 +208,7 @@ class NativeLlama(Model):
             **constants_of(config),
         )
 
-    def share_cores(self, most: int | None = None, leave: int = 0) -> None:
+    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
         threads = max(1, min(self._threads, most or self._threads, usable_cores() - leave if leave else self._threads))
         if threads not in self._teams:
             self._teams[threads] = self._with(threads)
@@ -297,17 +297,17 @@ class NativeLlama(Model):
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         return self.score_held(forest).wide()
 
-    def score_held(self, forest: Sequence[Part]) -> Held:
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
         """As `score`, of those tokens alone that the output layer has rows for."""
         return self._forward(self._forest(forest))
 
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states in float32. [layers, shown rows, hidden]"""
         self._need(Extra.HIDDEN)
         rows = self._forest(forest)
         hidden = rows.show(shown_numbers(forest), layers, self.config.hidden_size)
         held = self._forward(rows)
-        return Scored(held.values if held.ids is None else held.wide(), torch.from_numpy(hidden))
+        return TargetOutput(held.values if held.ids is None else held.wide(), torch.from_numpy(hidden))
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:
         self._need(Extra.WITHOUT)
@@ -322,7 +322,7 @@ class NativeLlama(Model):
             return None
         return NativePair(self, draft) if self._skipped is None and draft._skipped is None else None
 
-    def project(self, hidden: Tensor | np.ndarray) -> Held:
+    def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
         self._need(Extra.PROJECT)
         model = self.team()
         out = np.empty((len(hidden), model.outputs), np.float32)
@@ -340,7 +340,7 @@ class NativeLlama(Model):
             forest.more["skipped"] = self._skipped
         return forest
 
-    def _forward(self, forest: Forest) -> Held:
+    def _forward(self, forest: Forest) -> SparseLogits:
         model, turns = self.team(), self.turns.table
         out = np.empty((len(forest.wanted), model.outputs), np.float32)
         known = self.known()
@@ -359,7 +359,7 @@ class NativeLlama(Model):
             ids = ids[: np.searchsorted(ids, vocab)]
         return len(ids), ids
 
-    def _held(self, out: np.ndarray, known: tuple[int, np.ndarray | None], best: Sequence[Offer] = ()) -> Held:
+    def _held(self, out: np.ndarray, known: tuple[int, np.ndarray | None], best: Sequence[TopK] = ()) -> SparseLogits:
         """The output layer's scores of the tokens that are known."""
         count, ids = known
-        return Held(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)
+        return SparseLogits(out if count == out.shape[1] else out[:, :count], ids, self.vocab_size, best)

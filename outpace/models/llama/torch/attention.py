@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.models.base import Part
 
 _HALF_BITS = 26  # |q|, |k| within 2^26 grid units each: their dot product within 2^52, exact in float64
@@ -198,7 +198,7 @@ def _view(
 
 
 def _hidden(seen: np.ndarray, device: torch.device) -> Tensor | None:
-    return None if seen.all() else uploaded(np.where(seen, 0.0, -np.inf), np.float64, device)
+    return None if seen.all() else to_device(np.where(seen, 0.0, -np.inf), np.float64, device)
 
 
 KINDS = ("matmul", "sdpa")

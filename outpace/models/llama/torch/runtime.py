@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
-from outpace.core.logits import Held, Scored, tensor_of
+from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
 from outpace.models.base import Extra, Model, Part, row_numbers, shown_numbers
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.families import GELU
@@ -161,15 +161,15 @@ class Llama(Model):
         return other
 
     @torch.inference_mode()
-    def project(self, hidden: Tensor) -> Held:
-        return Held(self._logits(hidden), None, self.vocab_size)
+    def project(self, hidden: Tensor) -> SparseLogits:
+        return SparseLogits(self._logits(hidden), None, self.vocab_size)
 
     def score(self, forest: Sequence[Part]) -> Tensor:
         """One forward over all parts; logits of the wanted nodes, part after part. [wanted rows, vocab]"""
         return tensor_of(self.score_hidden(forest, ()).logits)
 
     @torch.inference_mode()
-    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Scored:
+    def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """As `score`, with hidden states in the model's dtype. [layers, shown rows, hidden]"""
         for part in forest:
             if part.keep is not None:
@@ -178,22 +178,22 @@ class Llama(Model):
         for part in forest:
             first, last = spans[-1].rows.stop if spans else 0, self.max_positions - 1
             spans.append(SessionRows(part, first, last, self._windows, self.device))
-        tokens = uploaded([token for part in forest for token in part.tokens], np.int64, self.device)
-        positions = uploaded([place for span in spans for place in span.positions], np.int64, self.device)
+        tokens = to_device([token for part in forest for token in part.tokens], np.int64, self.device)
+        positions = to_device([place for span in spans for place in span.positions], np.int64, self.device)
         x = self._embedded(padded(tokens, self.row_counts))
         turns = self._turns(padded(positions, self.row_counts))
         for span in spans:
             if span.inputs is not None:
                 x[span.rows] = span.inputs.to(x)
-        shown = uploaded(shown_numbers(forest), np.int64, self.device) if layers else None
+        shown = to_device(shown_numbers(forest), np.int64, self.device) if layers else None
         taps = {}
         for number in range(len(self._layers) + 1):
             if shown is not None and number in layers:
                 taps[number] = x[shown]
             if number < len(self._layers):
                 x = self._forward(number, x, turns, spans)
-        logits = self._logits(x[uploaded(row_numbers(forest), np.int64, self.device)])
-        return Scored(logits, torch.stack([taps[layer] for layer in layers]) if layers else None)
+        logits = self._logits(x[to_device(row_numbers(forest), np.int64, self.device)])
+        return TargetOutput(logits, torch.stack([taps[layer] for layer in layers]) if layers else None)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """What goes into the first layer. [rows, hidden]"""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.core.arrays import uploaded
+from outpace.core.arrays import to_device
 from outpace.models.base import Session
 from outpace.models.llama.config.footprint import SCALED, num_scales
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -83,7 +83,7 @@ class LlamaSession(Session):
 
     @torch.inference_mode()
     def _move(self, source: Sequence[int], start: int) -> None:
-        index = uploaded(source, np.int64, self.kv[0].device)
+        index = to_device(source, np.int64, self.kv[0].device)
         for layer in self.kv:
             layer[:, start : start + len(source)] = layer[:, index]
 

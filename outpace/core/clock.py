@@ -14,7 +14,7 @@ TICK = 0.5  # seconds between two looks
 MOST = 2.0  # seconds that count between two looks
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """Seconds since it was made in which this process could run. It has to be looked at every `TICK`, always by the
     same thread: what is longer than `MOST` between two looks counts as `MOST`."""
 
@@ -38,14 +38,14 @@ class AwakeClock:
         return counted + min(now - last, MOST)
 
 
-class Patience:
+class Watchdog:
     """`with Patience(seconds, give_up):` calls `give_up` in a thread where the block takes more awake seconds."""
 
     def __init__(
         self, seconds: float, give_up: Callable[[], object], now: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds, self._give_up = seconds, give_up
-        self._clock = AwakeClock(now)
+        self._clock = SuspendAwareClock(now)
         self._is_over = threading.Event()
 
     def __enter__(self) -> None:

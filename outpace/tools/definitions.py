@@ -11,7 +11,44 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.families import Family
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A call is a JSON object with the tool's name and its arguments, between marks. Without a `start` it is the whole
+    answer."""
+
+    name: str
+    start: str = ""
+    end: str = ""
+    arguments: str = "arguments"  # the field
+    between: str = "\n"  # several calls
+    is_list: bool = False  # all calls stand in one list
+
+    @property
+    def keeps_special(self) -> bool:
+        """Whether its marks may be special tokens, whose text an answer leaves out unless it is asked for."""
+        return self.name in ("llama", "mistral")
+
+
+HERMES = CallFormat("hermes", "<tool_call>\n", "\n</tool_call>")
+LLAMA = CallFormat("llama", arguments="parameters", between="; ")
+MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", between=", ", is_list=True)
+JSON = CallFormat("json")
+PYTHON_TAG = "<|python_tag|>"  # Llama 3.1 may write it before a call
+
+
+def call_format_of(tokenizer: Tokenizer) -> CallFormat:
+    """By the chat template's text and the vocabulary: Hermes and Qwen, Llama 3.1, Mistral, else plain JSON."""
+    template = tokenizer.template_text
+    if "<tool_call>" in template and "<function=" not in template:
+        return HERMES
+    if tokenizer.id_of(MISTRAL.start) is not None:
+        return MISTRAL
+    if tokenizer.id_of(PYTHON_TAG) is not None:
+        return LLAMA
+    return JSON
+
 
 MOST = 128
 CHOICES = ("none", "auto", "required")
@@ -29,7 +66,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """`kind` is none, auto, required or named; `name` that of the tool that must be called."""
 
     kind: str
@@ -66,22 +103,22 @@ def _tool(given: Any) -> Tool:
     return Tool(name, str(function.get("description") or ""), {"type": "object", **parameters}, given)
 
 
-def read_choice(given: Any, tools: Sequence[Tool]) -> Choice:
+def read_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
     """The field `tool_choice` of a request; UserError for what is none, or names no tool."""
     if given is None:
-        return Choice("auto" if tools else "none")
+        return ToolChoice("auto" if tools else "none")
     if isinstance(given, Mapping):
         inner = given.get("function", given)
         name = inner.get("name") if isinstance(inner, Mapping) else None
         if name not in [tool.name for tool in tools]:
             offered = ", ".join(tool.name for tool in tools) or "none"
             raise UserError(f"tool_choice names {reprlib.repr(name)}, the tools are {offered}")
-        return Choice("named", name)
+        return ToolChoice("named", name)
     if given not in CHOICES:
         raise UserError(f"tool_choice is {reprlib.repr(given)}, it must be {', '.join(CHOICES)} or name a function")
     if given == "required" and not tools:
         raise UserError("tool_choice is 'required', but there are no tools")
-    return Choice(given if tools else "none")
+    return ToolChoice(given if tools else "none")
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
@@ -97,7 +134,7 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
     return told != bare and "zq_probe" in told
 
 
-def tool_prompt(tools: Sequence[Tool], family: Family) -> str:
+def tool_prompt(tools: Sequence[Tool], family: CallFormat) -> str:
     """What tells the model of the tools where its template does not."""
     call = json.dumps({"name": "...", family.arguments: {}}).replace("{}", "{...}")
     described = "\n".join(
@@ -110,7 +147,7 @@ def tool_prompt(tools: Sequence[Tool], family: Family) -> str:
     )
 
 
-def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: Family) -> list[Any]:
+def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], family: CallFormat) -> list[Any]:
     """The conversation with the tools told in its system message, which is added where there is none."""
     told = tool_prompt(tools, family)
     if messages and messages[0].get("role") == "system":

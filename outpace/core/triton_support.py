@@ -11,7 +11,7 @@ TRIED, COUNT = (0x1234567, -0x7654321), 999  # the key and the tokens of the noi
 SUM = 1057283224303  # of its bits
 
 
-def refusal(device: torch.device) -> str | None:
+def unavailable_reason(device: torch.device) -> str | None:
     """Why they do not run there; None where they do. They are compiled when they are first used, for which Triton needs
     a C compiler."""
     if device.type != "cuda":
@@ -19,7 +19,7 @@ def refusal(device: torch.device) -> str | None:
     return _refusal(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def slower(why: str) -> str:
+def slow_path_warning(why: str) -> str:
     """What users are to know of a model that runs without the kernels."""
     return f"passes take up to two times as long as they could: {why}"
 

@@ -9,8 +9,7 @@ from outpace.core.errors import UserError
 from outpace.grammar import schema
 from outpace.grammar.structure import Structure, quoted
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.families import PYTHON_TAG, Family
-from outpace.tools.offered import Choice, Tool
+from outpace.tools.definitions import PYTHON_TAG, CallFormat, Tool, ToolChoice
 from outpace.tools.reasoning import CLOSE, OPEN
 
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -19,9 +18,9 @@ _ANY = r"/(.|\n)*/"
 
 def structure_of(
     tokenizer: Tokenizer,
-    family: Family,
+    family: CallFormat,
     tools: Sequence[Tool],
-    choice: Choice,
+    choice: ToolChoice,
     parallel: bool = True,
     thought: str = "",
 ) -> Structure | None:
@@ -52,13 +51,13 @@ def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
 
 def _parameters(tool: Tool) -> str:
     try:
-        limits = schema.enforced(tool.parameters)
+        limits = schema.enforceable(tool.parameters)
     except UserError as error:
         raise UserError(f"parameters of tool {tool.name}: {error}") from error
     return json.dumps({**limits, **_COMPACT})
 
 
-def _answer(tokenizer: Tokenizer, family: Family, is_forced: bool, parallel: bool) -> list[str]:
+def _answer(tokenizer: Tokenizer, family: CallFormat, is_forced: bool, parallel: bool) -> list[str]:
     """The rule `answer`, and those that it needs."""
     more = f" ({quoted(family.between)} call)*" if parallel else ""
     if family.is_list:

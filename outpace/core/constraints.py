@@ -1,10 +1,4 @@
-"""Strings that an answer must not contain, whatever tokens they are made of: which tokens would complete one.
-
-A token completes a string where it holds the whole of it, or where it begins with the rest of one whose beginning the
-text before ends with. So the ban looks at the last few bytes before a token and at the token's own, and each node of a
-tree is judged by its own path. Bytes, because a token may hold part of a character: UTF-8 text contains a string
-exactly where its bytes contain the string's.
-"""
+"""What an answer may be: of any text, which tokens may follow. A grammar is one."""
 
 from __future__ import annotations
 
@@ -12,12 +6,46 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from outpace.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Constraint:
+    """The limits of one request's answer, a function of the text alone; several threads may ask.
+
+    `text` is the prompt and what is written of the answer, `path` drafted tokens behind it. A method may raise, which
+    ends the request; whoever drafts then does without.
+    """
+
+    def allowed(self, text: Sequence[int], path: Sequence[int]) -> int:
+        """How many tokens of `path` may follow `text`, one after the other. None does after the end."""
+        raise NotImplementedError
+
+    def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
+        """Which tokens may follow `text` and `path`, bool [vocab]; None where the text is over or cannot be."""
+        raise NotImplementedError
+
+    def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
+        """Whether nothing may follow: the text is complete."""
+        raise NotImplementedError
+
+    def forced(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
+        """Tokens that spell what has to follow, as the model would most likely cut it; often none."""
+        return []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process drafts without it: what it proposes is judged here."""
+        return _none, ()
+
+
+def _none() -> None:
+    return None
 
 
 @dataclass(frozen=True, eq=False)

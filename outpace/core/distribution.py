@@ -9,17 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
+from outpace.core.noise import PURPOSES, uniform
 from outpace.core.sampling import Sampling
 
 _BLOCK = 256  # a long row is drawn from by the sums of so many weights each
 _NUCLEUS = 1024  # likeliest tokens that are looked at first where their mass has to reach top_p
-UNSCALED = Sampling(1.0)
+UNFILTERED = Sampling(1.0)
 
 
-class Chances:
+class TokenDistribution:
     """Weights of the tokens that remain after filters; a token's chance is its weight over their sum.
 
     `weights` [kept], none negative, are of `tokens` int64 [kept], rising; None: of 0, 1, ... With `make`, which gives
@@ -90,7 +92,7 @@ class Chances:
         wide[slice(len(known)) if self.tokens is None else self.tokens[: len(known)]] = known
         return wide
 
-    def on(self, other: Chances) -> np.ndarray:
+    def on(self, other: TokenDistribution) -> np.ndarray:
         """The chances of the tokens that `other` keeps. [kept of other]"""
         wide = self.wide(other.size)
         return wide if other.tokens is None else wide[other.tokens]
@@ -105,17 +107,17 @@ class Chances:
         place = first + place if place < len(weights) else int(np.flatnonzero(self.weights[: first + _BLOCK])[-1])
         return place if self.tokens is None else int(self.tokens[place])
 
-    def above(self, q: Chances, share: float = 1.0) -> Chances:
+    def above(self, q: TokenDistribution, share: float = 1.0) -> TokenDistribution:
         """What `share` of these chances have more than those of q: weights (share p - q)+"""
         rest = self.weights * (self._share * self.weights.dtype.type(share))
         rest -= q.on(self)
-        return Chances(np.maximum(rest, 0.0, out=rest), self.tokens)
+        return TokenDistribution(np.maximum(rest, 0.0, out=rest), self.tokens)
 
-    def without(self, token: int) -> Chances:
+    def without(self, token: int) -> TokenDistribution:
         """The same weights, but for this token's."""
         weights = self.weights.copy()
         weights[token if self.tokens is None else self.tokens.searchsorted(token)] = 0.0
-        return Chances(weights, self.tokens)
+        return TokenDistribution(weights, self.tokens)
 
     @property
     def _share(self) -> np.floating:
@@ -133,12 +135,12 @@ def _block_sums(weights: np.ndarray) -> np.ndarray:
     return sums.cumsum(dtype=np.float64)
 
 
-def certain(token: int) -> Chances:
+def one_hot(token: int) -> TokenDistribution:
     """The distribution that gives one token alone."""
-    return Chances(np.ones(1), np.array([token]))
+    return TokenDistribution(np.ones(1), np.array([token]))
 
 
-def chances_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = None) -> Chances:
+def distribution_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = None) -> TokenDistribution:
     """What a row of adjusted scores gives under sampling options, as `sampling.processed` does; of temperature 0 as of
     1, without filters. No token has a chance where none is allowed. float32 or float64 [held]
 
@@ -146,13 +148,13 @@ def chances_of(scores: np.ndarray, sampling: Sampling, ids: np.ndarray | None = 
     """
     top, temperature = scores.max(), sampling.temperature or 1.0
     if not np.isfinite(top):
-        return Chances(np.zeros(len(scores)), ids)
+        return TokenDistribution(np.zeros(len(scores)), ids)
     if not sampling.filters:
         make = partial(_exponentials, scores, top, temperature)
-        return Chances(make(), ids, make)
+        return TokenDistribution(make(), ids, make)
     row = _shifted(scores, top, temperature)
     places = np.flatnonzero(row >= _floor(row, sampling))
-    return Chances(np.exp(row[places]), places if ids is None else ids[places])
+    return TokenDistribution(np.exp(row[places]), places if ids is None else ids[places])
 
 
 def _exponentials(scores: np.ndarray, top: np.floating, temperature: float) -> np.ndarray:
@@ -181,10 +183,40 @@ def _floor(row: np.ndarray, sampling: Sampling) -> float:
 
 def _nucleus(row: np.ndarray, top_p: float) -> float:
     """The shifted score of the token by which the likeliest ones' mass reaches top_p: it stays. [kept]"""
-    whole, count = Chances(np.exp(row)).total, min(_NUCLEUS, len(row))
+    whole, count = TokenDistribution(np.exp(row)).total, min(_NUCLEUS, len(row))
     while True:
         best = np.sort(np.partition(row, len(row) - count)[-count:])[::-1]
         mass = np.exp(best).cumsum(dtype=np.float64)
         if mass[-1] >= top_p * whole or count == len(row):
             return float(best[min(int(mass.searchsorted(top_p * whole)), count - 1)])
         count = min(4 * count, len(row))
+
+
+class DecisionKey(NamedTuple):
+    """Names one decision of one request; none may be asked for twice, or a text would be biased. Node ids never return,
+    so they tell the rounds apart; `purpose` is one of `core.noise`."""
+
+    seed: int
+    choice: int
+    node_id: int
+    purpose: int
+
+    def again(self, number: int) -> DecisionKey:
+        """The key of the same decision where it is made a number of times more: of the next draws below one node."""
+        return self._replace(purpose=self.purpose + PURPOSES * number)
+
+
+class RandomSource:
+    """Decisions by one uniform number a key: the same whatever else was decided, and in whatever order."""
+
+    def number(self, key: DecisionKey) -> float:
+        """In [0, 1)."""
+        return uniform(*key)
+
+    def accepts(self, key: DecisionKey, p: float) -> bool:
+        """True with probability p; certain from 1 on."""
+        return self.number(key) < p
+
+    def draw(self, key: DecisionKey, p: TokenDistribution) -> int:
+        """A token drawn from p: the least whose cumulative chance exceeds the number."""
+        return p.at(self.number(key))

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from outpace.core.logits import Held
+    from outpace.core.logits import SparseLogits
 
-MOST_STEPS = 8
-LEAST_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares
-MOST_DEPTH = 128  # of a node below the root
+MAX_STEPS = 8
+MIN_COVERAGE = 0.05  # the chance that any proposal is picked is never held to be less, where they are shares
+MAX_DEPTH = 128  # of a node below the root
 _MORE_OPEN = 4
-MOST_WALKED = 4  # tokens below a known node, of which steps under way can be told
+MAX_UPDATE_TOKENS = 4  # tokens below a known node, of which steps under way can be told
 
 
-def most_open(width: int, steps: int, is_told: bool) -> int:
+def max_open_nodes(width: int, steps: int, is_told: bool) -> int:
     """Nodes that were open before the steps and can be of use: as many as are expanded; more of them where steps that
     are told where the target went may have to leave the best ones."""
     return width * (steps - 1) * (_MORE_OPEN if is_told else 1)
@@ -35,7 +35,7 @@ class OpenNode(NamedTuple):
     above: int
 
 
-class Trust(NamedTuple):
+class ScoreCalibration(NamedTuple):
     """How scores on a rule's scale become chances: see `drafters/_chance.ChoiceModel`. `open` None: they are no shares,
     and the chance that any proposal is picked is `coverage`."""
 
@@ -44,7 +44,7 @@ class Trust(NamedTuple):
     open: float | None
 
 
-class Moved(NamedTuple):
+class RootUpdate(NamedTuple):
     """Where the next root is: below the pending node `slot`, whose path score is `score`, the target wrote these
     tokens, MOST_WALKED at most. The root is the last of them; with none it is that node."""
 
@@ -53,16 +53,16 @@ class Moved(NamedTuple):
     tokens: Sequence[int]
 
 
-class Mail:
+class RootUpdateChannel:
     """Tells the steps that are taken for one text where its root went. Any thread may send; what is sent before they
     are under way waits for that, what comes behind them is dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._write: Callable[[Moved], None] | None = None
-        self._last: Moved | None = None
+        self._write: Callable[[RootUpdate], None] | None = None
+        self._last: RootUpdate | None = None
 
-    def begin(self, write: Callable[[Moved], None]) -> None:
+    def begin(self, write: Callable[[RootUpdate], None]) -> None:
         """From now on steps are under way, which read what `write` is given."""
         with self._lock:
             self._write = write
@@ -74,7 +74,7 @@ class Mail:
         with self._lock:
             self._write = None
 
-    def send(self, moved: Moved) -> None:
+    def send(self, moved: RootUpdate) -> None:
         """What was sent before does not count any more."""
         with self._lock:
             self._last = moved
@@ -83,7 +83,7 @@ class Mail:
 
 
 @dataclass
-class Asked:
+class MultiStepRequest:
     """One text's part. The nodes of the first step are scored already: `scores` are their path scores, `slots` the
     pending nodes that they are, in the order of the tree. `opened`: others that may be expanded, in that order.
 
@@ -103,13 +103,13 @@ class Asked:
     share: float
     floor: float
     deepest: int
-    trust: Trust
+    trust: ScoreCalibration
     temperature: float = 1.0
     keys: Sequence[tuple[int, int]] = ()
-    mail: Mail | None = None
+    mail: RootUpdateChannel | None = None
 
 
-class Expanded(NamedTuple):
+class ExpandedNode(NamedTuple):
     """A node that a step expanded. `opened`: which of those that were open it is; else it is the child with `token` of
     the `parent`-th node expanded, or of the node that was pending before in the slot `below`, where the target wrote
     what no tree had. `slot`: the pending node that it is. Its best proposals follow, best first."""
@@ -123,14 +123,14 @@ class Expanded(NamedTuple):
     below: int | None = None
 
 
-class TakesSteps:
+class SupportsMultiStep:
     """What a model offers that can take several draft steps without the host between them; by default it cannot."""
 
     several_steps: bool | None = None  # whether that saves time; None: it cannot
 
     def draft_steps(
-        self, asked: Sequence[Asked], scored: Held, steps: int, width: int, offered: int
-    ) -> list[list[Expanded]] | None:
+        self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
+    ) -> list[list[ExpandedNode]] | None:
         """So many steps, of which the first is scored already: `scored` has the rows of its nodes, one text's after the
         other's. A step expands `width` nodes of a text at most, and `offered` tokens are proposed below each.
 
