@@ -16,7 +16,7 @@ import test_planner
 from mutation_checks import Mutation, Original
 
 from outpace.core.tree import TokenTree
-from outpace.decoders.base import Place
+from outpace.decoders.base import RequestContext
 from outpace.planning import acceptance, cost_model, estimators, latency_curve, planner, sources
 
 
@@ -225,7 +225,12 @@ PLANNER_MUTATIONS = [
     mutation(
         "costs: what a busy machine took is kept", latency_curve.RowTimes, "_forget_old", lambda f: lambda self: None
     ),
-    mutation("planner: nobody tells the others what he asks for", Place, "asks_for", lambda f: lambda self, rows: None),
+    mutation(
+        "planner: nobody tells the others what he asks for",
+        RequestContext,
+        "asks_for",
+        lambda f: lambda self, rows: None,
+    ),
     mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_copies", rows_unpaid),
     mutation("costs: reading is part of a step", cost_model.Costs, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", cost_model.Costs, "draft", of_one_request),

@@ -13,7 +13,7 @@ from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import Await, Commit, Draft, Request, Verify
 from outpace.decoders import speculative
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 
@@ -26,7 +26,7 @@ def module(decode: Any, needs: str) -> Any:
     return SimpleNamespace(decode=decode, NEEDS=needs, __name__="tests.a_decoder")
 
 
-def pearl(place: Place, seen: list[int]) -> Coroutine:
+def pearl(place: RequestContext, seen: list[int]) -> Coroutine:
     """PEARL's shape: whatever the target says, the next chain is waited for until it is GAMMA deep."""
     candidates = place.candidates
     while True:
@@ -43,7 +43,7 @@ def pearl(place: Place, seen: list[int]) -> Coroutine:
         yield Commit(tree, verdict, hit)
 
 
-def second_look(place: Place, passes: list[int]) -> Coroutine:
+def second_look(place: RequestContext, passes: list[int]) -> Coroutine:
     """Drafts below what the target accepted, and lets it judge again before anything is committed."""
     tree = TokenTree(place.last_token)
     while True:
@@ -97,12 +97,12 @@ def test_another_pass_and_drafts_between() -> None:
 
 
 def test_a_fault_after_the_pass_ends_its_own_request() -> None:
-    def raising(place: Place, options: None) -> Coroutine:
+    def raising(place: RequestContext, options: None) -> Coroutine:
         tree = TokenTree(place.last_token)
         yield Verify(tree)
         raise KeyError("after the pass")
 
-    def senseless(place: Place, options: None) -> Any:
+    def senseless(place: RequestContext, options: None) -> Any:
         yield Verify(TokenTree(place.last_token))
         yield "nothing that there is"
 
@@ -116,7 +116,7 @@ def test_a_fault_after_the_pass_ends_its_own_request() -> None:
     assert plain.tokens == write(TARGET, requests()[0])
 
 
-def speculative_less(place: Place) -> Coroutine:
+def speculative_less(place: RequestContext) -> Coroutine:
     tree = TokenTree(place.last_token)
     while True:
         picks = yield Verify(tree)

@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
-from outpace.decoders.base import Load, Place
+from outpace.decoders.base import Load, RequestContext
 from outpace.planning import planner
 from outpace.planning.cost_model import Costs
 from outpace.planning.estimators import Mean
@@ -352,7 +352,9 @@ def test_requests_share_the_rows_that_cost_little() -> None:
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
             costs.round(4, rows, 4, seconds, 0.0)
-    places = [Place(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)]
+    places = [
+        RequestContext(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)
+    ]
     planners = [planner.Planner(place, auto.Options()) for place in places]
     for _ in range(3):
         rows = [chosen_rows(planner, place, 0.9, 7) for planner, place in zip(planners, places, strict=True)]

@@ -19,7 +19,7 @@ from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftState, Observation, Request, Row, Verdict, Verify
 from outpace.decoders import auto
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
@@ -166,7 +166,7 @@ class NoOptions:
     """None."""
 
 
-def seldom(place: Place, options: NoOptions) -> Coroutine:
+def seldom(place: RequestContext, options: NoOptions) -> Coroutine:
     """A decoder that drafts in every fourth round."""
     tree = TokenTree(place.last_token)
     for number in itertools.count(1):

@@ -20,7 +20,7 @@ from outpace.core.carried import Carried
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Rule, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.planning.planner import UNPLANNED, Planner, PlannerAhead
 from outpace.planning.planner import Options as Options
 
@@ -29,7 +29,7 @@ COST = "as speculative, while that pays; host time for planning"
 NEEDS = "drafter"
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Plan, grow, verify, learn, commit."""
     if not place.request.rule.keyed:
         raise UserError(
@@ -56,7 +56,9 @@ def decode(place: Place, options: Options) -> Coroutine:
         planner.end()
 
 
-def _carry_out(tree: TokenTree, planner: PlannerAhead, place: Place) -> Generator[Any, Any, Sequence[Carried] | None]:
+def _carry_out(
+    tree: TokenTree, planner: PlannerAhead, place: RequestContext
+) -> Generator[Any, Any, Sequence[Carried] | None]:
     """Whole rounds in one call, where that can be done; else the copies of the round are in the tree."""
     leaves_copies = place.carries is not None and planner.leaves_copies(place.carries)
     if not leaves_copies:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 
 LOSSLESS = True
 COST = "one pass for each token"
@@ -21,7 +21,7 @@ class Options:
     """None."""
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """The same loop as the others', without Draft."""
     tree = TokenTree(place.last_token)
     while True:

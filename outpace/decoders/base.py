@@ -27,7 +27,7 @@ class Load:
 
 
 @dataclass(eq=False)
-class Place:
+class RequestContext:
     """One running request as its decoder sees it. `budget` is the number of nodes that the load allows it in this
     round, the root included."""
 

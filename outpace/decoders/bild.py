@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 
 LOSSLESS = False
 COST = "drafting and a pass, in turn"
@@ -37,7 +37,7 @@ class Options:
         check_whole("most", self.most, 1, 256)
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Write, verify, roll back."""
     rule = place.request.rule
     tree = TokenTree(place.last_token)

@@ -14,7 +14,7 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 
 LOSSLESS = True
 COST = "a pass, with the draft running beside it"
@@ -43,7 +43,7 @@ class Options:
         check_whole("lockstep", self.lockstep, 0, 256)
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Query, verify, correct. An empty query is plain decoding."""
     candidates = place.candidates
     candidates.sight = VisibilityOptions(options.secondary, options.late, options.chain, options.correction)

@@ -17,7 +17,7 @@ from outpace.card.cache import CandidateCache
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_range, check_whole
 from outpace.core.types import Await, Commit, Source, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.planning.cost_model import Costs
 from outpace.planning.estimators import Ledger, Mean
 
@@ -50,7 +50,7 @@ class Options:
         check_range("trials", self.trials, 0.0, 1.0)
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Plan, wait, query, verify, correct."""
     candidates, planner = place.candidates, _Planner(place, options)
     while True:
@@ -76,7 +76,7 @@ def decode(place: Place, options: Options) -> Coroutine:
 class _Planner:
     """What is known of a request's drafts, and what follows from it for this round. Only verbs change it."""
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: RequestContext, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
         self._candidates: CandidateCache = place.candidates

@@ -11,7 +11,7 @@ from outpace.core.errors import check_range, check_whole, unknown
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 
 LOSSLESS = True
 COST = "drafting and a pass, in turn"
@@ -41,7 +41,7 @@ class Options:
             raise unknown("lengths", self.lengths, LENGTHS)
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Grow, verify, commit."""
     rule, lengths = place.request.rule, _lengths(options)
     tree = TokenTree(place.last_token)

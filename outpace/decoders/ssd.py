@@ -15,7 +15,7 @@ from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import check_whole
 from outpace.core.types import Await, Commit, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 
 LOSSLESS = True
 COST = "a pass; after a miss, drafting before it"
@@ -32,7 +32,7 @@ class Options:
         check_whole("draft_length", self.draft_length, 1, 256)
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Verify the chain that is there, or is drafted now; commit; look the outcome up."""
     candidates, length = place.candidates, options.draft_length
     candidates.sight = VisibilityOptions(chain=True)

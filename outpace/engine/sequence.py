@@ -31,7 +31,7 @@ from outpace.core.types import (
     Verify,
     tree_rows,
 )
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.prefix_index import Text
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import Costs
@@ -128,7 +128,7 @@ class Running:
     committed: list[int] = field(init=False)  # the prompt, and what was written so far
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: Exception | None = None
-    place: Place = field(init=False, repr=False)
+    place: RequestContext = field(init=False, repr=False)
     history: History = field(default_factory=History, repr=False)
     draft: Drafted = field(default_factory=Drafted, repr=False)
     text: Text = field(init=False, repr=False)  # what is committed, as it is compared with others
@@ -146,7 +146,7 @@ class Running:
         self.noise = native_noise(self.request)
         self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
-        self.place = Place(self.request, self.committed, self.costs)
+        self.place = RequestContext(self.request, self.committed, self.costs)
         self.text = Text(self.committed, self.request.cache_salt)
         self.text.hashes(len(self.committed))
 

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY
 from outpace.core.tree import TokenTree
 from outpace.core.types import CarryOut, Commit, Draft, Request, Verify
-from outpace.decoders.base import Coroutine, Place
+from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
 from outpace.planning.planner import note_forward
@@ -63,7 +63,7 @@ def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS)
             drafter.recall(learnt[name])  # below one word alone a draft's chances come true too seldom
 
 
-def decode(place: Place, options: Options) -> Coroutine:
+def decode(place: RequestContext, options: Options) -> Coroutine:
     """Rounds of `_ROWS` rows each, again and again, which accept what is right."""
     tree, has_read = TokenTree(place.last_token), False
     for rows in cycle(_ROWS):
@@ -89,7 +89,7 @@ def _plan(rows: int, has_read: bool) -> Plan:
     return Plan(1, has_read, layers, 0, 0.0, 0.0, 1.0, 0.0, free, 0.0, (1.0,), (), (1.0,), times, most=rows)
 
 
-def _commit(tree: TokenTree, carried: Carried, place: Place) -> Generator[Any, Any, TokenTree]:
+def _commit(tree: TokenTree, carried: Carried, place: RequestContext) -> Generator[Any, Any, TokenTree]:
     """A round that was carried out, with its layers timed, but where one reads the plain rounds' text; the next
     round's root."""
     for source in place.sources:
@@ -100,7 +100,7 @@ def _commit(tree: TokenTree, carried: Carried, place: Place) -> Generator[Any, A
     return root
 
 
-def _grow(tree: TokenTree, place: Place, has_read: bool) -> Generator[Any, Any, None]:
+def _grow(tree: TokenTree, place: RequestContext, has_read: bool) -> Generator[Any, Any, None]:
     """Layers of the draft models, timed, but where one reads the plain rounds' text."""
     for source in place.sources:
         for layer in range(_LAYERS if source.runs_model else 0):

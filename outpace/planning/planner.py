@@ -14,7 +14,7 @@ from outpace.core.carried import Carried, Forward, Plan, resting
 from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
-from outpace.decoders.base import Place
+from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import Chances
 from outpace.planning.cost_model import GROWS, Costs
 from outpace.planning.sources import Copier, Grower, Repeats
@@ -45,7 +45,7 @@ class Options:
 class Planner:
     """The choices of one request, by the engine's costs and what this request's drafts were worth so far."""
 
-    def __init__(self, place: Place, options: Options) -> None:
+    def __init__(self, place: RequestContext, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: Costs = place.costs
         self._chances = Chances(self._costs, place.sources)  # of this round's nodes

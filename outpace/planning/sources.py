@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.types import Source
-from outpace.decoders.base import Place
+from outpace.decoders.base import RequestContext
 from outpace.planning.cost_model import LAYERS
 from outpace.planning.estimators import Mean
 
@@ -84,7 +84,7 @@ class Grower:
     others: where these rounds cost less than the model is held to save, as often as it did.
     """
 
-    def __init__(self, source: Source, deepest: int, place: Place) -> None:
+    def __init__(self, source: Source, deepest: int, place: RequestContext) -> None:
         self.source = source
         self.layers = 0  # that it grew in this round
         self.is_trial = False  # the last of them does not pay, as far as is known
