@@ -30,7 +30,7 @@ from outpace.api.llm import load
 from outpace.api.params import SamplingParams
 from outpace.bench import report, table_files
 from outpace.bench.contenders import PLAIN, Contender, parse_methods
-from outpace.bench.figures import ALL, TableRow, rows
+from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import Record, Store, read_records
 
@@ -206,7 +206,7 @@ def main() -> None:
     if args.prompts:
         measure(args, ways, lambda text: console.print(text))
     records = complete(read(args.out), [way.label for way in ways])
-    found = rows(records, [way.label for way in ways])
+    found = table_rows(records, [way.label for way in ways])
     by_seen = seen(records)
     show(found, by_seen, console)
     kept: dict[str, Any] = {"rows": [asdict(row) for row in found], "seen": by_seen}

@@ -101,7 +101,7 @@ def test_a_task_that_is_not_there(source: str, message: str) -> None:
 )
 def test_lossy_methods_are_known_by_their_rules(label: str, lossy: bool) -> None:
     assert contenders.is_lossy(contenders.parse_methods(label, {})[-1]) is lossy
-    row = figures.rows([record("autoregressive"), record(label)])[-1]
+    row = figures.table_rows([record("autoregressive"), record(label)])[-1]
     said = any(f"{label} is lossy" in line for line in report._remarks([row]))
     assert said is lossy
 
@@ -170,7 +170,7 @@ def test_quartiles_lie_between_the_nearest_values() -> None:
 def test_speeds_are_pooled_and_have_quartiles() -> None:
     plain = [record("autoregressive", name, rate=10) for name in "ab"]
     ours = [record("card", "a", rate=40), record("card", "b", rate=10)]
-    base, row = figures.rows([*ours, *plain], ["card"])
+    base, row = figures.table_rows([*ours, *plain], ["card"])
     assert (base.label, row.label) == ("autoregressive", "card"), "plain decoding stands first"
     assert base.tokens_per_second == pytest.approx(10.0)
     assert base.speedup == pytest.approx(1.0)
@@ -189,7 +189,7 @@ def test_speeds_are_pooled_and_have_quartiles() -> None:
 def test_a_speedup_is_of_the_prompts_that_both_finished() -> None:
     plain = [record("autoregressive", "a", rate=10), record("autoregressive", "b", rate=50)]
     ours = [record("card", "a", rate=20), replace(record("card", "b"), failed="RuntimeError: gone", tokens=())]
-    row = figures.rows([*plain, *ours])[1]
+    row = figures.table_rows([*plain, *ours])[1]
     assert row.speedup == pytest.approx(2.0)
     assert (row.prompts, row.failed, row.reason) == (1, 1, "RuntimeError: gone")
 
@@ -197,13 +197,15 @@ def test_a_speedup_is_of_the_prompts_that_both_finished() -> None:
 def test_a_prompt_counts_once_however_many_rounds_it_had() -> None:
     rates = [10.0, 20.0, 90.0]
     many = [replace(record("autoregressive", "a", rate=rate), round=n) for n, rate in enumerate(rates)]
-    (row,) = figures.rows(many)
+    (row,) = figures.table_rows(many)
     assert row.quartiles == pytest.approx((20.0, 20.0, 20.0))
     assert row.prompts == 1
 
 
 def test_tasks_have_a_row_each_and_one_for_all() -> None:
-    found = figures.rows([record(label, "a", task) for task in ("x", "y") for label in ("autoregressive", "card")])
+    found = figures.table_rows(
+        [record(label, "a", task) for task in ("x", "y") for label in ("autoregressive", "card")]
+    )
     assert [(row.task, row.label) for row in found] == [
         (task, label) for task in ("x", "y", "all") for label in ("autoregressive", "card")
     ]
@@ -214,7 +216,7 @@ def test_what_was_accepted_is_summed_over_answers() -> None:
     one = record("card", "a", counts=(1, 3, 2), arrivals=(0.1, 0.2, 0.3), drafted=4, accepted=3)
     one = replace(one, positions=((2, 2), (2, 1)), hits=3, misses=1, tokens=(1,) * 6)
     two = record("card", "b", counts=(1, 1), arrivals=(0.1, 0.2), drafted=4, accepted=0, positions=((2, 0),), misses=4)
-    row = figures.rows([one, two])[0]
+    row = figures.table_rows([one, two])[0]
     assert row.mean_accepted_length == pytest.approx(8 / 5)
     assert row.draft_acceptance == pytest.approx(3 / 8)
     assert row.hit_rate == pytest.approx(3 / 8)
@@ -224,7 +226,7 @@ def test_what_was_accepted_is_summed_over_answers() -> None:
 
 def test_a_peer_tells_rates_and_no_counts() -> None:
     peers = [record("p", "a", is_peer=True, by_position=(0.5, 0.2), hit_rate=0.5), record("p", "b", by_position=(1.0,))]
-    row = figures.rows(peers)[0]
+    row = figures.table_rows(peers)[0]
     assert (row.peer, row.method) == ("p", None)
     assert row.acceptance_by_position == pytest.approx((0.75, 0.2))
     assert (row.hit_rate, row.draft_acceptance) == (0.5, None)
@@ -242,7 +244,7 @@ def test_the_first_divergence(text: tuple[int, ...], expected: tuple[Any, ...] |
 def test_texts_are_held_against_plain_decoding_of_the_same_precision() -> None:
     same, other = record("card"), record("peer", is_peer=True, tokens=(1, 2, 7, 4, 5))
     coarse = replace(other, label="coarse", precision="Q4_0")
-    found = {row.label: row for row in figures.rows([record("autoregressive"), same, other, coarse])}
+    found = {row.label: row for row in figures.table_rows([record("autoregressive"), same, other, coarse])}
     assert [found[name].equal_text for name in ("card", "peer", "coarse")] == [True, False, None]
     assert found["peer"].divergence == figures.Divergence("one", "a", 2, 3, 7)
     assert (found["peer"].different, found["peer"].compared) == (1, 1)
@@ -253,7 +255,7 @@ def test_a_batch_counts_all_its_tokens_over_all_its_time() -> None:
     known: dict[str, Any] = {"batch": 2, "precision": "int8", "prompts": (("one", "a"), ("one", "b"))}
     plain = Record("autoregressive", "all", "group 0", 0, seconds=1.0, texts=((1, 2), (3,)), **known)
     ours = Record("card", "all", "group 0", 0, seconds=0.5, texts=((1, 2), (4,)), **known)
-    base, row = [row for row in figures.rows([*alone, plain, ours]) if row.batch == 2]
+    base, row = [row for row in figures.table_rows([*alone, plain, ours]) if row.batch == 2]
     assert (base.tokens_per_second, row.tokens_per_second) == (3.0, 6.0)
     assert row.speedup == pytest.approx(2.0)
     assert (base.equal_text, row.equal_text) == (True, False)
@@ -299,7 +301,7 @@ def test_a_folder_of_another_bench_is_refused(tmp_path: Path) -> None:
 
 
 def made_rows(rate: float, **facts: Any) -> list[dict[str, Any]]:
-    found = figures.rows([record("autoregressive"), record("card", rate=rate)])
+    found = figures.table_rows([record("autoregressive"), record("card", rate=rate)])
     return report.plain_rows(found, FACTS | facts)
 
 

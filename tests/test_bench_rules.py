@@ -105,12 +105,12 @@ def drafting(label: str, **changes: Any) -> Any:
 
 def test_theory_predicts_from_the_measured_acceptance() -> None:
     plain = record("autoregressive", target_seconds=0.4, lengths=(4,))
-    row = figures.rows([plain, drafting("speculative")])[1]
+    row = figures.table_rows([plain, drafting("speculative")])[1]
     assert row.predicted_length == pytest.approx((1.8 + (1 + 0.8 + 0.8 * 0.5)) / 2)
     alpha = 5 / 7
     assert row.constant_length == pytest.approx(sum(theory.expected_tokens(alpha, n) for n in (1, 2)) / 2)
     assert row.predicted_speedup == pytest.approx(row.predicted_length / (0.05 / 0.1 + 0.2 / 0.1))
-    base = figures.rows([plain])[0]
+    base = figures.table_rows([plain])[0]
     assert (base.predicted_length, base.predicted_speedup) == (None, None)
 
 
@@ -128,10 +128,10 @@ def test_what_texts_are_worth_is_summed_over_answers() -> None:
         drafting("speculative:rule=lenience", prompt="b", relaxed=0, surprise=5 * math.log(3), correct=False),
         drafting("speculative:rule=lenience", prompt="c"),
     ]
-    row = figures.rows(told)[0]
+    row = figures.table_rows(told)[0]
     assert (row.relaxed, row.perplexity) == (pytest.approx(0.2), pytest.approx(3.0))
     assert (row.accuracy, row.scored) == (0.5, 2)
-    bare = figures.rows([record("speculative")])[0]
+    bare = figures.table_rows([record("speculative")])[0]
     assert (bare.relaxed, bare.perplexity, bare.accuracy, bare.scored) == (None, None, None, 0)
     assert quality.table([bare]) is None, "nothing to show"
     shown = quality.table([row])

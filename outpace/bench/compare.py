@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.bench import report
-from outpace.bench.figures import ALL, rows
+from outpace.bench.figures import ALL, table_rows
 from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
 from outpace.core.errors import UserError
 
@@ -28,7 +28,7 @@ def read(place: Path) -> list[dict[str, Any]]:
             return read(place / ROWS)
         if not (place / ANSWERS).exists():
             raise UserError(f"{place} holds no bench: neither {ROWS} nor {ANSWERS}")
-        return report.plain_rows(rows(read_records(place)), read_settings(place))
+        return report.plain_rows(table_rows(read_records(place)), read_settings(place))
     try:
         found = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:

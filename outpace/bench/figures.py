@@ -98,7 +98,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float] | None:
     return first, middle, third
 
 
-def rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
+def table_rows(records: Iterable[Record], order: Sequence[str] = ()) -> list[TableRow]:
     """A row for each task, batch and contender, the tasks in the order met, and all of them together last.
 
     `order`: the contenders as they were asked for; plain decoding always comes first.

@@ -16,7 +16,7 @@ from outpace.bench import contenders as names
 from outpace.bench import own
 from outpace.bench.apart import Apart
 from outpace.bench.contenders import Contender
-from outpace.bench.figures import ALL, TableRow, rows
+from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.peer import Answered, Peer, PeerSettings
 from outpace.bench.store import Key, Record, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, bare_length, check_turns, collect, prompt_of
@@ -105,9 +105,9 @@ class Bench:
         """The contenders' labels, as asked for."""
         return [contender.label for contender in self.options.contenders]
 
-    def rows(self) -> list[TableRow]:
+    def table_rows(self) -> list[TableRow]:
         """What is finished so far, of this run's prompts and contenders and of any that lay in the folder."""
-        return rows(self.store.records.values(), self.order)
+        return table_rows(self.store.records.values(), self.order)
 
     @property
     def failure(self) -> str | None:
