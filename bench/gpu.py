@@ -32,7 +32,7 @@ from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config.footprint import NAMED
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_draft, load_model
 
 PROMPTS = (

@@ -15,8 +15,8 @@ from outpace.core.tree import PREFIX
 from outpace.core.triton_support import unavailable_reason
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.torch.attention import FUSED, KINDS
 from outpace.models.llama.torch.runtime import Llama
 
@@ -68,7 +68,7 @@ def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
     """A model whose passes compute in this way; AssertionError where its kernels fail."""
     if kind != FUSED:
         return GraphLlama.from_tensors(*given, attention=kind, **more)
-    from outpace.models.llama.graph_fused import FusedLlama  # which imports Triton
+    from outpace.models.llama.cuda.fused_runtime import FusedLlama  # which imports Triton
 
     model = FusedLlama.from_tensors(*given, **more)
     assert isinstance(model, FusedLlama), model.notice

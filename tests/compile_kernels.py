@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from outpace.core import fused_noise
-from outpace.models.llama import fused, fused_attention
+from outpace.models.llama.cuda import triton_kernels
 
 HEADS = {"HEADS": 8, "GROUPS": 2}
 STRIDES = {"kind_stride": "i64", "row_stride": "i32", "head_stride": "i32"}
@@ -27,7 +27,7 @@ def compiled(kernel: Any, capability: int, warps: int, types: dict[str, str], co
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     made = triton.compile(
-        source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": fused_attention.STAGES}
+        source, GPUTarget("cuda", capability, 32), {"num_warps": warps, "num_stages": triton_kernels.STAGES}
     )
     return int(made.metadata.shared)
 
@@ -37,13 +37,13 @@ def small(capability: int, kind: str) -> None:
     x, at = f"*{kind}", "*i64"
     for flag in (True, False):
         given, constants = {"gate_up": x, "out": x, "width": "i32"}, {"IS_GELU": flag, "BLOCK": 1024}
-        compiled(fused._gate_kernel, capability, 4, given, constants)
+        compiled(triton_kernels._gate_kernel, capability, 4, given, constants)
         given = {"x": x, "weight": "*fp32", "out": x, "floor": "fp32", "width": "i32"}
-        compiled(fused._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
+        compiled(triton_kernels._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
         given = {"mixed": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
         given |= {"floor": "fp32", "scale": "fp32", "most": "fp32", "nodes": "i32", **STRIDES}
         constants = {**HEADS, "WIDTH": 80, "HALF": 64, "HAS_NORM": flag, "ROTATES": flag}
-        compiled(fused._turn_kernel, capability, 1, given, constants)
+        compiled(triton_kernels._turn_kernel, capability, 1, given, constants)
         given = {"words": "*i32", "out": "*fp32", "vocab": "i32"}
         compiled(fused_noise._noise_kernel, capability, 4, given, {"IS_GUMBEL": flag, "SIZE": fused_noise.BLOCK})
 
@@ -52,14 +52,14 @@ def attention(capability: int, kind: str, width: int, rows: int, is_whole: bool,
     x, at = f"*{kind}", "*i64"
     given = {"query": x, "kv": x, "bits": at, "lengths": at, "depths": at, "below": at, "out": x, "sums": "*fp32"}
     given |= {"nodes": "i32", "slots": "i32", "piece": "i32", **STRIDES}
-    most, slots = fused_attention.blocks_of(DTYPES[kind], width)
-    rows, depth = min(rows, most), fused_attention.power_of_two(width, 16)
+    most, slots = triton_kernels.blocks_of(DTYPES[kind], width)
+    rows, depth = min(rows, most), triton_kernels.power_of_two(width, 16)
     constants = {**HEADS, "WIDTH": width, "WORDS": 4, "WINDOW": window, "IS_WHOLE": is_whole, "ROWS": rows}
     constants |= {"PRECISION": "ieee" if kind == "fp32" else "tf32", "DEPTH": depth, "SLOTS": slots}
-    shared = compiled(fused_attention._attend_kernel, capability, fused_attention.WARPS, given, constants)
+    shared = compiled(triton_kernels._attend_kernel, capability, triton_kernels.WARPS, given, constants)
     assert shared <= SHARED, (capability, kind, width, rows, shared)
     pieces = {"sums": "*fp32", "out": x, "pieces": "i32"}
-    compiled(fused_attention._join_kernel, capability, 1, pieces, {"WIDTH": width, "DEPTH": depth})
+    compiled(triton_kernels._join_kernel, capability, 1, pieces, {"WIDTH": width, "DEPTH": depth})
 
 
 def main() -> None:

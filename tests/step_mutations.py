@@ -11,15 +11,15 @@ from test_draft_steps import keyed_one_further, sees_itself_alone
 
 from outpace.core.multi_step import RootUpdateChannel
 from outpace.drafters._multi_step import InFlightSteps, MultiStepCache
-from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.step_choice import Choice
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.step_choice import NodeSelection
 
 ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"
 TOLD = "test_turning_steps.py::test_steps_that_are_told_go_where_the_target_went"
 
 
 def anywhere(towards: Original) -> Original:
-    def mutated(choice: Choice, goal: Any, step: int) -> Any:
+    def mutated(choice: NodeSelection, goal: Any, step: int) -> Any:
         towards(choice, goal, step)
         return choice._scores
 
@@ -34,10 +34,10 @@ def of_any_root(follow: Original) -> Original:
 
 
 STEP_MUTATIONS: list[Mutation] = [
-    mutation("steps: a node sees itself alone", Choice, "best", sees_itself_alone, ALIKE),
+    mutation("steps: a node sees itself alone", NodeSelection, "best", sees_itself_alone, ALIKE),
     mutation("steps: noise is that of the next position", SteppingLlama, "_proposed", keyed_one_further, ALIKE),
     mutation("steps: nobody tells them where the target went", RootUpdateChannel, "send", nothing, TOLD),
-    mutation("steps: told where the target went, they go on as before", Choice, "_towards", anywhere, TOLD),
+    mutation("steps: told where the target went, they go on as before", NodeSelection, "_towards", anywhere, TOLD),
     mutation("steps: what they expanded below a new root is lost", MultiStepCache, "claim", nothing, TOLD),
     mutation(
         "steps: what is said of an older root is heard",

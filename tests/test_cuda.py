@@ -22,9 +22,9 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files.reading import read_json
-from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")]

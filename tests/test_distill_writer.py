@@ -17,8 +17,8 @@ from outpace.distill.text import load_target
 from outpace.distill.writer import Job, LoopWriter, Writer, WriterOptions, Written, writer_of
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.llama import graph_loop
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda import writing_loop
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.llama.torch.runtime import Llama
 
@@ -55,7 +55,7 @@ def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
 @pytest.mark.parametrize("width", [5, 128, 1000])
 def test_the_likeliest_are_found_in_parts(width: int) -> None:
     scores = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
-    values, places = graph_loop._likeliest(scores, 5)
+    values, places = writing_loop._likeliest(scores, 5)
     expected = scores.topk(5)
     assert torch.equal(values, expected.values)
     assert torch.equal(places, expected.indices)

@@ -23,11 +23,11 @@ from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
-from outpace.models.llama import step_choice
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.step_mail import own_bit
+from outpace.models.llama.cuda import step_choice
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.step_choice import own_bit
 from outpace.rules import base, greedy, gumbel, match
 
 RULES = {"greedy": greedy, "gumbel": gumbel, "match": match}
@@ -317,7 +317,7 @@ def _in_order_of_tokens(best: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "change"),
     [
-        (step_choice.Choice, "best", sees_itself_alone),
+        (step_choice.NodeSelection, "best", sees_itself_alone),
         (SteppingLlama, "_proposed", keyed_one_further),
         (step_choice, "best_of", _in_order_of_tokens),
     ],
@@ -332,7 +332,7 @@ def test_a_mistake_on_the_device_is_noticed(
 
 def test_a_choice_that_the_host_does_not_share_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the device expands, the trees are those of single steps."""
-    monkeypatch.setattr(step_choice.Choice, "_log_chances", lambda choice, values: -values)
+    monkeypatch.setattr(step_choice.NodeSelection, "_log_chances", lambda choice, values: -values)
     model = exact()
     pair = Pair(model, [request_of("greedy", words(model, 20))], 4)
     for _ in range(4):

@@ -28,11 +28,11 @@ from test_llama import TINIES
 from outpace.core import fused_noise, noise, triton_support
 from outpace.models import runtimes
 from outpace.models.base import Part, chain
-from outpace.models.llama import captures, fused, fused_attention
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_fused import FusedLlama
-from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.models.llama.cuda import captures, triton_kernels
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.fused_runtime import FusedLlama
 from outpace.models.llama.torch.attention import attend_batch, rotated, tree_mask
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import LoadOptions
@@ -55,7 +55,7 @@ def test_a_norm(width: int, has_weight: bool, dtype: torch.dtype) -> None:
     wide = x.double()
     expected = wide / torch.hypot(wide.norm(dim=-1, keepdim=True), floor.double())
     expected = expected if weight is None else expected * weight
-    got = fused.norm(x, weight, 0.3)
+    got = triton_kernels.norm(x, weight, 0.3)
     assert got.dtype == dtype
     stored = 0 if dtype == torch.float32 else relative_error(2, dtype)  # Triton's interpreter truncates to bfloat16
     relative = relative_error(width + 8) + stored
@@ -69,7 +69,7 @@ def test_a_gate(width: int, is_gelu: bool) -> None:
     gate, up = both.double().chunk(2, -1)
     expected = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
     # GELU's 1 + tanh(...) cancels, so the error is relative to the gate, which is larger than the activation
-    assert_within(fused.gated(both, is_gelu), expected * up, relative_error(16) * (gate * up).abs())
+    assert_within(triton_kernels.gated(both, is_gelu), expected * up, relative_error(16) * (gate * up).abs())
 
 
 def test_the_noise_that_is_tried_first_has_known_bits() -> None:
@@ -82,8 +82,8 @@ def test_the_noise_that_is_tried_first_has_known_bits() -> None:
 
 
 def test_nothing_is_nothing() -> None:
-    assert fused.norm(torch.empty(0, 8), None, 1.0).shape == (0, 8)
-    assert fused.gated(torch.empty(0, 8)).shape == (0, 4)
+    assert triton_kernels.norm(torch.empty(0, 8), None, 1.0).shape == (0, 8)
+    assert triton_kernels.gated(torch.empty(0, 8)).shape == (0, 4)
 
 
 def test_noise_has_the_bits_of_every_other_device() -> None:
@@ -141,12 +141,12 @@ def test_attention(shape: tuple[int, ...], window: int | None) -> None:
     held = trees.kv[:, :, :, :slots].contiguous()
     expected, bound = rounding.attention(query, held[0], held[1], mask)
     assert_within(attend_batch(query, held[0], held[1], mask, "matmul"), expected, bound)
-    assert_within(fused_attention.attend(query, trees.kv, trees.given, slots, window), expected, bound)
+    assert_within(triton_kernels.attend(query, trees.kv, trees.given, slots, window), expected, bound)
 
 
 def test_attention_in_pieces_is_tried_too() -> None:
-    assert [fused_attention.pieces_of(slots, 2) for slots in (64, 128, 129, 2048)] == [1, 1, 2, 16]
-    assert fused_attention.pieces_of(1 << 20, fused_attention.PROGRAMS) == 1
+    assert [triton_kernels.pieces_of(slots, 2) for slots in (64, 128, 129, 2048)] == [1, 1, 2, 16]
+    assert triton_kernels.pieces_of(1 << 20, triton_kernels.PROGRAMS) == 1
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -160,7 +160,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
     table = torch.polar(torch.full((slots + 300, width // 2), 1.5), torch.rand(slots + 300, width // 2) * 6)
     kv = trees.kv.clone()
     given = (table if rotates else None, trees.positions, trees.slots)
-    query = fused.turn(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
+    query = triton_kernels.turn(mixed, norms, 0.2, *given, kv, kv.shape[-1] ** -0.5)
 
     parts = mixed.double().unflatten(1, (-1, width))
     if norms is not None:
@@ -186,7 +186,7 @@ def test_turning_and_storing(shape: tuple[int, ...], has_norm: bool, rotates: bo
 def test_what_is_stored_is_finite() -> None:
     mixed = torch.tensor([[1.0, 2.0, math.inf, -math.inf, math.nan, 3.0]])  # one head, width 2
     kv = torch.zeros(2, 1, 1, 4, 2)
-    fused.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv, 1.0)
+    triton_kernels.turn(mixed, None, 0.0, None, torch.zeros(1, 1).long(), torch.ones(1, 1).long(), kv, 1.0)
     most = torch.finfo(torch.float32).max
     assert kv[:, 0, 0, 1].tolist() == [[most, -most], [0.0, 3.0]]
 
@@ -238,7 +238,7 @@ def test_a_compiler_that_fails_leaves_the_model_to_torch(monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(fused_attention, "attend", fails)
+    monkeypatch.setattr(triton_kernels, "attend", fails)
     tensor = reference.random_tensors(reference.TINY).__getitem__
     model = FusedLlama.from_tensors(reference.TINY, tensor, is_eager=True, exact=False)
     assert not isinstance(model, FusedLlama)

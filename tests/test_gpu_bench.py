@@ -17,7 +17,7 @@ import gpu
 import gpu_checks
 from turns import one_of
 
-from outpace.models.llama import graph_exact, graph_runtime
+from outpace.models.llama.cuda import exact_runtime, runtime
 
 
 @pytest.mark.long
@@ -66,11 +66,11 @@ def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("mistake", one_of(3, ["sees siblings", "forgets moves", "writes elsewhere"]))
 def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     if mistake == "forgets moves":
-        monkeypatch.setattr(graph_runtime.GraphLlama, "_moves_pass", lambda *_: None)
+        monkeypatch.setattr(runtime.GraphLlama, "_moves_pass", lambda *_: None)
     elif mistake == "sees siblings":
-        monkeypatch.setattr(graph_runtime, "seen_bits", lambda sees: graph_runtime.np.full((len(sees), 4), -1))
+        monkeypatch.setattr(runtime, "seen_bits", lambda sees: runtime.np.full((len(sees), 4), -1))
     else:
-        monkeypatch.setattr(graph_runtime.Pool, "padding", property(lambda pool: 3))
+        monkeypatch.setattr(runtime.Pool, "padding", property(lambda pool: 3))
     rows = gpu_checks.of_forwards("cpu", torch.float32, is_eager=True)
     assert not all(row["passed"] for row in rows)
 
@@ -78,7 +78,7 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch, mistake: s
 @pytest.mark.parametrize("mistake", [None, "attends by buckets"])
 def test_exact_mode_is_held_to_the_bits(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     if mistake:
-        monkeypatch.setattr(graph_exact, "attend_exactly", in_float32)
+        monkeypatch.setattr(exact_runtime, "attend_exactly", in_float32)
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
     assert len(rows) == 5
     assert all(row["passed"] for row in rows) is (mistake is None)

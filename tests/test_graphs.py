@@ -19,11 +19,10 @@ from turns import in_turn
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
-from outpace.models.llama.captures import Captures, EagerCapture, HostRead
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.pool import GraphSession
-from outpace.models.llama.sharing import shared
+from outpace.models.llama.cuda.captures import Captures, EagerCapture, HostRead
+from outpace.models.llama.cuda.pool import GraphSession
+from outpace.models.llama.cuda.runtime import GraphLlama, split_by_length
 from outpace.models.llama.torch.attention import FastAttention, attend_folded
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.options import KV_DTYPES
@@ -232,7 +231,7 @@ def test_a_gpus_attention_over_pieces_of_prompts(heads: tuple[int, int], is_hidd
     ids=str,
 )
 def test_long_parts_do_not_lengthen_short_ones(counts: list[int], groups: list[list[int]]) -> None:
-    assert shared(counts) == groups
+    assert split_by_length(counts) == groups
 
 
 def test_a_piece_of_a_prompt_beside_short_trees_has_a_pass_of_its_own() -> None:

@@ -17,7 +17,7 @@ import outpace
 from outpace.core.errors import UserError, install_command
 from outpace.models import devices
 from outpace.models.base import Part, chain
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.torch.linear import packer
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model

@@ -26,8 +26,8 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, chain
-from outpace.models.llama.graph_exact import ExactGraphLlama
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.torch.runtime import Llama
 
 CAPACITY, ROOM, BLOCK, VOCAB = 10, 90, 6, 5

@@ -19,8 +19,8 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
 from outpace.drafters._multi_step import RootMove
-from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.step_mail import Box, Columns, Course
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
+from outpace.models.llama.cuda.step_choice import NodeColumns, RootMailbox, RootTracker
 
 __all__ = ["as_on_a_device"]  # for all tests here, too
 STEPS = 8
@@ -168,7 +168,7 @@ def _one_deeper(goal: Any) -> Any:
 
 @pytest.mark.parametrize("change", [_of_another_place, _one_deeper])
 def test_a_mistake_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    monkeypatch.setattr(Course, "goal", change(Course.goal))
+    monkeypatch.setattr(RootTracker, "goal", change(RootTracker.goal))
     with pytest.raises(AssertionError):
         test_steps_that_are_told_go_where_the_target_went("below a node", "gumbel")
 
@@ -303,12 +303,12 @@ def test_whatever_is_told_and_when_the_trees_are_those_of_single_steps(rule: str
 
 def test_what_is_read_while_it_is_written_is_passed_over() -> None:
     """Any part of it that is missing shows in the sum; what was whole before goes on to count."""
-    box = Box(1, 99, torch.device("cpu"))
+    box = RootMailbox(1, 99, torch.device("cpu"))
     bits = torch.zeros(1, 256, 4, dtype=torch.int64)
     bits[0, :, 0] = torch.arange(256) + 1
-    course = Course(box, bits, torch.zeros(1, 256, dtype=torch.int64))
+    course = RootTracker(box, bits, torch.zeros(1, 256, dtype=torch.int64))
     columns = [torch.zeros(1, 3, dtype=torch.int64) for _ in range(2)]
-    nothing = Columns(columns[0], torch.zeros(1, 3, 4, dtype=torch.int64), columns[1] - 1, columns[0].double())
+    nothing = NodeColumns(columns[0], torch.zeros(1, 3, 4, dtype=torch.int64), columns[1] - 1, columns[0].double())
     assert not course.goal(nothing).is_told
     box.write(0, RootUpdate(7, -0.5, (3, 200)))
     whole = box._host.clone()
@@ -347,13 +347,13 @@ def test_a_worker_in_a_thread_turns_its_steps(monkeypatch: pytest.MonkeyPatch) -
     model._step_forward, model.captures.replay = waiting, counted  # type: ignore[method-assign]
     drafter: model_drafter.ModelDrafter = drafter_of(model, STEPS, floor=0.0)
     turned: list[RootUpdate] = []
-    write = Box.write
+    write = RootMailbox.write
 
-    def noted(box: Box, text: int, moved: RootUpdate) -> None:
+    def noted(box: RootMailbox, text: int, moved: RootUpdate) -> None:
         turned.append(moved)
         write(box, text, moved)
 
-    monkeypatch.setattr(Box, "write", noted)
+    monkeypatch.setattr(RootMailbox, "write", noted)
     worker = ThreadWorker(drafter)
     try:
         cache = CandidateCache(request.prompt[-1])

@@ -22,8 +22,8 @@ from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 from outpace.models.base import Model
-from outpace.models.llama.graph_loop import Begun, Ended, WritingLoop
-from outpace.models.llama.graph_runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.writing_loop import FinishedText, QueuedText, WritingLoop
 from outpace.rules import greedy, gumbel
 
 _SEEDS = 2**63
@@ -106,15 +106,15 @@ class LoopWriter:
             for ended in self._loop.run(STEPS):
                 yield _written_by_loop(running.pop(ended.row), ended)
 
-    def _begun(self, job: Job) -> Begun:
+    def _begun(self, job: Job) -> QueuedText:
         if not job.temperature:
-            return Begun(job.prompt, self._options.max_tokens, 0.0, None)
+            return QueuedText(job.prompt, self._options.max_tokens, 0.0, None)
         start, seed = len(job.prompt), job.number % _SEEDS
         keys = row_words(seed, self._options.seed, np.arange(start, start + self._options.max_tokens))
-        return Begun(job.prompt, self._options.max_tokens, job.temperature, keys)
+        return QueuedText(job.prompt, self._options.max_tokens, job.temperature, keys)
 
 
-def _written_by_loop(job: Job, ended: Ended) -> Written:
+def _written_by_loop(job: Job, ended: FinishedText) -> Written:
     ids, log_p = ended.top_ids.astype(np.int32), ended.top_log_p.astype(np.float16)
     return Written(job, ended.tokens.astype(np.int32), ids, log_p)
 

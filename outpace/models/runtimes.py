@@ -148,8 +148,8 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     import torch
 
     from outpace.core.triton_support import slow_path_warning, unavailable_reason
-    from outpace.models.llama.graph_exact import ExactGraphLlama
-    from outpace.models.llama.graph_steps import SteppingLlama
+    from outpace.models.llama.cuda.draft_steps import SteppingLlama
+    from outpace.models.llama.cuda.exact_runtime import ExactGraphLlama
 
     if options.exact:
         return ExactGraphLlama, None
@@ -158,7 +158,7 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     why = unavailable_reason(torch.device(options.device))
     if why is not None:
         return SteppingLlama, slow_path_warning(why)
-    from outpace.models.llama.graph_fused import FusedLlama  # which imports Triton
+    from outpace.models.llama.cuda.fused_runtime import FusedLlama  # which imports Triton
 
     return FusedLlama, None
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from outpace.core.triton_support import slow_path_warning
 from outpace.models.base import chain
-from outpace.models.llama import fused, fused_attention
-from outpace.models.llama.captures import Captures
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.graph_steps import SteppingLlama
-from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
+from outpace.models.llama.cuda import triton_kernels
+from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
 from outpace.models.llama.torch.attention import FUSED, KINDS
 from outpace.models.llama.torch.linear import Linear, add_product, in_float32
 
@@ -54,12 +53,12 @@ class FusedLlama(SteppingLlama):
         if self.attention != FUSED:
             return
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        nodes, piece = fused_attention.MOST_ROWS, fused_attention.PIECE
+        nodes, piece = triton_kernels.MOST_ROWS, triton_kernels.PIECE
         shape = {"bits": (1, nodes, WORDS), "lengths": (1,), "depths": (1, nodes), "below": (1, MOST_PENDING)}
         given = {name: torch.zeros(size, dtype=torch.int64, device=self.device) for name, size in shape.items()}
         query = torch.zeros(nodes, heads, width, dtype=self.dtype, device=self.device)
         for slots, window in product((piece, 4 * piece), self._windows):
-            fused_attention.attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
+            triton_kernels.attend(query, query.new_zeros(2, 1, groups, slots, width), given, slots, window)
 
     def by_torch(self, why: str) -> SteppingLlama:
         """The same model without the kernels; the reason is in its notice."""
@@ -84,19 +83,21 @@ class FusedLlama(SteppingLlama):
         kv = self.pool.kv[number][:, start : start + len(given["lengths"])]
         mixed = self._apply_normed(layer.qkv, x)
         where, scale = (given["positions"], given["slots"], kv), config.attention_scale
-        query = fused.turn(mixed, layer.head_norm, self._head_floor, self._turns.of_layer(number), *where, scale)
-        mixed = fused_attention.attend(query, kv, given, slots, config.window(number))
+        query = triton_kernels.turn(
+            mixed, layer.head_norm, self._head_floor, self._turns.of_layer(number), *where, scale
+        )
+        mixed = triton_kernels.attend(query, kv, given, slots, config.window(number))
         return self._add_mixed(number, mixed, x)
 
     def _feed(self, number: int, x: Tensor, spans: Any) -> Tensor:
         if any(span.steer is not None for span in spans):
             return super()._feed(number, x, spans)
         layer = self._layers[number]
-        gated = fused.gated(self._apply_normed(layer.gate_up, x), self.config.activation == GELU)
+        gated = triton_kernels.gated(self._apply_normed(layer.gate_up, x), self.config.activation == GELU)
         return self._add(layer.down, layer.down_norm, gated, x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return fused.norm(x.contiguous(), weight, self._floor)
+        return triton_kernels.norm(x.contiguous(), weight, self._floor)
 
     def _scored(self, normed: Tensor) -> Tensor:
         return in_float32(self._head.linear, normed)

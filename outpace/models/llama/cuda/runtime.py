@@ -21,17 +21,40 @@ from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.errors import unknown
 from outpace.core.logits import TargetOutput, tensor_of
 from outpace.models.base import Part
-from outpace.models.llama.captures import Captures
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
-from outpace.models.llama.sharing import shared
-from outpace.models.llama.static_inputs import MOST_PENDING, StaticInputs, pass_shapes, seen_bits
+from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, StaticInputs, pass_shapes, seen_bits
+from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, finite, pool_shape
 from outpace.models.llama.torch.attention import KINDS, attend_batch, prepare_mask, tree_mask
 from outpace.models.llama.torch.linear import padded
 from outpace.models.llama.torch.rope_tables import RopeFactors
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.torch.weights import LayerWeights, Normed
 from outpace.models.options import AUTO
+
+_FREE = 64  # rows: a pass over so many costs what one costs, for it is bound by memory
+
+
+def split_by_length(counts: Sequence[int]) -> list[list[int]]:
+    """The places of parts with so many nodes, by forward: all in one, unless two of them save more than half of the
+    rows. A piece of a prompt beside many short trees would make each of them as long as itself."""
+    buckets = [next_power_of_two(count) for count in counts]
+    every = list(range(len(counts)))
+    if _rows(buckets) <= _FREE:
+        return [every] if counts else []
+    best, least = [every], _rows(buckets) / 2
+    for limit in set(buckets):
+        short = [place for place in every if buckets[place] < limit]
+        long = [place for place in every if buckets[place] >= limit]
+        rows = sum(max(_FREE, _rows([buckets[place] for place in some])) for some in (short, long))
+        if short and rows < least:
+            best, least = [short, long], rows
+    return best
+
+
+def _rows(buckets: Sequence[int]) -> int:
+    """Those of one forward over parts of these buckets."""
+    return next_power_of_two(len(buckets)) * max(buckets, default=0)
+
 
 MOST_NODES = 64  # a session in a captured forward; more are a prompt's
 MOST_SESSIONS = 32
@@ -99,7 +122,7 @@ class GraphLlama(Llama):
         if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
             return tensor_of(self.score_hidden(forest, ()).logits)
         inside = [number for number, part in enumerate(forest) if self._has_bucket(part)]
-        groups = shared([len(forest[number].tokens) for number in inside])
+        groups = split_by_length([len(forest[number].tokens) for number in inside])
         if len(inside) == len(forest) and len(groups) == 1:
             return self._score_captured(forest)
         rows: dict[int, Tensor] = {}
@@ -245,8 +268,8 @@ class GraphLlama(Llama):
 
     def _mask(self, given: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         mask = tree_mask(given["bits"], given["lengths"], given["depths"], given["below"], slots, window)
-        shared, dtype = self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype
-        return prepare_mask(mask, shared, dtype, self.attention)
+        split_by_length, dtype = self.config.num_heads // self.config.num_kv_heads, self._attention[0].dtype
+        return prepare_mask(mask, split_by_length, dtype, self.attention)
 
     def _mix_batch(self, number: int, start: int, x: Tensor, turns: RopeFactors, slots: Tensor, mask: Tensor) -> Tensor:
         """A layer's attention, for all sessions at once. `slots` [batch, nodes]: where new keys and values go."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outpace.models.llama.graph_steps import SteppingLlama
+from outpace.models.llama.cuda.draft_steps import SteppingLlama
 from outpace.models.llama.torch.attention import ExactAttention, attend_batch_exactly, tree_mask
 from outpace.models.llama.torch.linear import FIXED, Linear, rows_stay
 from outpace.models.llama.torch.weights import Normed

@@ -17,7 +17,7 @@ from torch import Tensor
 from outpace.core.arrays import next_power_of_two, to_device
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.static_inputs import seen_bits
+from outpace.models.llama.cuda.captures import seen_bits
 from outpace.models.llama.torch.session import KVFormat
 
 SPARE = 8  # slots behind those of the texts: padding is written to the last, nothing reads them

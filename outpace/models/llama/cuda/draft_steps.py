@@ -20,11 +20,18 @@ from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.logits import SparseLogits, tensor_of
 from outpace.core.multi_step import MAX_DEPTH, ExpandedNode, MultiStepRequest
 from outpace.core.tree import PREFIX
-from outpace.models.llama.graph_runtime import MOST_SESSIONS, GraphLlama
-from outpace.models.llama.pool import LEAST
-from outpace.models.llama.static_inputs import MOST_PENDING, WORDS, Shapes, StaticInputs
-from outpace.models.llama.step_choice import Choice, Given, Nodes, Sizes, proposals
-from outpace.models.llama.step_mail import Box, Course
+from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes, StaticInputs
+from outpace.models.llama.cuda.pool import LEAST
+from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
+from outpace.models.llama.cuda.step_choice import (
+    Given,
+    NodeSelection,
+    RootMailbox,
+    RootTracker,
+    StepBucket,
+    StepNodes,
+    proposals,
+)
 
 
 class SteppingLlama(GraphLlama):
@@ -39,7 +46,7 @@ class SteppingLlama(GraphLlama):
         self, asked: Sequence[MultiStepRequest], scored: SparseLogits, steps: int, width: int, offered: int
     ) -> list[list[ExpandedNode]] | None:
         is_told = any(one.mail is not None for one in asked)
-        sizes = Sizes(next_power_of_two(len(asked)), width, steps, offered, is_told)
+        sizes = StepBucket(next_power_of_two(len(asked)), width, steps, offered, is_told)
         if any(self._skipped) or offered > self.vocab_size or not _have_room(asked, sizes):
             return None
         for one in asked:
@@ -51,7 +58,7 @@ class SteppingLlama(GraphLlama):
         return [_taken(one, found[:, one.session.place], sizes) for one in asked]
 
     @torch.inference_mode()
-    def _run_steps(self, asked: Sequence[MultiStepRequest], scores: Tensor, sizes: Sizes) -> np.ndarray:
+    def _run_steps(self, asked: Sequence[MultiStepRequest], scores: Tensor, sizes: StepBucket) -> np.ndarray:
         """Fills the buffers, replays the graph, and waits for what it gives."""
         most, noisy = max(one.session.held for one in asked) + sizes.taken, any(one.keys for one in asked)
         slots = min(next_power_of_two(most, LEAST), self.pool.slots)
@@ -76,7 +83,7 @@ class SteppingLlama(GraphLlama):
             found: np.ndarray = out.cpu().numpy()  # the one wait
         return found
 
-    def _step_buffers(self, scores: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def _step_buffers(self, scores: Tensor, sizes: StepBucket) -> tuple[Tensor, Tensor]:
         """Where the first step's scores go, and where the results come from."""
         rows, vocab = sizes.batch * sizes.width, scores.shape[-1]
         shape = (sizes.steps, sizes.batch, sizes.width, sizes.columns)
@@ -86,18 +93,27 @@ class SteppingLlama(GraphLlama):
         )
         return first, out
 
-    def _box(self, texts: int) -> Box:
+    def _box(self, texts: int) -> RootMailbox:
         """Where the steps fetch what the host says meanwhile: nothing yet."""
-        box: Box = self.captures.buffers(("step mail", texts), lambda: Box(texts, self.vocab_size - 1, self.device))
+        box: RootMailbox = self.captures.buffers(
+            ("step mail", texts), lambda: RootMailbox(texts, self.vocab_size - 1, self.device)
+        )
         box.clear()
         return box
 
     def _steps_pass(
-        self, sizes: Sizes, given: Given, first: Tensor, out: Tensor, slots: int, noisy: bool, box: Box | None
+        self,
+        sizes: StepBucket,
+        given: Given,
+        first: Tensor,
+        out: Tensor,
+        slots: int,
+        noisy: bool,
+        box: RootMailbox | None,
     ) -> None:
         """Captured: the first step's scores to all steps' proposals."""
-        course = Course(box, given["pending_bits"], given["below"]) if box is not None else None
-        choice, below = Choice(sizes, given, course), given["below"].clone()
+        course = RootTracker(box, given["pending_bits"], given["below"]) if box is not None else None
+        choice, below = NodeSelection(sizes, given, course), given["below"].clone()
         nodes, logits = choice.first(), first
         for step in range(sizes.steps):
             tokens, values = self._proposed(sizes, given, nodes, logits, noisy)
@@ -110,7 +126,9 @@ class SteppingLlama(GraphLlama):
                 nodes = choice.best(step, pending)
                 logits = self._step_forward(given, nodes, pending, below, slots)
 
-    def _proposed(self, sizes: Sizes, given: Given, nodes: Nodes, logits: Tensor, noisy: bool) -> tuple[Tensor, Tensor]:
+    def _proposed(
+        self, sizes: StepBucket, given: Given, nodes: StepNodes, logits: Tensor, noisy: bool
+    ) -> tuple[Tensor, Tensor]:
         """What is proposed below each node, and its values in float64. [batch, width, offered] both"""
         rows, words = len(nodes.depths) * sizes.width, None
         if noisy:
@@ -122,7 +140,7 @@ class SteppingLlama(GraphLlama):
         shape = (sizes.batch, sizes.width, sizes.offered)
         return tokens.view(shape), values.double().view(shape)
 
-    def _step_forward(self, given: Given, nodes: Nodes, pending: Tensor, below: Tensor, slots: int) -> Tensor:
+    def _step_forward(self, given: Given, nodes: StepNodes, pending: Tensor, below: Tensor, slots: int) -> Tensor:
         """Scores of the nodes, which become these pending ones. [batch * width, vocab]"""
         below.scatter_(1, pending.clamp(max=MOST_PENDING - 1), nodes.depths)
         lengths = given["lengths"]
@@ -142,7 +160,7 @@ class SteppingLlama(GraphLlama):
         return self._logits(self._hidden[: nodes.tokens.numel()])
 
 
-def _have_room(asked: Sequence[MultiStepRequest], sizes: Sizes) -> bool:
+def _have_room(asked: Sequence[MultiStepRequest], sizes: StepBucket) -> bool:
     """Whether the sessions have slots for all steps, and the buffers places."""
     sessions = [one.session for one in asked]
     if len(asked) > MOST_SESSIONS or len(set(map(id, sessions))) < len(asked):
@@ -157,7 +175,7 @@ def _have_room(asked: Sequence[MultiStepRequest], sizes: Sizes) -> bool:
     return True
 
 
-def _shapes(sizes: Sizes) -> Shapes:
+def _shapes(sizes: StepBucket) -> Shapes:
     one, each, opened = (sizes.batch,), (sizes.batch, sizes.width), (sizes.batch, sizes.opened)
     return {
         **dict.fromkeys(("lengths", "pending", "width", "nodes", "most_nodes", "deepest"), one),
@@ -214,7 +232,7 @@ def _fill(host: dict[str, np.ndarray], row: int, one: MultiStepRequest) -> None:
         host["pending_bits"][row, : len(seen)] = seen
 
 
-def _taken(one: MultiStepRequest, found: np.ndarray, sizes: Sizes) -> list[ExpandedNode]:
+def _taken(one: MultiStepRequest, found: np.ndarray, sizes: StepBucket) -> list[ExpandedNode]:
     """A text's results [steps, width, columns], and its session with what was expanded: a row that stood for no node
     is a pending node that nobody sees."""
     before, offered = one.session.pending, sizes.offered
@@ -247,7 +265,7 @@ def _taken(one: MultiStepRequest, found: np.ndarray, sizes: Sizes) -> list[Expan
 
 
 @contextmanager
-def _telling(asked: Sequence[MultiStepRequest], box: Box | None) -> Iterator[None]:
+def _telling(asked: Sequence[MultiStepRequest], box: RootMailbox | None) -> Iterator[None]:
     """What is sent to the texts meanwhile goes to where the steps fetch it."""
     if box is None:
         yield

@@ -20,16 +20,15 @@ from torch import Tensor
 
 from outpace.core.arrays import to_device
 from outpace.core.noise import exponential_from_words
-from outpace.models.llama.captures import Captures
-from outpace.models.llama.graph_runtime import GraphLlama
-from outpace.models.llama.pool import Pool
-from outpace.models.llama.static_inputs import MOST_PENDING, WORDS
+from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
+from outpace.models.llama.cuda.pool import Pool
+from outpace.models.llama.cuda.runtime import GraphLlama
 
 PART = 128  # tokens of which the likeliest is found first
 _LEAST_TEMPERATURE = 1e-6  # of a row that takes the likeliest token: it is divided by, and not used
 
 
-class Begun(NamedTuple):
+class QueuedText(NamedTuple):
     """A text that is to be written: `keys` int32 [most, 2] of the noise of each token that it may have, None: the
     likeliest token is taken."""
 
@@ -39,7 +38,7 @@ class Begun(NamedTuple):
     keys: np.ndarray | None
 
 
-class Ended(NamedTuple):
+class FinishedText(NamedTuple):
     """A text that ended: its answer, and the k likeliest tokens at each place with their log-probabilities at
     temperature 1, likeliest first. int64 [tokens], int64 and float32 [tokens, k]"""
 
@@ -86,7 +85,7 @@ class WritingLoop:
         return [row for row in range(self.rows) if row not in self._begun]
 
     @torch.inference_mode()
-    def begin(self, texts: Sequence[tuple[int, Begun]]) -> None:
+    def begin(self, texts: Sequence[tuple[int, QueuedText]]) -> None:
         """Texts for free rows."""
         if not texts:
             return
@@ -112,7 +111,7 @@ class WritingLoop:
         self._is_greedy[at] = to_device([text.keys is None for _, text in texts], np.bool_, device)
 
     @torch.inference_mode()
-    def run(self, steps: int) -> list[Ended]:
+    def run(self, steps: int) -> list[FinishedText]:
         """So many steps of all rows; the texts that ended meanwhile, whose rows are free again."""
         captures, key = self._model.captures, ("loop",)
         tables = self._model._turns.tables
@@ -124,14 +123,14 @@ class WritingLoop:
         done = [row for row in self._begun if places[row] >= ends[row] - 1]
         return self._ended(done, ends) if done else []
 
-    def _ended(self, rows: Sequence[int], ends: Sequence[int]) -> list[Ended]:
+    def _ended(self, rows: Sequence[int], ends: Sequence[int]) -> list[FinishedText]:
         at = to_device(rows, np.int64, self._texts.device)
         longest = max(ends[row] for row in rows)
         texts, ids, log_p = (part[at, :longest].cpu().numpy() for part in (self._texts, self._ids, self._log_p))
         found = []
         for number, row in enumerate(rows):
             answer = slice(self._begun.pop(row), ends[row])
-            found.append(Ended(row, texts[number, answer], ids[number, answer], log_p[number, answer]))
+            found.append(FinishedText(row, texts[number, answer], ids[number, answer], log_p[number, answer]))
         return found
 
     def _step(self) -> None:
