@@ -1,12 +1,11 @@
-"""Every drafter by draft-then-verify in the real engine, on a stated clock: what machines differ in is told, not timed.
+"""Compare drafters with sequential drafting in the real engine, with stated instead of measured times.
 
 Run: python bench/drafters.py --kept FILE.jsonl [--target T] [--draft D] [--tasks repetition,builtin] [--prompts 2]
      [--tokens 128] [--ways ngram:16,suffix:16,lookahead:57] [--only] [--pass-times 1:5.29,4:5.48,8:6.41,16:10.03]
      [--step 0.75] [--host 0.3] [--json FILE]
-A way is a drafter and the most nodes of a pass. Answers go into --kept as they come, and a run goes on behind those
-that are there; --only: the figures of these alone. A pass over so many rows takes --pass-times (ms; straight lines
-between, and on behind the last), a step of a draft model --step, a round --host and what the drafter takes of the host.
-The file of --json is what bench/plot_drafters.py draws.
+--ways lists drafters with the node budget of a pass. Answers are appended to --kept, and a later run adds the missing
+ones; --only reports what the file has. A pass takes the time that --pass-times gives for its rows (ms, linear between
+and beyond), a draft step --step, and a round --host plus the host time of the drafter. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from outpace.bench.tasks import collect
 from outpace.core.stats import positions, rates
 from outpace.simulate.costs import Cost, parse_curve
 
-LENGTH = 4  # steps of a draft model in a round
-ROWS = 64  # of a pass over several requests; each has its nodes as if it were alone
-MODELS = ("model", "ouroboros", "translated")  # that take a draft model's steps
+LENGTH = 4  # draft steps per round
+ROWS = 64  # rows of a pass; they are shared by the requests of a batch
+MODELS = ("model", "ouroboros", "translated")  # drafters with a draft model
 HOST = {
     "ngram": 0.1,
     "suffix": 0.15,
@@ -35,13 +34,13 @@ HOST = {
     "recycle": 0.2,
     "lookahead": 0.3,
     "retrieval": 0.15,
-}  # ms a round
+}  # host milliseconds per round
 ALL, PLAIN = "all", "autoregressive"
 WAYS = "ngram:16,suffix:16,cacheback:16,suffix+cacheback:16,recycle:32,lookahead:57,model:16,ouroboros:16"
 
 
 def write(arguments: argparse.Namespace, ways: Mapping[str, int]) -> None:
-    """Answers everything that is not kept yet."""
+    """Write the missing answers."""
     asked = collect(arguments.tasks.split(","), arguments.prompts)
     kept = read(arguments.kept)
     has = {(one["drafter"], one["task"], one["prompt"]) for one in kept}
@@ -73,12 +72,12 @@ def _record(drafter: str, task: str, prompt: str, steps: Sequence[Any]) -> dict[
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records that are kept."""
+    """Return the records of the file."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def figures(records: Sequence[Mapping[str, Any]], seconds: Cost, step: float, host: float) -> Iterator[dict[str, Any]]:
-    """A row for each drafter and task, and one for all tasks, over the prompts that every drafter has."""
+    """Yield a row for each drafter and task, and one for all tasks, over the prompts that all drafters answered."""
     answered = [{(r["task"], r["prompt"]) for r in records if r["drafter"] == d} for d in _names(records)]
     both = set.intersection(*answered)
     tasks = [*dict.fromkeys(task for task, _ in sorted(both)), ALL]
@@ -108,7 +107,7 @@ def _names(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kept", type=Path, required=True)
     parser.add_argument("--target")
@@ -127,7 +126,7 @@ def main() -> None:
         write(arguments, {name: int(nodes) for name, nodes in (way.split(":") for way in arguments.ways.split(","))})
     times = parse_curve("pass-times", arguments.pass_times)
     found = list(figures(read(arguments.kept), times, arguments.step, arguments.host))
-    table = Table(box=None, title="times plain decoding's speed (tokens a pass)", title_justify="left")
+    table = Table(box=None, title="speedup over plain decoding (tokens/pass)", title_justify="left")
     tasks = list(dict.fromkeys(row["task"] for row in found))
     for column in ("", *tasks):
         table.add_column(column, justify="right" if column else "left")

@@ -1,9 +1,9 @@
-"""One GPU: what is checked, what passes and answers cost, and what speculation gives, each beside its floor.
+"""Checks, passes, answers and speedups on one GPU, each with its lower bound.
 
-Run: python bench/gpu.py [--minutes 8] [--data prompts.jsonl] [--out gpu.jsonl]. It needs the repository and the shipped
-model alone. `--device cpu --quick` runs the same in eager mode on small sizes, which is how it is tested where there is
-no GPU. Checks come first; after each part its rows are printed and written to `--out`, so a time limit loses nothing.
-A table a part, and one JSON line last. Exit status 1 where a check fails.
+Run: python bench/gpu.py [--minutes 8] [--data prompts.jsonl] [--out gpu.jsonl]. It needs only the repository and the
+shipped model. `--device cpu --quick` runs all parts in eager mode with small sizes; the tests do so. Checks run first.
+After each part its rows are printed and appended to `--out`, so a time limit loses nothing. The last line is JSON. The
+exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -11,22 +11,38 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_answers import METHODS, turns
-from gpu_checks import CHECKED, captured, kinds, of_exact, of_forwards, of_plain, of_texts, random_weights
-from gpu_clock import Bench, Row, bandwidth
-from gpu_steps import draft_steps
+from gpu_checks import (
+    CHECKED,
+    Row,
+    asked_of,
+    captured,
+    kinds,
+    of_exact,
+    of_forwards,
+    of_plain,
+    of_texts,
+    random_weights,
+)
 
 from outpace.api.llm import LLM
 from outpace.core import machine
+from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.plan import DEVICES
+from outpace.core.sampling import GREEDY, Sampling
+from outpace.core.theory import card_limit
+from outpace.core.tree import TokenTree
+from outpace.core.types import Observation, Request
+from outpace.drafters import model as model_drafter
 from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
@@ -34,6 +50,7 @@ from outpace.models.files.pairs import shipped_draft
 from outpace.models.llama.config.footprint import NAMED
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.load import load_draft, load_model
+from outpace.rules import greedy, gumbel
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -43,8 +60,212 @@ PROMPTS = (
 )
 
 
+class Bench:
+    """Holds the arguments, the clock and the rows found so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, args.device
+        self.is_cuda = torch.device(args.device).type == "cuda"
+        self.dtype = torch.bfloat16 if self.is_cuda else torch.float32
+        self.ends = time.monotonic() + 60 * args.minutes
+        self.rows: dict[str, list[Row]] = {}
+
+    @property
+    def has_time(self) -> bool:
+        """Whether `--minutes` have not yet passed."""
+        return time.monotonic() < self.ends
+
+    def wait(self) -> None:
+        """Wait until the device has finished all work."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def free_gib(self) -> float:
+        """Free GPU memory in GiB. Captured passes use more of it than models and sessions do."""
+        return round(float(torch.cuda.mem_get_info(self.device)[0]) / (1 << 30), 2)
+
+    def seconds(self, work: Callable[[], object], times: int) -> float:
+        """Return the median duration of `times` runs, after two warm-up runs."""
+        found = []
+        for number in range(times + 2):
+            self.wait()
+            start = time.perf_counter()
+            work()
+            self.wait()
+            if number >= 2:
+                found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+    def part(self, name: str, rows: Callable[[], Iterator[Row] | Sequence[Row]]) -> None:
+        """Run one part while time is left. An error becomes a row and ends only this part."""
+        found = self.rows.setdefault(name, [])
+        start = time.monotonic()
+        try:
+            for row in rows() if self.has_time else ():
+                found.append(row)
+                if not self.has_time:
+                    found.append({"note": "the time limit was reached"})
+                    break
+        except Exception as error:  # the other parts still run
+            found.append({"error": f"{type(error).__name__}: {error}", "passed": False})
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+        show(name, found, time.monotonic() - start)
+        with self.args.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"part": name, "rows": found}) + "\n")
+
+
+def show(name: str, rows: Sequence[Row], seconds: float) -> None:
+    """Print the rows of one part, one per line."""
+    print(f"\n{name} ({seconds:.0f} s)")
+    for row in rows:
+        cells = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        print("  " + ", ".join(cells), flush=True)
+
+
+def joules(bench: Bench) -> float | None:
+    """Return the energy used so far in joules by the GPU (NVML) or the CPU (RAPL), or None if there is no counter."""
+    if bench.is_cuda:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(bench.device).uuid)  # NVML also numbers hidden GPUs
+            known = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByUUID(known)) / 1e3
+        except Exception:  # no package, no driver, or a MIG slice, which has no counter
+            return None
+    try:
+        return int(Path("/sys/class/powercap/intel-rapl:0/energy_uj").read_text(encoding="ascii")) / 1e6
+    except OSError:
+        return None
+
+
+def bandwidth(bench: Bench) -> float:
+    """Measure the bytes per second that reading memory reaches on the device."""
+    if not bench.is_cuda:
+        return machine.memory_bandwidth()
+    buffer = torch.ones(1 << 29, dtype=torch.bfloat16, device=bench.device)
+    return buffer.nbytes / bench.seconds(buffer.sum, 10)
+
+
+LAYERS = 8  # tree layers per round
+RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", greedy, GREEDY), ("sampled", gumbel, Sampling(0.8)))
+
+
+def drafter_of(model: Any, steps: int, is_concurrent: bool = False) -> Any:
+    """Build the drafter `model` with `steps` draft steps per graph, concurrent with a target or not."""
+    drafter = model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=BuildContext(draft=model))
+    if is_concurrent:
+        drafter.begin_concurrent()
+    return drafter
+
+
+def trees(drafter: Any, request: Request) -> TokenTree:
+    """Draft the tree of one round."""
+    state, tree = drafter.open(request), TokenTree(request.prompt[-1])
+    for _ in range(LAYERS):
+        drafter.grow([state], [tree])
+    return tree
+
+
+def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
+    """Time a draft step by the number of steps per graph; compare the tree with that of single steps."""
+    prompt = tuple(range(1, 65))
+    for name, module, sampling in RULES:
+        request = Request(prompt, module.build(module.Options()), 256, sampling)
+        alone, single = 0.0, trees(drafter_of(model, 1), request)
+        for steps, is_concurrent in ((1, False), (2, False), (4, False), (8, False), (4, True), (8, True)):
+            drafter = drafter_of(model, steps, is_concurrent)
+            tree = trees(drafter, request)
+            state = drafter.open(request)
+
+            def round_of(drafter: Any = drafter, state: Any = state) -> None:
+                tree = TokenTree(state.tokens[-1])
+                for _ in range(LAYERS):
+                    drafter.grow([state], [tree])
+                drafter.observe(state, Observation([tree.ids[0]], [1], TokenTree(1, tree.next_id, tree.next_id + 1)))
+
+            seconds = bench.seconds(round_of, min(bench.args.rounds, 50)) / LAYERS
+            alone = alone or seconds
+            same = (tree.tokens, tree.parents) == (single.tokens, single.parents)
+            yield {
+                "rule": name,
+                "steps": steps,
+                "concurrent": is_concurrent,
+                "ms_a_step": 1e3 * seconds,
+                "times_single": alone / seconds,
+                "same_tree": same,
+            }
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {"method": "autoregressive"},
+    "sequential": {"method": "speculative", "drafter": "model"},
+    "concurrent": {"method": "card", "drafter": "model", "worker": "thread"},
+    "planner": {"method": "auto", "profile": False},
+}
+EXPENSIVE = 30  # cost factor from which a target writes few tokens in the available time
+FEW_TOKENS, FEW_PROMPTS = 48, 2
+
+
+def method_speeds(
+    bench: Bench, target: Any, draft: Any, parts: dict[str, float], inflate: int, batch: int
+) -> Iterator[Row]:
+    """Measure tokens/s of all methods, interleaved, after a warm-up repetition that captures graphs.
+
+    `parts` holds milliseconds of a pass of one row (plain), of a verifying pass (verify) and of a draft step (step).
+    """
+    is_expensive = inflate >= EXPENSIVE
+    count = min(bench.args.tokens, FEW_TOKENS) if is_expensive else bench.args.tokens
+    prompts = bench.args.prompts[: FEW_PROMPTS if is_expensive else None]
+    asked = asked_of(target, [prompts[number % len(prompts)] for number in range(max(batch, len(prompts)))])
+    repeats = 1 if inflate > EXPENSIVE else bench.args.repeats
+    about = {"inflate": inflate, "batch": batch}
+    rates: dict[str, list[float]] = {name: [] for name in METHODS}
+    last: dict[str, list[Any]] = {}
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(LLM(target, draft, batch=batch, reuse=False, **options))
+            for name, options in METHODS.items()
+        }
+        for turn in range(repeats + 1):
+            for name, llm in llms.items():
+                if turn == 0 and inflate > EXPENSIVE and name == "plain":
+                    continue  # the other methods capture its passes
+                before, start = joules(bench), time.perf_counter()
+                last[name] = llm.generate(asked, max_tokens=count)
+                seconds = time.perf_counter() - start
+                written = sum(len(result.tokens) for result in last[name])
+                used = joules(bench)
+                energy = None if before is None or used is None else (used - before) / written
+                yield about | {"method": name, "turn": turn, "tokens_per_second": written / seconds, "joules": energy}
+                if turn:
+                    rates[name].append(written / seconds)
+    plain = statistics.median(rates["plain"])
+    for name, found in rates.items():
+        row = about | {"method": name, "times_plain": statistics.median(found) / plain}
+        yield row | (_formula(name, last[name], parts) if batch == 1 else {})
+
+
+def _formula(name: str, results: Sequence[Any], parts: dict[str, float]) -> Row:
+    """Predict the speedup from the measured parts by the formulas of the planner."""
+    figures = [result.figures for result in results]
+    passes = sum(one.passes for one in figures)
+    length = sum(one.emitted for one in figures) / passes
+    drafting = 1e3 * sum(one.draft_seconds for one in figures) / passes  # milliseconds a pass
+    row: Row = {"tokens_a_pass": length}
+    if name == "sequential":
+        row["formula"] = length * parts["plain"] / (parts["verify"] + drafting)
+    if name == "concurrent":
+        row["formula"] = card_limit(length, parts["verify"] / parts["plain"], parts["step"] / parts["plain"])
+    return row
+
+
 def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:
-    """Passes over `sizes` (batch, nodes, context), each with its floor; a note where there is no memory for one."""
+    """Time passes of each size (batch, nodes, context), with the time that memory bandwidth allows (floor)."""
     rate = bandwidth(bench)
     for batch, nodes, context in sizes:
         row: Row = {"model": name, "attention": model.attention, "batch": batch, "nodes": nodes, "context": context}
@@ -59,11 +280,11 @@ def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int
 
 
 def seconds_of(bench: Bench, model: GraphLlama, batch: int, nodes: int, context: int) -> float:
-    """What a pass takes over so many sessions, which are gone afterwards: the next ones' stand in their place."""
+    """Time a pass over `batch` new sessions."""
     sessions = [model.open(context + 1, nodes) for _ in range(batch)]
     for session in sessions:
         session.reserve(context + nodes)
-        session.length = context  # what is stored does not change the time
+        session.length = context  # the stored values do not change the time
     words = list(range(1, nodes + 1))
 
     def work() -> None:
@@ -83,10 +304,12 @@ def grid(quick: bool) -> list[tuple[int, int, int]]:
 
 
 def shapes(bench: Bench) -> Iterator[Row]:
-    """Random models of known sizes, as far as they fit."""
+    """Time random models of known sizes that fit into memory."""
     for name in ("1B",) if bench.args.quick else ("1B", "8B", "32B"):
         config = NAMED[name] if bench.is_cuda else CHECKED
-        for kind in kinds(bench.device)[-1 if name == "32B" else 0 :]:  # the largest as it is run, for want of time
+        for kind in kinds(bench.device)[
+            -1 if name == "32B" else 0 :
+        ]:  # to save time, only the fastest kind for the largest model
             tensor = random_weights(config, bench.device, bench.dtype)
             model = captured(kind, config, tensor, device=bench.device, dtype=bench.dtype)
             yield from passes(bench, model, name, grid(bench.args.quick))
@@ -95,7 +318,7 @@ def shapes(bench: Bench) -> Iterator[Row]:
 
 
 def loaded(bench: Bench, inflate: int = 1, exact: bool = False, graphs: str | None = None) -> tuple[Any, Any]:
-    """Target and draft: the shipped ones, or those that were named. The draft is never exact, which nothing needs."""
+    """Load target and draft model. The draft model needs no exact mode."""
     dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
     target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
@@ -104,35 +327,35 @@ def loaded(bench: Bench, inflate: int = 1, exact: bool = False, graphs: str | No
 
 
 def load_name(name: str) -> str:
-    """Without what says how its cost was changed."""
+    """Strip the note on a raised cost from a model name."""
     return name.split(" (cost")[0]
 
 
 def answers(bench: Bench, inflate: int = 1, batches: Sequence[int] = (1,)) -> Iterator[Row]:
-    """Tokens a second of each method by turns, with what the planner's formula says of the measured parts."""
+    """Measure tokens/s of each method, with predictions from separately timed passes."""
     target, draft = loaded(bench, inflate)
     if draft is None:
-        raise UserError("there is no draft for it: name one with --draft")
+        raise UserError("no draft model is known for this target, name one with --draft")
     context = min(256, target.model.max_positions // 2)
     parts = list(passes(bench, target.model, "target", [(1, 1, context), (1, 16, context)]))
     parts += passes(bench, draft.model, "draft", [(1, 1, context)])
     yield from parts
     measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=True))
     for batch in batches:
-        yield from turns(bench, target, draft, measured, inflate, batch)
+        yield from method_speeds(bench, target, draft, measured, inflate, batch)
     if bench.is_cuda:
         yield {"peak_gib": torch.cuda.max_memory_allocated(bench.device) / (1 << 30)}
 
 
 def checks(bench: Bench, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
-    """The fast path against the slow ones, then in exact mode."""
+    """Compare the fast path with the slow ones, then again in exact mode."""
     for check in (of_forwards, of_exact):
         for dtype in dtypes:
             yield from check(bench.device, dtype, not bench.is_cuda)
 
 
 def precisions(bench: Bench) -> Iterator[Row]:
-    """Passes with weights in 8 bits beside those in the usual type; as far as torchao is installed."""
+    """Time passes with 8-bit weights (needs torchao) and with the usual dtype."""
     context = 64 if bench.args.quick else 512
     for dtype in ("auto", "int8", "fp8"):
         given = {"device": bench.device, "runtime": "llama", "graphs": "cuda" if bench.is_cuda else "eager"}
@@ -145,13 +368,13 @@ def precisions(bench: Bench) -> Iterator[Row]:
 
 
 def texts(bench: Bench) -> Iterator[Row]:
-    """Answers against plain decoding's, without exact mode and with it, and what a pass costs in each: its price."""
+    """Compare answers with those of plain decoding and time passes, without and with exact mode."""
     context, asked = 64 if bench.args.quick else 512, (bench.args.prompts, bench.args.tokens)
     for exact in (False, True):
         target, draft = loaded(bench, exact=exact)
         if not exact:
             yield from of_plain(target, loaded(bench, graphs="off")[0], *asked)
-        several = {"in turn, 4 steps a graph": METHODS["in turn"] | {"steps": 4}}
+        several = {"sequential, 4 steps a graph": METHODS["sequential"] | {"steps": 4}}
         for method, options in (METHODS | several).items():
             if method != "plain":
                 with LLM(target, draft, **options) as llm:
@@ -163,7 +386,7 @@ def texts(bench: Bench) -> Iterator[Row]:
 
 
 def peers(bench: Bench) -> Iterator[Row]:
-    """transformers' generate, alone and assisted by the same draft."""
+    """Time `generate` of transformers, alone and assisted by the same draft model."""
     from transformers import AutoModelForCausalLM
 
     target, draft = loaded(bench)
@@ -187,19 +410,19 @@ def peers(bench: Bench) -> Iterator[Row]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command's; UserError for a device that is not there."""
+    """Parse the command line. Raise UserError if the device does not exist."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", help="target; the default is the shipped one")
-    parser.add_argument("--draft", help="its draft; the default is the shipped one")
-    parser.add_argument("--data", type=Path, nargs="+", help="JSON lines with `turns`; the default: built-in prompts")
+    parser.add_argument("--model", help="target (default: the shipped model)")
+    parser.add_argument("--draft", help="draft model (default: the shipped one)")
+    parser.add_argument("--data", type=Path, nargs="+", help="JSON lines with `turns` (default: built-in prompts)")
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"))
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=20, help="passes whose median counts")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each method")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to try the command")
-    parser.add_argument("--checks-only", action="store_true", help="forwards and texts, no clock")
+    parser.add_argument("--rounds", type=int, default=20, help="passes per median")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each method")
+    parser.add_argument("--quick", action="store_true", help="use small sizes")
+    parser.add_argument("--checks-only", action="store_true", help="check forwards and texts without timing")
     args = parser.parse_args(given)
     check_device(args.device)
     args.prompts = list(PROMPTS)
@@ -211,7 +434,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run all parts."""
     try:
         args = arguments(given)
     except UserError as error:
@@ -231,7 +454,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def measure(bench: Bench) -> None:
-    """Every part after the checks."""
+    """Run the parts that time something."""
     quick = bench.args.quick
     bench.part("passes", lambda: passes(bench, loaded(bench)[0].model, "target", grid(quick)))
     bench.part("draft steps", lambda: draft_steps(bench, loaded(bench)[1].model))

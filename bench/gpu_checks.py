@@ -1,4 +1,4 @@
-"""What bench/gpu.py checks before it measures: each fast path against a slow one, on the device that is measured."""
+"""Comparisons of each fast path with a slow one on the measured device; bench/gpu.py runs them first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {
     torch.float32: 1e-3,
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
-}  # of the largest score
+}  # relative to the largest logit
 NODES = 24
 CHECKED = LlamaConfig(
     vocab_size=1024,
@@ -59,16 +59,16 @@ def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Call
 
 
 def kinds(device: str, is_eager: bool = False) -> tuple[str, ...]:
-    """How a captured pass may compute on this device."""
+    """Return the kinds of attention that captured passes support on this device."""
     is_fused = not is_eager and torch.device(device).type == "cuda" and unavailable_reason(torch.device(device)) is None
     return (*KINDS, FUSED) if is_fused else KINDS
 
 
 def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
-    """A model whose passes compute in this way; AssertionError where its kernels fail."""
+    """Build a captured model with this kind of attention. Raise AssertionError if its kernels fail."""
     if kind != FUSED:
         return GraphLlama.from_tensors(*given, attention=kind, **more)
-    from outpace.models.llama.cuda.fused_runtime import FusedLlama  # which imports Triton
+    from outpace.models.llama.cuda.fused_runtime import FusedLlama  # imports Triton
 
     model = FusedLlama.from_tensors(*given, **more)
     assert isinstance(model, FusedLlama), model.notice
@@ -76,19 +76,19 @@ def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """So many random tokens."""
+    """Return `count` random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(CHECKED.vocab_size) for _ in range(count)]
 
 
 def parents(count: int, seed: int) -> list[int]:
-    """A random tree below one root."""
+    """Return the parents of a random tree with one root."""
     rng = random.Random(seed)
     return [PREFIX, *(rng.randrange(max(0, node - 6), node) for node in range(1, count))]
 
 
 def branch(tree: Sequence[int], node: int) -> list[int]:
-    """The nodes from the root down to this one."""
+    """Return the path from the root to `node`."""
     path = []
     while node != PREFIX:
         path.append(node)
@@ -97,7 +97,7 @@ def branch(tree: Sequence[int], node: int) -> list[int]:
 
 
 def fed(model: Llama, prompt: Sequence[int]) -> Any:
-    """A session that holds the prompt."""
+    """Open a session and prefill the prompt."""
     session = model.open(len(prompt) + 300, 100)
     for start in range(0, len(prompt), 64):
         model.score([chain(session, prompt[start : start + 64], keep=range(session.pending))])
@@ -106,13 +106,13 @@ def fed(model: Llama, prompt: Sequence[int]) -> Any:
 
 
 def compared(name: str, dtype: torch.dtype, got: Tensor, expected: Tensor) -> Row:
-    """The largest difference, as a share of the largest value; whether it is within what the dtype's rounding gives."""
+    """Compare by the largest difference relative to the largest value, against the tolerance of the dtype."""
     error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
     return {"check": name, "error": error, "passed": error <= TOLERANCE[dtype]}
 
 
 def of_forwards(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
-    """Graph against eager, tree against path by path, keep against a fresh prefill; a batch against one by one."""
+    """Compare graph with eager, tree with paths, `keep` with a fresh prefill, a batch with single sessions."""
     found = []
     for kind in kinds(device, is_eager):
         tensor = random_weights(CHECKED, device, dtype)
@@ -127,13 +127,13 @@ def of_forwards(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
 
 
 def of_exact(device: str, dtype: torch.dtype, is_eager: bool) -> list[Row]:
-    """As `of_forwards`, in exact mode, where equal means bit for bit; against the slow runtime it is to rounding."""
+    """Do the same in exact mode, where results must be equal bit for bit, except to those of the slow runtime."""
     given: dict[str, Any] = {"device": device, "dtype": dtype}
     label = f"exact, {str(dtype).removeprefix('torch.')}"
     tensor = random_weights(CHECKED, device, dtype)
     try:
         model = ExactGraphLlama.from_tensors(CHECKED, tensor, is_eager=is_eager, exact=True, **given)
-    except UserError as unavailable_reason:  # said by the device's products, which is no mistake of ours
+    except UserError as unavailable_reason:  # the products of this device do not allow exact mode
         return [{"check": f"exact mode ({label})", "note": str(unavailable_reason)}]
     assert isinstance(model, GraphLlama)
     first, *rest = _rows(label, model, Llama.from_tensors(CHECKED, tensor, exact=False, **given))
@@ -150,9 +150,7 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
     (session, got), (_, expected) = scored(model), scored(twin)
     path = branch(tree, NODES - 1)
     text = [*prompt, *(drafted[node] for node in path)]
-    after = model.score(
-        [chain(session, [5], [0], keep=path)]
-    )  # first: while its row is in front, a capture moves slots
+    after = model.score([chain(session, [5], [0], keep=path)])  # first: a later capture would move slots
     alone = model.score([chain(fed(model, text[:-1]), text[-1:], [0])])
     kept, fresh = session.read(len(text)), fed(model, text)
     again = model.score([chain(fresh, [5], [0])])
@@ -170,7 +168,7 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
 
 
 def of_texts(llm: LLM, prompts: Sequence[str], count: int, method: str = "") -> list[Row]:
-    """Texts against plain decoding's: tokens before the first difference, for without exact mode near ties may flip."""
+    """Compare texts with those of plain decoding; without exact mode near ties may flip."""
     found, label = [], f"{method} against plain decoding" if method else "text against plain decoding"
     asked = asked_of(llm.target, prompts)
     for sampling in _samplings(count):
@@ -180,7 +178,7 @@ def of_texts(llm: LLM, prompts: Sequence[str], count: int, method: str = "") -> 
 
 
 def of_plain(target: Any, slow: Any, prompts: Sequence[str], count: int) -> list[Row]:
-    """Plain decoding by captured passes against plain decoding by the runtime that attends session by session."""
+    """Compare plain decoding by captured passes with plain decoding by the runtime without captures."""
     found = []
     with LLM(target, None, method="autoregressive") as ours, LLM(slow, None, method="autoregressive") as other:
         for sampling in _samplings(count):
@@ -190,7 +188,7 @@ def of_plain(target: Any, slow: Any, prompts: Sequence[str], count: int) -> list
 
 
 def asked_of(target: Any, prompts: Sequence[str]) -> list[Any]:
-    """As a user asks a model that was trained to answer; else as texts to go on with."""
+    """Format prompts as chats if the tokenizer has a template."""
     if not getattr(target.tokenizer, "has_template", False):
         return list(prompts)
     return [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -201,7 +199,7 @@ def _samplings(count: int) -> list[dict[str, Any]]:
 
 
 def _alike(label: str, target: Any, sampling: dict[str, Any], plain: Sequence[Any], ours: Sequence[Any]) -> Row:
-    """How many of the answers differ, per million tokens that were written until they did."""
+    """Count differing answers per million tokens written up to the first difference."""
     written = differing = 0
     for one, other in zip(plain, ours, strict=True):
         same = next(

@@ -1,11 +1,12 @@
-"""What a draft that is no good costs the default method: garbage from the first token on, and from mid-answer on.
+"""Measure what a bad draft model costs `auto`: garbage from the first token on, or from the middle of an answer on.
 
 Run: python bench/never_a_loss.py [--target T] [--draft auto] [--tokens 512] [--turn 256] [--prompts FILE.jsonl] ...
-Each prompt is answered by plain decoding, with a draft that proposes what it likes least, with one that begins to do so
-after --turn tokens, and with the draft as it is: token by token in turn, for a shared machine's speed changes within an
-answer; with a planner that knows nothing. By drafts alone (--drafter model), since copies would gain what is lost.
-Decoding without prefill; of the draft that turns also the part behind the turn, over the same tokens of plain decoding.
-Exit 1 where a text differs. One JSON line last.
+Each prompt is answered by plain decoding, with a draft model that proposes its least likely tokens, with one that
+starts to do so after --turn tokens, and with the unchanged draft model. The four answers are interleaved token by
+token, because the speed of a shared machine changes within an answer. Planners start without learnt state. The default
+--drafter is the model alone, since copies of the text would hide the loss. Prefill is not timed; for the draft that
+turns bad, the part after the turn is also compared separately. The exit status is 1 if texts differ. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from prompts import PROMPTS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,17 +35,12 @@ from outpace.core.logits import SparseLogits
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part
 
-PROMPTS = (
-    "Explain in three sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "A shop sells pens at 3 dollars each. How much do 7 pens cost, and how much change is there from 50 dollars?",
-)
-PLAIN, GARBAGE, TURNING, BEHIND, GOOD = "plain", "garbage", "turns to garbage", "behind the turn", "as it is"
+PLAIN, GARBAGE, TURNING, AFTER, GOOD = "plain", "garbage", "turns to garbage", "after the turn", "unchanged"
 
 
 @dataclass
 class Turning:
-    """A draft model that, from `place` tokens of a text on, likes best what it likes least."""
+    """A draft model that negates its logits once the text has `place` tokens."""
 
     model: Any
     place: int = 0
@@ -52,21 +49,21 @@ class Turning:
         return getattr(self.model, name)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
-        """The draft's scores, turned around behind the place."""
-        places = [part.session.length for part in forest]  # before it reads on
+        """Return the logits of the draft model, negated after `place`."""
+        places = [part.session.length for part in forest]  # before the forward
         held = self.model.score_held(forest)
         return held._replace(values=-held.values, best=()) if max(places) >= self.place else held
 
 
 @dataclass
 class Times:
-    """Seconds and tokens of decoding, answer by answer."""
+    """Decoding times and token counts by answer."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def add(self, answer: Answer, first: int) -> None:
-        """Of this answer what came after its `first` tokens."""
+        """Add the part of an answer after its first `first` tokens."""
         begun = next(number for number, count in enumerate(answer.written) if count >= first)
         if begun + 1 == len(answer.written):
             raise SystemExit(f"an answer's last round begins before token {first}: choose an earlier --turn")
@@ -74,26 +71,26 @@ class Times:
         self.tokens.append(answer.written[-1] - answer.written[begun])
 
     def ratios(self, plain: Times) -> list[float]:
-        """Of each answer's speed to plain decoding's."""
+        """Return the speedup of each answer over plain decoding."""
         pairs = zip(self.seconds, self.tokens, plain.seconds, plain.tokens, strict=True)
         return [(tokens / seconds) / (others / took) for seconds, tokens, took, others in pairs]
 
     def ratio(self, plain: Times) -> float:
-        """Of all answers together."""
+        """Return the speedup of all answers together."""
         return (sum(self.tokens) / sum(self.seconds)) / (sum(plain.tokens) / sum(plain.seconds))
 
 
 class Answer:
-    """One answer that goes on as far as it is told."""
+    """One answer, decoded in steps."""
 
     def __init__(self, llm: LLM, prompt: Sequence[int], params: SamplingParams) -> None:
         self._pieces = llm.stream(list(prompt), params)
         self.run = llm.engine.waiting[-1]
-        self.seconds: list[float] = []  # of each round, all that it took until its text was there
+        self.seconds: list[float] = []  # wall time of each round
         self.written: list[int] = []  # tokens after each round
 
     def reach(self, count: int) -> None:
-        """Rounds, until so many tokens are written."""
+        """Run rounds until `count` tokens are written."""
         while not self.written or self.written[-1] < count:
             rounds, began = len(self.run.history.steps), time.perf_counter()
             while len(self.run.history.steps) == rounds:
@@ -103,16 +100,16 @@ class Answer:
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[str, Times], int]:
-    """Times by row, plain decoding's times for each of them, and how many texts differ."""
+    """Return times by draft model, the matching times of plain decoding, and the number of differing texts."""
     params = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     turning = {PLAIN: None, GARBAGE: 0, TURNING: args.turn, GOOD: 1 << 40}
-    found = {name: Times() for name in (PLAIN, GARBAGE, TURNING, BEHIND, GOOD)}
+    found = {name: Times() for name in (PLAIN, GARBAGE, TURNING, AFTER, GOOD)}
     plain = {name: Times() for name in found}
     different = 0
     texts = read_prompts(args.prompts) if args.prompts else PROMPTS
     prompts = [llm.tokenizer.encode_prompt(text) for text in texts][: args.count]
     for prompt in track(prompts, console=Console(stderr=True)):
-        with ExitStack() as parts:  # new ones each time: their planners know nothing
+        with ExitStack() as parts:  # new LLMs, so that planners start without state
             answers = {
                 n: Answer(_open(parts, llm, args.drafter, turn, prompt), prompt, params) for n, turn in turning.items()
             }
@@ -120,8 +117,8 @@ def measure(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Times], dict[
                 for answer in answers.values():
                     answer.reach(count)
         for name, times in found.items():
-            first = args.turn if name == BEHIND else 1
-            times.add(answers[TURNING if name == BEHIND else name], first)
+            first = args.turn if name == AFTER else 1
+            times.add(answers[TURNING if name == AFTER else name], first)
             plain[name].add(answers[PLAIN], first)
         different += sum(answer.run.tokens != answers[PLAIN].run.tokens for answer in answers.values())
     return found, plain, different
@@ -140,7 +137,7 @@ def _open(parts: ExitStack, llm: LLM, drafter: str, turn: int | None, prompt: Se
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft", default="auto")
@@ -156,8 +153,8 @@ def main() -> None:
         parser.error(f"--turn is {args.turn}, it must be between 1 and {args.tokens - 1}, before the last of --tokens")
     with load(args.target, draft=args.draft, method="autoregressive") as llm:
         found, plain, different = measure(llm, args)
-    table = Table(title=f"{args.tokens} tokens, turned after {args.turn}; ratios to plain decoding")
-    for column in ("draft", "tokens/s", "all together", "by answer"):
+    table = Table(title=f"{args.tokens} tokens, turn after {args.turn}; speedup over plain decoding")
+    for column in ("draft", "tokens/s", "all answers", "by answer"):
         table.add_column(column)
     rows = []
     for name, times in found.items():

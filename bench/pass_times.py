@@ -1,8 +1,9 @@
-"""Milliseconds of a whole pass by instruction set, precision, rows and threads, with the floors beside them.
+"""Time a target pass by instruction set, precision, rows and threads, with the lower bound that bandwidth sets.
 
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
-All of them are interleaved, round after round; minimum and median are shown, for other jobs make single figures mean
-little. The floor: bytes of weights, keys and values over --gigabytes a second. One JSON line last.
+All settings are interleaved, round after round, because other jobs on the machine disturb single measurements; minimum
+and median are shown. The lower bound (floor) is the bytes of weights, keys and values over --gigabytes per second. A
+context above 256 tokens repeats one text of 256 tokens, copied in the KV cache. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import replace
 
 from outpace.models.base import chain
 from outpace.models.files.find import locate
@@ -23,25 +25,33 @@ from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV
 
 ROWS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64]
+PIECE = 256  # tokens that are read; longer contexts copy them
 
 
 def open_model(args: argparse.Namespace, name: str, dtype: str, threads: int) -> NativeLlama:
-    """The model by this instruction set, in this precision, on so many threads."""
+    """Load the model for one instruction set, precision and number of threads."""
     options = NativeOptions(threads=threads, kv_dtype=args.kv_dtype, instruction_set=name, weights=dtype)
     with open_source(locate(args.model)) as source:
-        return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=options)
+        config = from_dict(source.config)
+        config = replace(config, max_positions=max(config.max_positions, args.context + max(args.rows)))
+        return NativeLlama.from_tensors(config, source.weight, options=options)
 
 
-def session_of(model: NativeLlama, context: int) -> NativeSession:
-    """A session with `context` committed tokens."""
-    session = model.open(context, max(ROWS))
-    model.score([chain(session, [index * 37 % model.vocab_size for index in range(context)])])
-    session.keep(range(context))
+def session_of(model: NativeLlama, context: int, rows: int) -> NativeSession:
+    """Open a session with `context` committed tokens and space for `rows` more."""
+    session = model.open(context, rows)
+    read = min(context, PIECE)
+    model.score([chain(session, [number * 37 % 1000 + 5 for number in range(read)])])
+    session.keep(range(read))
+    session.reserve(context + rows)
+    for start in range(PIECE, context, PIECE):
+        session.store.move(list(range(min(PIECE, context - start))), start)
+    session.length = context
     return session
 
 
 def time_pass(model: NativeLlama, session: NativeSession, rows: int) -> float:
-    """Milliseconds of one pass over a chain of so many rows, all wanted."""
+    """Return the milliseconds of one pass over a chain of `rows` tokens with logits for all of them."""
     part = chain(session, [index * 31 % model.vocab_size for index in range(rows)], wanted=range(rows))
     start = time.perf_counter()
     model.score([part])
@@ -51,7 +61,7 @@ def time_pass(model: NativeLlama, session: NativeSession, rows: int) -> float:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--dtype", nargs="+", choices=WEIGHTS, default=WEIGHTS[:1])
@@ -60,18 +70,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--kv-dtype", default=NATIVE_KV)
-    parser.add_argument("--set", nargs="+", default=[""], help="instruction sets, the fastest by default")
-    parser.add_argument("--gigabytes", type=float, default=35.0, help="what the memory gives a second")
+    parser.add_argument("--set", nargs="+", default=[""], help="instruction sets (default: the fastest)")
+    parser.add_argument("--gigabytes", type=float, default=35.0, help="memory bandwidth in GB/s")
     args = parser.parse_args()
-    ways = [(name, dtype, threads) for name in args.set for dtype in args.dtype for threads in args.threads]
-    models = {way: open_model(args, *way) for way in ways}
-    sessions = {way: session_of(model, args.context) for way, model in models.items()}
+    settings = [(name, dtype, threads) for name in args.set for dtype in args.dtype for threads in args.threads]
+    models = {setting: open_model(args, *setting) for setting in settings}
+    sessions = {setting: session_of(model, args.context, max(args.rows)) for setting, model in models.items()}
     times: dict[tuple[str, str, int, int], list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         for rows in args.rows:
-            for way, model in models.items():
-                times[(*way, rows)].append(time_pass(model, sessions[way], rows))
-    report(args, {way[:2]: model for way, model in models.items()}, times)
+            for setting, model in models.items():
+                times[(*setting, rows)].append(time_pass(model, sessions[setting], rows))
+    report(args, {setting[:2]: model for setting, model in models.items()}, times)
 
 
 def report(
@@ -79,7 +89,7 @@ def report(
     models: dict[tuple[str, str], NativeLlama],
     times: dict[tuple[str, str, int, int], list[float]],
 ) -> None:
-    """The table, and the line for machines."""
+    """Print the table and the JSON line."""
     for (_, dtype), model in models.items():
         weights = model.weight_bytes
         floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes

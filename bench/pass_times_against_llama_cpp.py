@@ -1,11 +1,9 @@
-"""Milliseconds of a whole pass by rows: the native runtime against llama.cpp, same model, same threads, in turn.
+"""Time a target pass by rows in the native runtime and in llama.cpp, with the same model and threads, interleaved.
 
 Run: python bench/pass_times_against_llama_cpp.py [--threads 2] [--rows 1 2 4 8 16] [--rounds 40] [--context 200] ...
-A pass: so many new tokens behind the context, scores asked for all of them, keys and values dropped again. Row counts
-and engines are interleaved, round after round; medians and minima are shown, ratios are of medians. The floor is the
-weights, keys and values that a pass reads, over what the memory gives a second, the median of all rounds. A context
-above 256 tokens is one text of so many over and over, copied in both engines: that costs what any text does.
-One JSON line last.
+A pass reads new tokens after the context with logits for all of them; their keys and values are dropped again. Medians
+and minima are shown, ratios are of medians. The lower bound (floor) is the bytes of weights, keys and values over the
+bandwidth measured in the run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from llama_state import lengthen
-from long_context import PIECE, filled
+from pass_times import PIECE, session_of
 from rich.console import Console
 from rich.table import Table
 
@@ -46,7 +43,7 @@ Scores = np.ndarray  # [rows, vocab] float32
 
 
 class Ours:
-    """The native runtime with a context that stands."""
+    """The native runtime with a committed context."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
         options = NativeOptions(threads=args.threads, kv_dtype=args.kv_dtype, weights=args.dtype)
@@ -54,37 +51,30 @@ class Ours:
             config = from_dict(source.config)
             config = replace(config, max_positions=max(config.max_positions, len(context) + max(args.rows)))
             self.model = NativeLlama.from_tensors(config, source.weight, options=options)
-        if len(context) > PIECE:
-            self._session = filled(self.model, len(context), max(args.rows))
-            return
-        self._session = self.model.open(len(context), max(args.rows))
-        self.model.score([chain(self._session, context)])
-        self._session.keep(range(len(context)))
+        self._session = session_of(self.model, len(context), max(args.rows))
 
     def score(self, tokens: Sequence[int]) -> Scores:
-        """One pass over these tokens."""
+        """Run one pass over these tokens."""
         scores: Scores = self.model.score([chain(self._session, tokens, wanted=range(len(tokens)))]).numpy()
         return scores
 
     def forget(self) -> None:
-        """Drops the keys and values of the last pass."""
+        """Drop the keys and values of the last pass."""
         self._session.truncate(self._session.length)
 
 
 class Theirs:
-    """llama.cpp through the functions of its own interface, with a context that stands."""
+    """llama.cpp through its C interface, with a committed context."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
         file = gguf_file(args.model, args.kind)
         settings = PeerSettings(None, None, frozenset(), args.threads, len(context) + max(args.rows))
         self._llama = open_llama(THEIRS, file, settings, flash=args.flash)
-        self._llama.eval(context[:PIECE])
+        self._llama.eval(context)
         self._length = len(context)
-        if self._length > PIECE:
-            lengthen(self._llama._ctx.ctx, self._length)
 
     def score(self, tokens: Sequence[int]) -> Scores:
-        """One pass over these tokens; the scores are llama.cpp's own memory, until the next pass."""
+        """Run one pass. The result is llama.cpp's own memory, valid until the next pass."""
         llama = self._llama
         llama._batch.set_batch(batch=tokens, n_past=self._length, logits_all=True)
         llama._ctx.decode(llama._batch)
@@ -93,16 +83,16 @@ class Theirs:
         return scores
 
     def forget(self) -> None:
-        """Drops the keys and values of the last pass."""
+        """Drop the keys and values of the last pass."""
         self._llama._ctx.kv_cache_seq_rm(-1, self._length, -1)
 
 
-SETTLE = 0.05  # seconds: threads of the engine before spin on for some milliseconds, and would take the cores
-PASSES = 5  # in a row by one engine, as it decodes; the first finds its threads asleep and does not count
+SETTLE = 0.05  # seconds in which the spinning threads of the other engine go to sleep
+PASSES = 5  # consecutive passes of one engine; the first, which wakes its threads, is not counted
 
 
 def milliseconds(engine: Any, tokens: Sequence[int]) -> float:
-    """Of one pass."""
+    """Time one pass."""
     start = time.perf_counter()
     engine.score(tokens)
     seconds = time.perf_counter() - start
@@ -111,25 +101,28 @@ def milliseconds(engine: Any, tokens: Sequence[int]) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or .gguf file, the shipped model by default")
+    parser.add_argument("--model", help="a folder or .gguf file (default: the shipped model)")
     parser.add_argument(
         "--kind",
         default="Q8_0",
         choices=("Q8_0", "Q4_0", "Q4_1", "Q4_K"),
-        help="llama.cpp's weights; Q4_K: of a file that has them",
+        help="weights in llama.cpp; Q4_K needs a file with them",
     )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument(
-        "--kv-dtype", default=NATIVE_KV, choices=("float32", "float16", "int8"), help="ours; theirs is float16"
+        "--kv-dtype",
+        default=NATIVE_KV,
+        choices=("float32", "float16", "int8"),
+        help="llama.cpp uses float16",
     )
-    parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="our weights; file: the .gguf file's")
-    parser.add_argument("--flash", action="store_true", help="llama.cpp's flash attention")
-    parser.add_argument("--gigabytes", type=float, help="the memory's speed; measured in each round by default")
+    parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="weights of outpace")
+    parser.add_argument("--flash", action="store_true", help="use flash attention in llama.cpp")
+    parser.add_argument("--gigabytes", type=float, help="memory bandwidth in GB/s (default: measured in each round)")
     args = parser.parse_args()
     if min(args.rounds, args.context, *args.rows) < 1:
         raise UserError("rows, rounds and context must be at least 1")
@@ -137,9 +130,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     args = arguments()
-    context = [index * 37 % 1000 + 5 for index in range(args.context)]
+    context = [index % PIECE * 37 % 1000 + 5 for index in range(args.context)]  # as session_of repeats it
     ours = Ours(args, context)
     engines = {OURS: ours, THEIRS: Theirs(args, context)}
     tokens = [index * 31 % 1000 + 5 for index in range(max(args.rows))]
@@ -162,7 +155,7 @@ def main() -> None:
 
 
 def agreement(passes: dict[str, Callable[[], Scores]]) -> float:
-    """The correlation of both engines' scores: that they computed the same."""
+    """Return the correlation of both engines' logits, to check that they computed the same."""
     first, second = (np.array(score()).ravel() for score in passes.values())
     return float(np.corrcoef(first, second)[0, 1])
 
@@ -170,11 +163,11 @@ def agreement(passes: dict[str, Callable[[], Scores]]) -> float:
 def report(
     args: argparse.Namespace, model: NativeLlama, times: dict[tuple[str, int], list[float]], alike: float
 ) -> None:
-    """The table, and the line for machines."""
+    """Print the table and the JSON line."""
     floor = 1e-6 * (model.weight_bytes + args.context * model.token_bytes) / args.gigabytes
     title = f"a whole pass, ms, {args.context} tokens of context, {args.threads} threads, {model.instruction_set}"
     table = Table(title=f"{title}; llama.cpp {args.kind}")
-    for column in ("rows", OURS, "least", "of one row", THEIRS, "least", "of one row", "ours / theirs", "floor"):
+    for column in ("rows", OURS, "least", "of one row", THEIRS, "least", "of one row", "ratio", "floor"):
         table.add_column(column, justify="right")
     found = []
     middle = {key: statistics.median(values) for key, values in times.items()}

@@ -1,6 +1,6 @@
-"""Plain decoding against transformers' generate: same weights, same prompts, same number of tokens, float32, in turn.
+"""Compare plain decoding with `generate` of transformers: same float32 weights, prompts and number of tokens.
 
-Run: python bench/plain_against_transformers.py [--rounds 5] [--tokens 64]. Prints a table, and one JSON line last.
+Run: python bench/plain_against_transformers.py [--rounds 5] [--tokens 64]. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPTS = (
 
 
 def bandwidth() -> float:
-    """Bytes a second that a sum over 512 MiB of float32 reads, the best of five."""
+    """Return the bytes per second that a sum over 512 MiB of float32 reads, the best of five."""
     block = torch.ones(1 << 27)
     seconds = []
     for _ in range(5):
@@ -40,7 +40,7 @@ def bandwidth() -> float:
 
 
 def peer(count: int) -> Callable[[list[int]], tuple[list[int], float]]:
-    """transformers' greedy generate with the same weights; gives the tokens and decode seconds a token."""
+    """Return a function that runs greedy `generate` and returns tokens and decode seconds per token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(resolve(None), dtype=torch.float32)
@@ -49,7 +49,7 @@ def peer(count: int) -> Callable[[list[int]], tuple[list[int], float]]:
         ids = torch.tensor([prompt])
         fixed = {"do_sample": False, "pad_token_id": 2, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
         seconds = []
-        for length in (1, count + 1):  # the difference leaves prefill and start-up out
+        for length in (1, count + 1):  # the difference excludes prefill
             start = time.perf_counter()
             out = model.generate(ids, max_new_tokens=length, min_new_tokens=length, **fixed)
             seconds.append(time.perf_counter() - start)
@@ -59,7 +59,7 @@ def peer(count: int) -> Callable[[list[int]], tuple[list[int], float]]:
 
 
 def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]:
-    """outpace's plain decoding, stop tokens ignored as in the peer's run."""
+    """Return the same for plain decoding by outpace, which also ignores stop tokens here."""
     from outpace.core.sampling import GREEDY
     from outpace.core.types import Request
     from outpace.decoders import autoregressive
@@ -76,7 +76,7 @@ def ours(llm: LLM, count: int) -> Callable[[list[int]], tuple[list[int], float]]
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
@@ -100,13 +100,13 @@ def main() -> None:
 
 
 def report(model: object, seconds: dict[str, list[float]], same: int, total: int) -> None:
-    """The table, the floor, and the JSON line."""
+    """Print the table, the lower bound and the JSON line."""
     config = model.config  # type: ignore[attr-defined]
     weights = sum(math.prod(shape) for shape in tensor_shapes(config).values())
     rate = bandwidth()
     floor = weights * 4 / rate
     table = Table(title=f"greedy, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for column in ("engine", "tokens/s, median", "least", "most", "ms a token"):
+    for column in ("engine", "tokens/s, median", "least", "most", "ms/token"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     medians = {}
     for name, each in seconds.items():

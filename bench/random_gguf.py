@@ -1,8 +1,8 @@
-"""Writes a .gguf file of a known model's shape with random weights in one format, to time what no file at hand has.
+"""Write a .gguf file with random weights in the shape of a known model, to time passes without downloading it.
 
-Run: python bench/random_gguf.py SHAPE FORMAT OUT, as llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random bytes with
-small scales, so its texts mean nothing, but a pass reads and computes what a trained model's does. Its vocabulary and
-its merges are as many as the model's, of shorter strings.
+Run: python bench/random_gguf.py SHAPE FORMAT OUT, for example llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random
+bytes with small scales, so texts are meaningless, but a pass costs what that of the trained model does. Vocabulary and
+merges have the model's sizes, with shorter strings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, as config.json names them."""
+    """Sizes of a model, as in config.json."""
 
     architecture: str
     vocab: int
@@ -35,11 +35,11 @@ class Shape:
     head_dim: int
     merges: int
     positions: int
-    pre: str = ""  # "": a tokenizer by SentencePiece, which has scores and no merges
+    pre: str = ""  # "" for a SentencePiece tokenizer, which has scores instead of merges
     theta: float = 500000.0
     window: int = 0
-    factor: float = 1.0  # by which positions are squeezed
-    turning: int = 0  # entries of a head that turn, 0: all; by LongRoPE where they are named
+    factor: float = 1.0  # linear rope scaling
+    turning: int = 0  # entries of a head that rotate (LongRoPE), 0 for all
 
 
 SHAPES = {
@@ -52,11 +52,11 @@ SHAPES = {
     "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
     "phi-4-mini": Shape("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 199742, 131072, "gpt-4o", theta=1e4, turning=96),
 }
-TRAINED = 4096  # tokens of a text, before LongRoPE
+TRAINED = 4096  # context length before LongRoPE
 
 
 def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> np.ndarray:
-    """Rows of blocks, uint8 [rows, bytes]: one row in 64 is drawn, the others are its rotations."""
+    """Return rows of random blocks, uint8 [rows, bytes]. One row in 64 is drawn, the others rotate it."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     drawn = random.integers(0, 256, (-(-rows // 64), columns // block, size), np.uint8)
     for start in SCALES[kind]:
@@ -67,7 +67,7 @@ def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> n
 
 
 def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
-    """Tokens and merges, as many as the model's own: strings of small letters, the short ones first."""
+    """Return tokens and merges in the model's numbers: strings of small letters, short ones first."""
     tokens, merges = [*byte_alphabet(), "<|end|>"], list[str]()
     if not shape.pre:
         tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS]
@@ -82,7 +82,7 @@ def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
 
 
 def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Sizes, and a tokenizer."""
+    """Write the sizes and a tokenizer."""
     name = shape.architecture
     for key, value in (
         ("context_length", shape.positions),
@@ -110,7 +110,7 @@ def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def write_sentence_piece(writer: GGUFWriter, shape: Shape) -> None:
-    """A tokenizer with scores: those that stand first are merged first."""
+    """Write a tokenizer with scores; earlier tokens are merged first."""
     tokens, _ = vocabulary(shape)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
@@ -123,7 +123,7 @@ def write_sentence_piece(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
-    """A tokenizer with merges."""
+    """Write a tokenizer with merges."""
     tokens, merges = vocabulary(shape)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(shape.pre)
@@ -134,7 +134,7 @@ def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of a layer's matrices."""
+    """Return output and input sizes of the matrices of a layer."""
     width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if shape.architecture == "phi3":
         return {
@@ -155,12 +155,12 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("format", choices=SCALES)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="fewer than the model has, for long contexts in little time")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args()
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
     shape = replace(shape, layers=asked.layers or shape.layers)

@@ -1,8 +1,8 @@
-"""Seconds until a model is ready, the memory that it takes over its files' size, and what is written to the cache.
+"""Measure the time until a model is ready, its peak memory over its file size, and the bytes written to the cache.
 
-Run: python bench/ready.py MODEL ... [--dtype file] [--rounds 3]
-Each in a process of its own, with an empty cache folder, after one start that brings the file into the page cache.
-`ready`: from the process's first line to the first token of a short text. One JSON line last.
+Run: python bench/ready.py MODEL ... [--dtype file] [--rounds 3] Each start is a new process with an empty cache
+folder, after one start that brings the file into the page cache. `ready` is the time from the first line of the
+process to the first token. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ print(json.dumps({**found, "torch": "torch" in sys.modules}))
 
 
 def started(file: Path, dtype: str) -> dict[str, Any]:
-    """One process; what it says, and the bytes that it left in the cache folder, where it runs: with `python -c` a
-    package in the current folder would be imported instead of the installed one."""
+    """Run one process and return its figures. It runs in its cache folder, because `python -c` imports packages from
+    the current folder before installed ones."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "OUTPACE_CACHE": cache}
         command = [sys.executable, "-c", CHILD, str(file.absolute()), dtype]
@@ -49,7 +49,7 @@ def started(file: Path, dtype: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--dtype", default="file", choices=("file", "int8"))

@@ -1,9 +1,9 @@
-"""Same text, counted: every method against plain decoding on real prompts, alone and batched, greedy and sampled.
+"""Count differing texts: every method against plain decoding on real prompts, alone and batched, greedy and sampled.
 
 Run: python bench/same_text.py --data FOLDER [--prompts 40] [--tokens 128] [--out FILE.jsonl]. FOLDER holds prompts as
-docs/benchmarks.md describes them (mt_bench.jsonl, gsm8k.jsonl, humaneval.jsonl). Answers are kept in FILE as they come:
-run again, it goes on where it stopped. Exit 1 where a text differs, or where a method drafted, accepted, hit or missed
-nothing: such a run proves nothing. One JSON line last.
+docs/benchmarks.md describes them (mt_bench.jsonl, gsm8k.jsonl, humaneval.jsonl). Answers are appended to FILE; a
+second run continues where the first stopped. The exit status is 1 if a text differs, or if a method drafted, accepted,
+hit or missed nothing, because such a run proves nothing. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from prompts import read_prompts
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,26 +41,14 @@ METHODS: dict[str, dict[str, Any]] = {
 COUNTED = ("drafted", "accepted", "hits", "misses")
 
 
-def read_prompts(folder: Path, count: int) -> list[tuple[str, str]]:
-    """(id, first user message) of `count` prompts, the tasks in turn."""
-    files = [folder / f"{task}.jsonl" for task in TASKS]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise UserError(f"no prompt file {missing[0]}, --data must name a folder with {', '.join(TASKS)} (.jsonl)")
-    columns = []
-    for file in files:
-        lines = file.read_text(encoding="utf-8").splitlines()[: count // len(TASKS) + 1]
-        columns.append([json.loads(line) for line in lines])
-    rows = [row for group in zip(*columns, strict=True) for row in group][:count]
-    return [(row["id"], row["turns"][0]) for row in rows]
-
-
 class Run:
-    """The answers of all methods, kept in a file as they come."""
+    """Answers by all methods, appended to a file."""
 
     def __init__(self, target: Loaded, draft: Loaded, args: argparse.Namespace) -> None:
         self.target, self.draft, self.args = target, draft, args
-        self.prompts = read_prompts(args.data, args.prompts)
+        per_task = -(-args.prompts // len(TASKS))
+        columns = [task.items() for task in read_prompts(args.data, TASKS, per_task, spread=False)]
+        self.prompts = [prompt for group in zip(*columns, strict=False) for prompt in group][: args.prompts]
         self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
         if args.out.is_file():
             for line in args.out.read_text(encoding="utf-8").splitlines():
@@ -78,7 +67,7 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def go(self, progress: Progress) -> None:
-        """Whatever is not in the file yet: plain decoding one by one, the others as told, then some batched."""
+        """Write the missing answers: plain decoding one by one, the others by `--together`, then one batch."""
         total = len(self.args.methods) * len(SAMPLINGS) * len(self.prompts)
         task = progress.add_task("answers", total=total)
         for method in self.args.methods:
@@ -95,7 +84,7 @@ class Run:
                     self._answer(llm, f"{method}, batch of {len(batch)}", name, batch)
 
     def _answer(self, llm: LLM, label: str, name: str, prompts: list[tuple[str, str]]) -> None:
-        """Answers to these prompts at once, unless all of them are there."""
+        """Answer these prompts in one batch, unless the file has all of them."""
         if all((label, name, prompt) in self.rows for prompt, _ in prompts):
             return
         chats = [[{"role": "user", "content": text}] for _, text in prompts]
@@ -104,12 +93,12 @@ class Run:
             self._keep(label, name, prompt, result)
 
     def report(self) -> dict[str, Any]:
-        """The counts by method and sampling; texts are held against plain decoding alone."""
+        """Print and return the counts by method and sampling; the reference is unbatched plain decoding."""
         groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         for (method, sampling, _), row in self.rows.items():
             groups[method, sampling].append(row)
         table = Table(title=f"{self.target.name}, runtime {self.args.runtime}, exact mode {self.target.model.exact}")
-        columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens a pass")
+        columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens/pass")
         for column in columns:
             table.add_column(column, justify="left" if column in columns[:2] else "right")
         differing, silent = 0, []
@@ -131,13 +120,13 @@ class Run:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--together", type=int, default=1, help="prompts that a method answers at once")
+    parser.add_argument("--together", type=int, default=1, help="batch size")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
     parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
     parser.add_argument("--runtime", default="llama", help="llama (float32) or native (the weights of the file)")

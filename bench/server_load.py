@@ -1,11 +1,11 @@
-"""Loads a server: tokens a second by number of clients, first tokens, disconnects, and more requests than it takes.
+"""Load a server: throughput and time to first token by number of clients, and a long soak of mixed requests.
 
-outpace serve --port 8000 --no-reuse  # the ways ask the same: none is to draft what another one was answered
-python bench/server_load.py http://127.0.0.1:8000 --rounds 9  # ways in turn: a table, and one JSON line last
-python bench/server_load.py URL --peer llama-server=http://127.0.0.1:8080 --rows rows.json  # beside others of the same
-    # API, and of the same model, in the same rounds; a later call adds rounds to those that the file has
-python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # mixed requests for an hour
-python bench/server_load.py URL --known soak.json --by-library   # their texts, against the library's plain ones
+outpace serve --port 8000 --no-reuse   # without reuse, because all variants send the same prompts
+python bench/server_load.py http://127.0.0.1:8000 --rounds 9   # prints a table, and one line of JSON last
+python bench/server_load.py URL --peer llama-server=http://127.0.0.1:8080 --rows rows.json   # compare with servers of
+    # the same model in the same rounds; another call with the same file adds rounds
+python bench/server_load.py URL --seconds 3600 --clients 32 --pid PID --known soak.json   # an hour of mixed requests
+python bench/server_load.py URL --known soak.json --by-library   # compare the texts of a soak with those of the library
 """
 
 from __future__ import annotations
@@ -15,21 +15,143 @@ import asyncio
 import itertools
 import json
 import random
+import re
+import resource
+import statistics
 import time
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from server_client import PROMPTS, Seen, ask, cpu_seconds, idle_after, quantile, request, resident
 
-LEAVES = 0.2  # of the mixed requests end by a disconnect
+PROMPTS = (
+    "Write a short story about a lighthouse keeper.",
+    "Explain how a bicycle stays upright.",
+    "List ten animals, and say one fact about each.",
+    "Write a Python function that reverses a linked list, with a comment a line.",
+    "Repeat this sentence five times: the quick brown fox jumps over the lazy dog.",
+)
+HEAD = (
+    "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+)
+
+
+@dataclass
+class Seen:
+    """Results of all clients; times in seconds."""
+
+    tokens: int = 0
+    texts: dict[str, set[str]] = field(default_factory=dict)  # by request
+    first: list[float] = field(default_factory=list)
+    statuses: dict[int, int] = field(default_factory=dict)
+    refusals: list[float] = field(default_factory=list)  # time to a 429
+
+    def note(self, status: int) -> None:
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+
+
+async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> float:
+    """Stream one answer, at most `leave_after` seconds. Return the seconds to wait before a retry."""
+    began = time.perf_counter()
+    async with sent(url, {**body, "stream": True, "stream_options": {"include_usage": True}}) as reader:
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(_read(reader, body, seen, began), leave_after)
+    return 0.0
+
+
+async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> float:
+    status = int((await reader.readline()).split()[1])
+    seen.note(status)
+    if status != 200:
+        seen.refusals.append(time.perf_counter() - began)
+        return wait_of(await reader.read())
+    texts, is_first, chunks, usage = dict[int, str](), True, 0, None
+    while line := await reader.readline():
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            seen.note(599)
+            return 0.0
+        for choice in event["choices"]:
+            if choice["delta"].get("content") and is_first:
+                seen.first.append(time.perf_counter() - began)
+                is_first = False
+            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
+            chunks += bool(choice["delta"].get("content"))
+        usage = event.get("usage") or usage
+    seen.tokens += usage["completion_tokens"] if usage else chunks  # without usage, count one token per chunk
+    key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
+    seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
+    return 0.0
+
+
+def wait_of(answer: bytes) -> float:
+    """Return the seconds of a retry-after-ms header."""
+    found = re.search(rb"retry-after-ms: (\d+)", answer)
+    return int(found[1]) / 1000 if found else 0.0
+
+
+async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    return await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 80)
+
+
+@asynccontextmanager
+async def sent(url: str, asked: dict[str, Any]) -> Any:
+    """Open a connection and send a request."""
+    reader, writer = await _open(url)
+    try:
+        data = json.dumps(asked).encode()
+        head = f"{HEAD}Content-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.close()
+
+
+def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
+    """Draw one of a few requests, so that equal requests occur often."""
+    messages = [{"role": "user", "content": draw.choice(PROMPTS)}]
+    asked = {
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": draw.choice([0, 0.8]),
+        "seed": draw.randrange(2),
+    }
+    return {**asked, "outpace": {"speculation": not plain}}
+
+
+def resident(pid: int) -> int:
+    """Return the resident memory of a process in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds used by this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """Return a quantile, or None without values."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
+
+
+LEAVES = 0.2  # share of mixed requests that the client disconnects
 
 
 def mixed(draw: random.Random) -> dict[str, Any]:
-    """One of some hundred requests of all kinds, with speculation or without."""
+    """Draw a request of any kind, with or without speculation."""
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {**schema, "additionalProperties": False}}}
     kinds: list[dict[str, Any]] = [
@@ -47,8 +169,7 @@ def mixed(draw: random.Random) -> dict[str, Any]:
 
 
 async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Each client sends its requests one behind the other, all clients at once. Every prompt is asked once before, or
-    whoever comes second would find the prompts of the first in the cache."""
+    """Send the requests of all clients concurrently. Each prompt is sent once before, so that it is cached."""
     for body in (body for bodies in asked for body in bodies):
         await ask(url, {**body, "max_tokens": 1}, Seen())
     seen = Seen()
@@ -71,47 +192,48 @@ async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any
 
 
 class Rates:
-    """Tokens a second of all clients together, with and without speculation, and of other servers: in each round the
-    same requests by all ways in turn, of which another one begins."""
+    """Throughput with and without speculation and of other servers, which all get the same requests."""
 
     def __init__(self, url: str, peers: dict[str, str], each: int, max_tokens: int, kept: Path | None) -> None:
-        """`kept`: a file of rows, to which those of each round are added."""
-        self._ways = {"auto": url, "plain": url, **peers}
+        """`kept` is a file of rows that each round extends."""
+        self._variants = {"auto": url, "plain": url, **peers}
         self._peers, self._each, self._max_tokens, self._kept = peers, each, max_tokens, kept
         self.rows: list[dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else []
 
     async def run(self, counts: list[int], rounds: int) -> list[dict[str, Any]]:
-        """So many rounds more."""
+        """Run more rounds."""
         first = max((row["round"] for row in self.rows), default=-1) + 1
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("rounds", total=len(counts) * rounds)
             for number, count in itertools.product(range(first, first + rounds), counts):
-                turn, ways = number % len(self._ways), list(self._ways)
-                found = [await self._row(count, number, way) for way in (*ways[turn:], *ways[:turn])]
-                self.rows += found  # none of a round that is broken off
+                turn, variants = number % len(self._variants), list(self._variants)
+                found = [await self._row(count, number, variant) for variant in (*variants[turn:], *variants[:turn])]
+                self.rows += found  # only whole rounds
                 if self._kept is not None:
                     self._kept.write_text(json.dumps(self.rows))
                 progress.advance(task)
         return self.rows
 
-    async def _row(self, count: int, number: int, way: str) -> dict[str, Any]:
+    async def _row(self, count: int, number: int, variant: str) -> dict[str, Any]:
         draw = random.Random(number)
-        asked = [[request(draw, way == "plain", self._max_tokens) for _ in range(self._each)] for _ in range(count)]
-        for body in (body for bodies in asked for body in bodies if way in self._peers):
+        asked = [[request(draw, variant == "plain", self._max_tokens) for _ in range(self._each)] for _ in range(count)]
+        for body in (body for bodies in asked for body in bodies if variant in self._peers):
             del body["outpace"]
-        return {"clients": count, "round": number, "way": way, **await measured(self._ways[way], asked)}
+        return {"clients": count, "round": number, "variant": variant, **await measured(self._variants[variant], asked)}
 
 
 def show_rates(rows: list[dict[str, Any]]) -> None:
-    """Medians of the rounds, and what each way writes over plain decoding in the same round."""
-    table = Table("clients", "way", "tokens/s", "over plain decoding", "first text, ms", "client's cores", "differing")
-    plain = {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["way"] == "plain"}
-    for count, way in dict.fromkeys((row["clients"], row["way"]) for row in rows):
-        its = [row for row in rows if (row["clients"], row["way"]) == (count, way)]
+    """Print medians over rounds, and the ratio of each variant to plain decoding in the same round."""
+    table = Table(
+        "clients", "variant", "tokens/s", "over plain decoding", "first text, ms", "client's cores", "differing"
+    )
+    plain = {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["variant"] == "plain"}
+    for count, variant in dict.fromkeys((row["clients"], row["variant"]) for row in rows):
+        its = [row for row in rows if (row["clients"], row["variant"]) == (count, variant)]
         ratios = sorted(row["tokens_per_second"] / plain[count, row["round"]] for row in its)
         table.add_row(
             str(count),
-            way,
+            variant,
             f"{median(row['tokens_per_second'] for row in its):.1f}",
             f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
             f"{1000 * median(row['first_p50'] or 0.0 for row in its):.0f}",
@@ -121,30 +243,8 @@ def show_rates(rows: list[dict[str, Any]]) -> None:
     Console(width=110).print(table)
 
 
-async def overload(url: str, count: int, max_tokens: int) -> dict[str, Any]:
-    """So many at once, most of them too many: how fast these are refused, and what is written meanwhile."""
-    seen, draw = Seen(), random.Random(2)
-    began = time.perf_counter()
-    await asyncio.gather(*(ask(url, request(draw, False, max_tokens), seen) for _ in range(count)))
-    seconds = time.perf_counter() - began
-    told = {"requests": count, "statuses": seen.statuses, "tokens_per_second": seen.tokens / seconds}
-    return told | {"refused_p99": quantile(seen.refusals, 0.99)}
-
-
-async def disconnects(url: str, count: int) -> dict[str, Any]:
-    """Clients that leave at any moment, sixteen at a time."""
-    seen, draw, room = Seen(), random.Random(3), asyncio.Semaphore(16)
-
-    async def leave() -> None:
-        async with room:
-            await ask(url, request(draw, False, 200), seen, leave_after=draw.random() ** 3)
-
-    await asyncio.gather(*(leave() for _ in range(count)))
-    return {"disconnects": count, "statuses": seen.statuses, "idle_after": await idle_after(url)}
-
-
 class Soak:
-    """Everything mixed; what was seen is kept in a file once a minute, from where a later call goes on."""
+    """A soak of mixed requests. Its state is written to a file every minute, and a later call continues it."""
 
     def __init__(self, url: str, pid: int | None, known: Path | None) -> None:
         self._url, self._pid, self._known = url, pid, known
@@ -156,7 +256,7 @@ class Soak:
         self.ran, self._end = before.get("seconds", 0.0), 0.0
 
     async def run(self, seconds: float, clients: int) -> dict[str, Any]:
-        """So many seconds more. Those in which all processes stood still, as under a debugger, do not count."""
+        """Run for more seconds. Time during which the whole machine was suspended does not count."""
         self._end = self.ran + seconds
         work = [asyncio.ensure_future(self._client(number)) for number in range(clients)]
         due = self.ran
@@ -169,7 +269,7 @@ class Soak:
             self.ran += min(time.monotonic() - began, 1.0)
         await asyncio.gather(*work)
         self.keep()
-        return self.told()
+        return self.summary()
 
     async def _client(self, number: int) -> None:
         draw = random.Random(f"{number} {len(self.memory)}")
@@ -177,31 +277,31 @@ class Soak:
             leaves = draw.random() * 2 if draw.random() < LEAVES else None
             try:
                 await asyncio.sleep(await ask(self._url, mixed(draw), self.seen, leaves))
-            except (OSError, IndexError) as error:  # the server is gone, or broke the connection off
+            except (OSError, IndexError) as error:  # the server is gone or closed the connection
                 self.seen.note(0)
                 print(f"{type(error).__name__}: {error}", flush=True)
                 await asyncio.sleep(1.0)
 
-    def told(self) -> dict[str, Any]:
-        told = {"seconds": round(self.ran, 1), "tokens": self.seen.tokens, "statuses": self.seen.statuses}
-        told |= {"memory": self.memory, "requests": len(self.seen.texts)}
-        return {**told, "differing_texts": sum(len(found) - 1 for found in self.seen.texts.values())}
+    def summary(self) -> dict[str, Any]:
+        totals = {"seconds": round(self.ran, 1), "tokens": self.seen.tokens, "statuses": self.seen.statuses}
+        totals |= {"memory": self.memory, "requests": len(self.seen.texts)}
+        return {**totals, "differing_texts": sum(len(found) - 1 for found in self.seen.texts.values())}
 
     def keep(self) -> None:
-        """A line of the table, and the file. Memory in bytes, by the server's process."""
-        told, pid = self.told(), self._pid
+        """Print a line and write the state."""
+        totals, pid = self.summary(), self._pid
         if pid is not None:
             self.memory.append((str(pid), round(self.ran), resident(pid)))
-            print(f"{self.ran / 60:5.1f} min  {self.memory[-1][2] >> 20} MiB  {told['statuses']}", flush=True)
+            print(f"{self.ran / 60:5.1f} min  {self.memory[-1][2] >> 20} MiB  {totals['statuses']}", flush=True)
         if self._known is not None:
             texts = {key: sorted(found) for key, found in self.seen.texts.items()}
-            beside = self._known.with_suffix(".new")
-            beside.write_text(json.dumps({**told, "texts": texts}))
-            beside.replace(self._known)
+            new = self._known.with_suffix(".new")
+            new.write_text(json.dumps({**totals, "texts": texts}))
+            new.replace(self._known)
 
 
 def by_library(known: Path) -> dict[str, Any]:
-    """Compares what a soak kept with what the library writes, plainly: requests, and those with another text."""
+    """Compare the texts of a soak with plain decoding by the library."""
     import outpace
 
     asked_for = json.loads(known.read_text())["texts"]
@@ -219,7 +319,7 @@ def by_library(known: Path) -> dict[str, Any]:
 
 
 def _params(asked: dict[str, Any]) -> Any:
-    """A request's parameters in the library's words: greedy choices are alike, and it counts log-probabilities."""
+    """Convert a request to SamplingParams. Greedy choices of one request are equal, so `n` is dropped for them."""
     from outpace import SamplingParams
 
     given = {key: value for key, value in asked.items() if key not in ("messages", "logprobs", "top_logprobs")}
@@ -231,38 +331,32 @@ def _params(asked: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Reads the options and runs the load that they name."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server")
-    parser.add_argument("--rows", type=Path, help="file that keeps the rounds' rows")
+    parser.add_argument("--rows", type=Path, help="file that keeps the rows of all rounds")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--each", type=int, default=3, help="requests of each client")
+    parser.add_argument("--each", type=int, default=3, help="requests per client")
     parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3, help="of all ways in turn")
-    parser.add_argument("--overload", type=int, default=0, help="requests at once")
-    parser.add_argument("--disconnects", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=0.0, help="of mixed requests")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds")
+    parser.add_argument("--seconds", type=float, default=0.0, help="duration of a soak")
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--known", type=Path, help="file that keeps what was seen, so that a soak may go on")
-    parser.add_argument("--by-library", action="store_true", help="compare what --known keeps with the library's texts")
-    parser.add_argument("--pid", type=int, help="of the server, to watch its memory")
+    parser.add_argument("--known", type=Path, help="file with the state of a soak")
+    parser.add_argument("--by-library", action="store_true", help="compare texts with the library's")
+    parser.add_argument("--pid", type=int, help="process id of the server, to record its memory")
     given = parser.parse_args()
-    told: dict[str, Any] = {}
+    totals: dict[str, Any] = {}
     if given.by_library:
-        told = by_library(given.known)
+        totals = by_library(given.known)
     elif given.seconds:
-        told["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
+        totals["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
     else:
         peers = {name: url for name, _, url in (peer.partition("=") for peer in given.peer)}
-        ways = Rates(given.url, peers, given.each, given.max_tokens, given.rows)
-        told["rates"] = asyncio.run(ways.run(given.counts, given.rounds))
-        show_rates(told["rates"])
-        if given.overload:
-            told["overload"] = asyncio.run(overload(given.url, given.overload, given.max_tokens))
-        if given.disconnects:
-            told["disconnects"] = asyncio.run(disconnects(given.url, given.disconnects))
-    print(json.dumps(told))
+        variants = Rates(given.url, peers, given.each, given.max_tokens, given.rows)
+        totals["rates"] = asyncio.run(variants.run(given.counts, given.rounds))
+        show_rates(totals["rates"])
+    print(json.dumps(totals))
 
 
 if __name__ == "__main__":

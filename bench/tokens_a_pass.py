@@ -1,12 +1,11 @@
-"""What drafters without a model would give: tokens a pass over answers that are written once, plainly, then replayed.
+"""Measure tokens per pass of drafters without a model, by replaying answers that plain decoding wrote once.
 
 Run: python bench/tokens_a_pass.py [--target T] [--tasks repetition,builtin] [--prompts 5] [--tokens 160]
      [--rows 32] [--least 0.1] [--drafters ngram,suffix,cacheback,prediction+suffix] [--answers FILE.jsonl]
-Nothing is timed: a busy machine gives the same numbers. Each round takes the best --rows nodes of the drafter's tree,
-of those with a chance of at least --least. Tables that serve all requests keep what they learnt from answer to answer:
-the last columns are the fifths of all prompts, in their order. The prediction is the answer itself with every
-tenth token replaced. --answers keeps the answers of these tasks, and goes on behind those that it has. One JSON line
-last.
+Nothing is timed, so a busy machine gives the same numbers. Each round verifies the best --rows nodes of the drafter's
+tree with an estimated probability of at least --least. Shared tables learn from answer to answer; the last columns
+show the fifths of all prompts in order. The prediction is the answer with every tenth token replaced. --answers keeps
+the answers in a file, and a later run adds the missing ones. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from outpace.models.load import load_model
 from outpace.rules.greedy import Greedy
 
 DEPTHS, FIFTHS = (1, 2, 3, 4, 6, 8, 12, 16), 5
-AT_ONCE = 16  # answers that are written together; their texts are those of writing them alone
+AT_ONCE = 16  # batch size for writing the answers
 
 
 class Answer(NamedTuple):
-    """One prompt's task, its tokens, and those of the target's greedy answer."""
+    """A prompt with its task, and the target's greedy answer."""
 
     task: str
     prompt: list[int]
@@ -46,7 +45,7 @@ class Answer(NamedTuple):
 
 
 def answers(arguments: argparse.Namespace) -> list[Answer]:
-    """Written by plain decoding, or as earlier runs kept them; each is kept as soon as it is there."""
+    """Read the kept answers and write the missing ones by plain decoding."""
     asked, kept = collect(arguments.tasks.split(","), arguments.prompts), arguments.answers
     lines = kept.read_text().splitlines() if kept and kept.exists() else []
     found = [Answer(**json.loads(line)) for line in lines]
@@ -69,8 +68,7 @@ def answers(arguments: argparse.Namespace) -> list[Answer]:
 
 @dataclass
 class Replayed:
-    """An answer's passes; the tokens of each source that were written, and of each depth those judged below a written
-    one and those written."""
+    """The replay of one answer: passes, written tokens by source, and by depth the tokens verified and written."""
 
     answer: Answer
     passes: int = 0
@@ -80,7 +78,7 @@ class Replayed:
 
 
 def replay(drafter: Drafter, answer: Answer, rows: int, least: float) -> Replayed:
-    """One answer, as the engine would write it."""
+    """Replay one answer as the engine would write it."""
     guess = [token if place % 10 else 0 for place, token in enumerate(answer.tokens, 1)]
     request = Request(tuple(answer.prompt), Greedy(), len(answer.tokens), prediction=tuple(guess))
     state, tree, done = drafter.open(request), TokenTree(answer.prompt[-1]), Replayed(answer)
@@ -107,14 +105,14 @@ def replay(drafter: Drafter, answer: Answer, rows: int, least: float) -> Replaye
 
 
 def rate(done: Sequence[Replayed]) -> float:
-    """Tokens a pass over several answers."""
+    """Return the tokens per pass of several answers."""
     return round(sum(len(one.answer.tokens) for one in done) / max(sum(one.passes for one in done), 1), 2)
 
 
 def measure(
     name: str, found: Sequence[Answer], rows: int, least: float, given: BuildContext
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One drafter over all answers, as they come: tokens a pass; what was written by depth and by source."""
+    """Replay all answers with one drafter. Return tokens per pass, and shares by depth and by source."""
     drafter = build_drafter(name, given, {})
     done = [replay(drafter, answer, rows, least) for answer in found]
     tasks = dict.fromkeys(answer.task for answer in found)
@@ -133,7 +131,7 @@ def measure(
 
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """A table of rows with the same columns, on the terminal."""
+    """Print rows as a table."""
     table = Table(box=None, title=title, title_justify="left")
     for column in rows[0]:
         table.add_column(column, justify="left" if column == "drafter" else "right")
@@ -143,7 +141,7 @@ def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--tasks", default="repetition,builtin")
@@ -156,11 +154,17 @@ def main() -> None:
     arguments = parser.parse_args()
     found = answers(arguments)
     names = arguments.drafters.split(",")
-    given = BuildContext(tokenizer=load_model(arguments.target).tokenizer)  # by which drafters find their files
+    given = BuildContext(tokenizer=load_model(arguments.target).tokenizer)  # drafters find their files by it
     made = [measure(name, found, arguments.rows, arguments.least, given) for name in names]
-    show([row for row, _ in made], "tokens a pass; of all prompts the first fifth, ..., the last")
-    show([{"drafter": one["drafter"], **one["depths"]} for _, one in made], "written, of those judged at this depth")
-    show([{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made], "share of all tokens")
+    show([row for row, _ in made], "tokens per pass; then by fifths of all prompts")
+    show(
+        [{"drafter": one["drafter"], **one["depths"]} for _, one in made],
+        "written share of verified tokens, by depth",
+    )
+    show(
+        [{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made],
+        "written share by source",
+    )
     kept = {"rows": [row for row, _ in made], "more": [one for _, one in made]}
     print(json.dumps(kept | {"answers": len(found), "budget": arguments.rows, "least": arguments.least}))
 

@@ -1,12 +1,12 @@
-"""Two devices in earnest, on a CPU: target and drafter in processes of their own, each on one core, at stated times.
+"""Emulate two devices on a CPU: target and drafter in separate processes, each on one core, with stated pass times.
 
 Run: python bench/two_devices.py --tasks A.jsonl,B.jsonl [--ratio 7] [--prompts 2] [--tokens 64] [--pass-ms 40]
      [--methods card,planned,pearl,ssd,in-turn,auto] [--nodes 16] [--width 8] [--out FILE.jsonl]
-Passes of the target last --pass-ms, forwards of the draft that over --ratio, whatever their rows: both sleep for what
-is left of the time, so that the two share caches and memory and nothing else. Messages, waits, planning and all other
-work of the host are real. Beside it what the simulator predicts from the times that both took (a plain round of the
-target, a turn of the drafter), and from a trace of the same answers. Methods in turn draft in the target's process.
-Linux, two cores. Exit 1 where a text differs from plain decoding's. One JSON line last.
+A target pass lasts --pass-ms and a forward of the draft model --pass-ms / --ratio, for any number of rows: both sleep
+for the rest of that time, so they share only caches and memory. Messages, waits, planning and all other host work are
+real. The table also has the speedup that the simulator predicts from the measured times and a trace of the same
+answers. Sequential methods draft in the process of the target. Needs Linux and two cores. The exit status is 1 if a
+text differs from that of plain decoding. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from outpace.simulate.run import simulate
 from outpace.simulate.setups import LENGTHS, PLAIN, Setup
 
 TARGET_CORE, DRAFT_CORE = 0, 1
-STARTING = 60.0  # seconds that the drafter's process may take
+STARTING = 60.0  # seconds allowed for the start of the drafter process
 
 
 class Measured(NamedTuple):
-    """One method over all prompts: seconds a token, of a round, of a turn of the drafter, and the texts."""
+    """Results of one method: seconds per token, per round and per drafter step, tokens per pass, and the texts."""
 
     seconds: float
     round: float
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
 
 def setups(args: argparse.Namespace) -> list[Setup]:
-    """What is measured, plain decoding first; PEARL and SSD draft as many tokens as fit into a pass."""
+    """Return the measured methods, plain decoding first. PEARL and SSD draft as many tokens as fit into a pass."""
     tree = {"width": args.width, "tree_nodes": 1024}
     gamma = max(1, round(args.ratio))
     found = {
@@ -61,14 +61,14 @@ def setups(args: argparse.Namespace) -> list[Setup]:
         "planned": Setup("planned", "planned", "planned", args.nodes, tree),
         "pearl": Setup("pearl", "PEARL", "pearl", args.nodes, tree | {"draft_length": min(gamma, args.nodes)}),
         "ssd": Setup("ssd", "SSD", "ssd", args.nodes, tree | {"draft_length": max(1, min(gamma - 1, 6))}),
-        "in-turn": Setup("in-turn", "in turn, tree", "speculative", args.nodes, tree, LENGTHS),
+        "in-turn": Setup("in-turn", "sequential, tree", "speculative", args.nodes, tree, LENGTHS),
         "auto": Setup("auto", "auto", "auto", args.nodes, tree),
     }
     return [Setup(PLAIN, "plain", PLAIN, 1), *(found[name] for name in args.methods.split(","))]
 
 
 def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request], seconds: float) -> Measured:
-    """All requests, one after the other, in one engine; without the time of reading prompts."""
+    """Answer all requests sequentially in one engine. Prefill is not timed."""
     decoder, drafter, worker = setup.decoder, None, None
     recipe = partial(slowed_drafter, draft.again, draft.model.vocab_size, dict(setup.options), seconds)
     if decoder.NEEDS == "worker":
@@ -84,7 +84,7 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
                 engine.step()
             if run.error is not None:
                 raise run.error
-            steps += run.history.steps[1:]  # the first round comes with the prompt
+            steps += run.history.steps[1:]  # the first round includes the prefill
             texts.append(list(run.tokens))
         turn = worker.step_seconds if worker else seconds
     tokens = sum(step.emitted for step in steps)
@@ -93,16 +93,16 @@ def measure(setup: Setup, target: Any, draft: Loaded, requests: Sequence[Request
 
 
 def until_ready(worker: ProcessWorker) -> None:
-    """Waits for the drafter's process; RuntimeError where it does not come."""
+    """Wait until the drafter process is ready. Raise RuntimeError if it does not start."""
     end = time.monotonic() + STARTING
     while not worker.is_ready:
         if worker.failure is not None or time.monotonic() > end:
-            raise RuntimeError("the drafter's process does not stand") from worker.failure
+            raise RuntimeError("the drafter process did not start") from worker.failure
         time.sleep(0.05)
 
 
 def with_length(setup: Setup, recorded: Any, times: costs.PassTimes) -> Setup:
-    """Of a method with lengths to choose from: the one that is best by the simulator."""
+    """Choose the draft length that the simulator finds best, if the method has one."""
     if not setup.lengths:
         return setup
     *_, best = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), setup], [times])
@@ -110,7 +110,7 @@ def with_length(setup: Setup, recorded: Any, times: costs.PassTimes) -> Setup:
 
 
 def main() -> None:
-    """Measures, predicts, prints."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--draft", default="auto")
@@ -136,27 +136,27 @@ def main() -> None:
     found, plain = [], Measured(0.0, 0.0, 0.0, 0.0, [])
     for setup in setups(args):
         chosen = with_length(setup, recorded, costs.by_ratio(args.ratio))
-        its = measure(chosen, SlowedModel(target.model, seconds), draft, requests, seconds / args.ratio)
-        plain = its if setup.method == PLAIN else plain
-        times = costs.by_ratio(plain.round / its.turn)
+        result = measure(chosen, SlowedModel(target.model, seconds), draft, requests, seconds / args.ratio)
+        plain = result if setup.method == PLAIN else plain
+        times = costs.by_ratio(plain.round / result.turn)
         *_, predicted = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), chosen], [times])
         found.append(
             {
                 "ratio": args.ratio,
                 "method": setup.name,
-                "speedup": round(plain.seconds / its.seconds, 3),
+                "speedup": round(plain.seconds / result.seconds, 3),
                 "predicted": round(predicted.speedup, 3),
-                "tokens_a_pass": round(its.length, 3),
+                "tokens_a_pass": round(result.length, 3),
                 "predicted_tokens_a_pass": round(predicted.figures.mean_accepted_length, 3),
-                "turn_ms": round(its.turn * 1e3, 2),
-                "equal": its.texts == plain.texts,
+                "turn_ms": round(result.turn * 1e3, 2),
+                "equal": result.texts == plain.texts,
             }
         )
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     if args.out is not None:
         with args.out.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
-    table = Table(title=f"ratio {args.ratio:g}, a plain round {plain.round * 1e3:.1f} ms, over plain decoding")
+    table = Table(title=f"ratio {args.ratio:g}, plain round {plain.round * 1e3:.1f} ms, over plain decoding")
     for column in found[0]:
         table.add_column(column)
     for row in found:

@@ -1,8 +1,9 @@
-"""Perplexity of a text by how a model's weights are held: as its file has them or in int8, beside float32 arithmetic.
+"""Measure perplexity by the format of the weights and of the KV cache, against float32 arithmetic.
 
-Run: python bench/weights_perplexity.py MODEL DATA.jsonl ... [--tokens 8192] [--window 512]
-float32 is torch's on the values that the file means, so what differs is the rounding of activations and, in int8, of
-the weights. Texts and windows are those of kv_perplexity.py. One JSON line last.
+Run: python bench/weights_perplexity.py MODEL DATA.jsonl ... [--kv] [--dtype file] [--tokens 8192] [--window 512]
+Weights: torch in float32 on the dequantised values, the kernels on the file's own weights, and the kernels in int8.
+With --kv: the kernels with --dtype and each format of keys and values. Texts are the strings in each line, cut into
+windows. All variants read the same tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -10,31 +11,67 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from kv_perplexity import losses, tokens_of
+import numpy as np
 
+from outpace.models.base import chain
+from outpace.models.llama.config.footprint import ENTRY_BYTES
 from outpace.models.load import load_model
+from outpace.models.runtimes import Loaded
 
-WAYS = ({"dtype": "float32", "runtime": "llama", "exact": False}, {"dtype": "file"}, {"dtype": "int8"})
+LONGEST = 400  # tokens of one text
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "runtime": "llama", "exact": False},
+    "file": {"dtype": "file"},
+    "int8": {"dtype": "int8"},
+}
+
+
+def tokens_of(files: list[Path], loaded: Loaded, count: int) -> list[int]:
+    """Return `count` tokens of the strings in the lines of the files, which are interleaved."""
+    found: list[int] = []
+    for lines in zip(*(file.read_text(encoding="utf-8").splitlines() for file in files), strict=False):
+        for line in lines:
+            text = " ".join(value for value in json.loads(line).values() if isinstance(value, str))
+            found += loaded.tokenizer.encode(text)[:LONGEST]
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def losses(loaded: Loaded, tokens: list[int], window: int) -> Iterator[float]:
+    """Yield the negative log-probability of every token except the first of each window."""
+    model = loaded.model
+    for start in range(0, len(tokens) - window + 1, window):
+        part = tokens[start : start + window]
+        session = model.open(window, window)
+        logits = np.asarray(model.score([chain(session, part, wanted=range(window - 1))]), np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        chosen = logits[np.arange(window - 1), part[1:]]
+        yield from (np.log(np.exp(logits).sum(-1)) - chosen).tolist()
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("data", nargs="+", type=Path)
+    parser.add_argument("--kv", action="store_true", help="compare formats of keys and values instead of weights")
+    parser.add_argument("--dtype", default="file", choices=("int8", "file"), help="weights with --kv")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=512)
-    asked = parser.parse_args()
+    args = parser.parse_args()
+    variants = {name: {"dtype": args.dtype, "kv_dtype": name} for name in ENTRY_BYTES} if args.kv else WEIGHTS
     found: dict[str, float] = {}
-    for way in WAYS:
-        loaded = load_model(asked.model, **way)
-        each = list(losses(loaded, tokens_of(asked.data, loaded, asked.tokens), asked.window))
-        found[way["dtype"]] = math.exp(sum(each) / len(each))
-        more = 100 * (found[way["dtype"]] / found["float32"] - 1)
-        print(f"{way['dtype']}: {found[way['dtype']]:.4f} ({more:+.3f} %)", flush=True)
-    print(json.dumps({"model": asked.model, "tokens": len(each), "window": asked.window, "perplexity": found}))
+    for name, options in variants.items():
+        loaded = load_model(args.model, **options)
+        each = list(losses(loaded, tokens_of(args.data, loaded, args.tokens), args.window))
+        found[name] = math.exp(sum(each) / len(each))
+        print(f"{name}: {found[name]:.4f} ({100 * (found[name] / found['float32'] - 1):+.3f} %)", flush=True)
+    print(json.dumps({"model": args.model, "tokens": len(each), "window": args.window, "perplexity": found}))
 
 
 if __name__ == "__main__":

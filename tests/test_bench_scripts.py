@@ -1,4 +1,4 @@
-"""Scripts in bench/ refuse what they cannot measure, and measure the package that is installed."""
+"""Tests of scripts in bench/: options that leave nothing to measure are refused; the installed package is measured."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tried here, by test_cuda.py", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import reference
 import rounding

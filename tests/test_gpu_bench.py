@@ -1,4 +1,4 @@
-"""bench/gpu.py runs whole on a CPU, with the stand-in for captures; what it checks, it would notice."""
+"""Tests of bench/gpu.py on a CPU, in eager mode, and of its checks, which must notice named mistakes."""
 
 from __future__ import annotations
 

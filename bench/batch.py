@@ -1,10 +1,10 @@
-"""Several requests at once, as a queue: when one ends, the next begins, so that as many as asked write until the last.
+"""Measure several requests at once: the throughput of `auto` over plain decoding with a full batch.
 
-Run: python bench/crowds.py --data FOLDER [--batch 2,4,8,16] [--prompts 6] [--tokens 96] [--rounds 8]
-FOLDER holds prompts as docs/benchmarks.md describes them. Plain decoding, `auto`, and plain decoding once more by an
-LLM of its own answer all prompts in turn, every round beginning with another one; an LLM keeps what it learnt. Medians
-of the rounds' ratios, with quartiles: `auto` over the mean of both plain ones, prompts read in it, and one plain one
-over the other, which says what this machine can tell apart. One JSON line last; exit 1 where a text differs.
+Run: python bench/batch.py --data FOLDER [--batch 2,4,8,16] [--prompts 6] [--tokens 96] [--rounds 8]
+FOLDER holds prompts as docs/benchmarks.md describes them. When a request ends, the next prompt takes its place. Plain
+decoding, `auto` and a second LLM with plain decoding answer all prompts, interleaved; each keeps what it learnt. The
+table has medians and quartiles over rounds, prefill included: `auto` over the mean of both plain runs, and one plain
+run over the other, which shows the noise of the machine. The last line is JSON; the exit status is 1 if texts differ.
 """
 
 from __future__ import annotations
@@ -18,54 +18,55 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from prompts import chat_tokens, finish, read_prompts, shipped_pair
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from short_answers import as_prompt, end, read_prompts, shipped_pair
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded
 
+TASKS = ("mt_bench", "gsm8k", "humaneval", "spec_bench")
 AGAIN = "plain again"
 METHODS = {"plain": "autoregressive", "auto": "auto", AGAIN: "autoregressive"}
-Seconds = dict[str, list[float]]  # by way
+Seconds = dict[str, list[float]]  # by variant
 
 
-class Queue:
-    """All prompts, so many at once, by every way."""
+class Batches:
+    """Answers all prompts by every variant with a fixed batch size."""
 
     def __init__(self, target: Loaded, draft: Loaded, prompts: Sequence[Any], batch: int, tokens: int) -> None:
         self._prompts, self._tokens = prompts, tokens
         self._open = ExitStack()
         self._llms = {
-            way: self._open.enter_context(
+            variant: self._open.enter_context(
                 LLM(target, draft if method == "auto" else None, method=method, profile=False, reuse=False, batch=batch)
             )
-            for way, method in METHODS.items()
+            for variant, method in METHODS.items()
         }
-        self.seconds: Seconds = {way: [] for way in METHODS}
+        self.seconds: Seconds = {variant: [] for variant in METHODS}
         self.texts: list[tuple[int, ...]] = []
         self.differing = 0
 
     def round(self, first: int) -> None:
-        """All ways in turn, from number `first` on."""
-        ways = list(METHODS)
-        for way in (*ways[first % 3 :], *ways[: first % 3]):
+        """Run all variants once, starting with number `first`."""
+        variants = list(METHODS)
+        for variant in (*variants[first % 3 :], *variants[: first % 3]):
             start = time.perf_counter()
-            results = self._llms[way].generate(self._prompts, max_tokens=self._tokens)
-            self.seconds[way].append(time.perf_counter() - start)
+            results = self._llms[variant].generate(self._prompts, max_tokens=self._tokens)
+            self.seconds[variant].append(time.perf_counter() - start)
             texts = [result.tokens for result in results]
             self.texts = self.texts or texts
             self.differing += sum(one != other for one, other in zip(texts, self.texts, strict=True))
 
     def close(self) -> None:
-        """Ends the LLMs; the models stay."""
+        """Close the LLMs but not the models."""
         self._open.close()
 
     def figures(self) -> dict[str, Any]:
-        """Tokens a second, and the rounds' ratios."""
-        plain, auto, again = (self.seconds[way] for way in METHODS)
+        """Return tokens/s and the quartiles of the ratios."""
+        plain, auto, again = (self.seconds[variant] for variant in METHODS)
         count = sum(map(len, self.texts))
         mean = [(one + other) / 2 for one, other in zip(plain, again, strict=True)]
         ratios = [one / other for one, other in zip(mean, auto, strict=True)]
@@ -80,8 +81,8 @@ class Queue:
 
 
 def report(found: dict[int, dict[str, Any]]) -> None:
-    """The table for people."""
-    table = Table("at once", "plain, tokens/s", "auto", "auto over plain (quartiles)", "plain over plain (quartiles)")
+    """Print the table."""
+    table = Table("batch", "plain, tokens/s", "auto", "auto over plain (quartiles)", "plain over plain (quartiles)")
     for batch, row in found.items():
         pairs = [
             f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in (row["ratio"], row["plain_over_plain"])
@@ -91,32 +92,32 @@ def report(found: dict[int, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--batch", default="2,4,8,16")
-    parser.add_argument("--prompts", type=int, default=6, help="of each task")
+    parser.add_argument("--prompts", type=int, default=6, help="prompts per task")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     if args.rounds < 2:
         raise UserError(f"--rounds must be at least 2, not {args.rounds}")
-    texts = read_prompts(args.data, args.prompts)
+    texts = {name: text for task in read_prompts(args.data, TASKS, args.prompts) for name, text in task.items()}
     target, draft = shipped_pair()
-    prompts = [as_prompt(target, text) for text in texts.values()]
+    prompts = [chat_tokens(target, text) for text in texts.values()]
     batches = [int(part) for part in args.batch.split(",")]
     found: dict[int, dict[str, Any]] = {}
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("rounds", total=len(batches) * args.rounds)
         for batch in batches:
-            queue = Queue(target, draft, prompts, batch, args.tokens)
+            batches = Batches(target, draft, prompts, batch, args.tokens)
             for number in range(args.rounds):
-                queue.round(number)
+                batches.round(number)
                 progress.advance(task)
-            queue.close()
-            found[batch] = queue.figures()
+            batches.close()
+            found[batch] = batches.figures()
     report(found)
-    end({"prompts": len(prompts), "batches": found}, sum(row["differing"] for row in found.values()))
+    finish({"prompts": len(prompts), "batches": found}, sum(row["differing"] for row in found.values()))
 
 
 if __name__ == "__main__":
