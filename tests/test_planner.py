@@ -14,7 +14,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
-from outpace.decoders.base import Load, RequestContext
+from outpace.decoders.base import BatchRows, RequestContext
 from outpace.planning import planner
 from outpace.planning.cost_model import Costs
 from outpace.planning.estimators import Mean
@@ -348,7 +348,7 @@ def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
 def test_requests_share_the_rows_that_cost_little() -> None:
     """Up to eight rows cost nothing, each beyond them half a pass: four requests, each of which would take all eight,
     take eight together, in the first round already."""
-    costs, load = Costs(), Load(4)
+    costs, load = Costs(), BatchRows(4)
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
             costs.round(4, rows, 4, seconds, 0.0)

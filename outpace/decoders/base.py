@@ -19,7 +19,7 @@ def _to_nobody(message: Correction | DraftDirectives) -> None:
 
 
 @dataclass
-class Load:
+class BatchRows:
     """The rows of the pass that is being put together: of each request what it asks for in this round, or, until it
     has chosen, what it had in the last pass. Who plans later knows what was planned before."""
 
@@ -37,8 +37,8 @@ class RequestContext:
     sources: Sequence[Source] = ()  # of drafts in turn
     budget: int = 1
     requests: int = 1  # running at once, this one included
-    rows: int = 1  # of this request, see `Load`
-    load: Load = field(default_factory=lambda: Load(1), repr=False)  # of all requests
+    rows: int = 1  # of this request, see `BatchRows`
+    load: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)  # of all requests
     left: int = 1  # tokens that may still be written
     carries: Collection[str] | None = None  # whole rounds may be asked for, with copies by these sources; None: not
     candidates: CandidateCache = field(init=False, repr=False)  # where the decoder needs a worker, and there alone

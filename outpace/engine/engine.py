@@ -21,7 +21,7 @@ from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
-from outpace.decoders.base import Load
+from outpace.decoders.base import BatchRows
 from outpace.engine.answer_cache import Recall
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
@@ -160,7 +160,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _draft(self) -> None:
         """Lets every request begin its round, and grows trees until all ask for the target's judgement."""
         try:
-            running, load = self._admission.running, Load()
+            running, load = self._admission.running, BatchRows()
             carries = self._carriers.may_carry(running)
             for run in running:
                 self._allot(run, load, len(running))
@@ -248,7 +248,7 @@ class Engine(AbstractContextManager["Engine"]):
             run.root = self.drafting.follow(run, tree, verdict, tokens, judged.seen)
             run.is_due, run.ask = True, None
 
-    def _allot(self, run: Running, load: Load, requests: int) -> None:
+    def _allot(self, run: Running, load: BatchRows, requests: int) -> None:
         """Tells a request how much room there is for it beside the others, and counts it with the load."""
         place, options = run.place, self.options
         most = min(options.nodes, run.request.nodes or options.nodes)
