@@ -30,7 +30,7 @@ from rich.table import Table
 from outpace.api.llm import LLM, load
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import Contender
-from outpace.bench.own import MethodRunner
+from outpace.bench.method_runner import MethodRunner
 from outpace.core.logits import SparseLogits
 from outpace.distill.prompts import read_prompts
 from outpace.models.base import Part

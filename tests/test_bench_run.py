@@ -19,7 +19,7 @@ from files import weights, write_gguf
 from outpace.api.llm import load
 from outpace.bench import run as bench_run
 from outpace.bench.contenders import Contender
-from outpace.bench.own import MethodRunner, score_gap
+from outpace.bench.method_runner import MethodRunner, score_gap
 from outpace.bench.run import Bench, BenchOptions, rotated
 from outpace.bench.store import ANSWERS, Store
 from outpace.cli.main import main

@@ -16,7 +16,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench import run as bench_run
 from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
-from outpace.bench.own import MethodRunner
+from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import Key, Store
 from outpace.bench.tasks import Conversations, check_turns

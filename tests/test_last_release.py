@@ -21,7 +21,7 @@ from distill_files import prompts_file, target_folder
 from files import write_gguf
 
 from outpace.api.llm import LLM
-from outpace.bench.own import MethodRunner
+from outpace.bench.method_runner import MethodRunner
 from outpace.bench.store import Store, read_records, read_settings
 from outpace.cli.main import main
 from outpace.distill.shards import read_shards

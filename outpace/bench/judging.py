@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outpace.bench.contenders import is_lossy
-from outpace.bench.own import CHUNK
+from outpace.bench.method_runner import CHUNK
 from outpace.bench.run import Bench
 from outpace.bench.scoring import PROGRAM, is_right
 from outpace.bench.store import Record

@@ -13,7 +13,7 @@ import torch
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench import contenders as names
-from outpace.bench import own
+from outpace.bench import method_runner
 from outpace.bench.apart import Apart
 from outpace.bench.contenders import Contender
 from outpace.bench.figures import ALL, TableRow, table_rows
@@ -89,7 +89,7 @@ class Bench:
         with ExitStack() as parts:  # a wrong option of a later method must not leave an earlier one's worker behind
             for contender in options.methods:
                 opened = parts.enter_context(
-                    closing(own.MethodRunner(contender, models, options.sampling_params, most))
+                    closing(method_runner.MethodRunner(contender, models, options.sampling_params, most))
                 )
                 self._running[contender.label] = opened
             self._parts = parts.pop_all()
@@ -171,11 +171,11 @@ class Bench:
     def _measured(self, known: Record, engine: Peer, contender: Contender, asked: Sequence[TaskPrompt]) -> Record:
         most = self.options.sampling_params.max_tokens
         prompts = [self.prompt(one) for one in asked]
-        if known.batch > 1 and isinstance(engine, own.MethodRunner):
+        if known.batch > 1 and isinstance(engine, method_runner.MethodRunner):
             texts, seconds = engine.together(prompts, most)
             held = tuple((one.task, one.name) for one in asked)
             return replace(known, seconds=seconds, prompts=held, texts=tuple(texts))
-        if contender.guess and isinstance(engine, own.MethodRunner):
+        if contender.guess and isinstance(engine, method_runner.MethodRunner):
             prediction = contender.prediction(self._said(asked[0], len(asked[0].before)))
             return replace(known, **answered(engine.answer(prompts[0], most, prediction)))
         return replace(known, **answered(engine.answer(prompts[0], most)))
@@ -272,7 +272,7 @@ def with_gaps(found: Sequence[TableRow], bench: Bench) -> list[TableRow]:
             plain = bench.store.records.get(Key(names.PLAIN, left.task, left.prompt, 0, 1))
             before = plain.tokens[: left.position] if plain else ()
             text = [*bench.prompt(prompts[left.task, left.prompt]), *before]
-            gap = own.score_gap(bench.models.target.model, text, (left.plain_token, left.token))
+            gap = method_runner.score_gap(bench.models.target.model, text, (left.plain_token, left.token))
             row = replace(row, divergence=replace(left, score_gap=round(gap, 5)))
         made.append(row)
     return made
