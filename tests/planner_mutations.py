@@ -198,7 +198,7 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 PLANNER_MUTATIONS = [
     mutation("planner: a drafter's chances are taken at their word", acceptance.Chances, "of", blindly_trusting),
     mutation("planner: fitted chances are corrected too", acceptance.Chances, "__init__", corrected_in_any_case),
-    mutation("planner: a few bad rounds end a draft", cost_model.Costs, "trust_of_one", of_a_few_rounds),
+    mutation("planner: a few bad rounds end a draft", cost_model.CostModel, "trust_of_one", of_a_few_rounds),
     mutation("planner: unlikely leaves add up", planner.Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", planner.Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", planner.Planner, "pays", always_deeper),
@@ -207,7 +207,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: what failed is tried as often as before", planner.Planner, "learn", as_often_as_before),
     mutation(
         "planner: a crowd's trials start anew with each request",
-        cost_model.Costs,
+        cost_model.CostModel,
         "tried",
         lambda f: lambda *parts, pays: None,
     ),
@@ -219,7 +219,7 @@ PLANNER_MUTATIONS = [
     mutation("planner: no text repeats itself", sources.Repeats, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
-    mutation("costs: a round with its drafting", cost_model.Costs, "round", with_its_drafting),
+    mutation("costs: a round with its drafting", cost_model.CostModel, "round", with_its_drafting),
     mutation("costs: more rows may be cheaper", latency_curve.RowTimes, "_convex", falling),
     mutation("costs: rows are free where few samples say so", latency_curve.RowTimes, "_convex", medians_joined),
     mutation(
@@ -232,15 +232,15 @@ PLANNER_MUTATIONS = [
         lambda f: lambda self, rows: None,
     ),
     mutation("planner: copies' rows cost nothing", planner.Planner, "_learn_copies", rows_unpaid),
-    mutation("costs: reading is part of a step", cost_model.Costs, "reads", lambda f: lambda self, source: None),
-    mutation("costs: a step costs each request what it costs one", cost_model.Costs, "draft", of_one_request),
+    mutation("costs: reading is part of a step", cost_model.CostModel, "reads", lambda f: lambda self, source: None),
+    mutation("costs: a step costs each request what it costs one", cost_model.CostModel, "draft", of_one_request),
     mutation(
         "costs: rows that were never timed are free", latency_curve.RowTimes, "_slope", lambda f: lambda *parts: 0.0
     ),
     mutation(
         "costs: a prompt's pass says nothing of rows", latency_curve.RowTimes, "read", lambda f: lambda *parts: None
     ),
-    mutation("costs: a second is worth what is written now", cost_model.Costs, "price", what_is_written_now),
+    mutation("costs: a second is worth what is written now", cost_model.CostModel, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", estimators.Mean, "learn", never_forgetting),
-    mutation("costs: a source was asked just now", cost_model.Costs, "idle", lambda f: lambda self, source: 0.0),
+    mutation("costs: a source was asked just now", cost_model.CostModel, "idle", lambda f: lambda self, source: 0.0),
 ]

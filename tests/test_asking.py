@@ -15,7 +15,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.planning import sources
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import Repeats
 
 COPIES = Source("ngram", False, is_fitted=True)
@@ -34,7 +34,7 @@ class Told:
 
     def run(self) -> float:
         """Writes the text; how much faster that was than plain decoding."""
-        costs, written = Costs(), [self.text[0]]
+        costs, written = CostModel(), [self.text[0]]
         place = place_of(make_request((1,)), 16, costs, (COPIES,))
         place.committed, place.last_token = written, written[0]
         coroutine = auto.decode(place, auto.Options())

@@ -31,7 +31,7 @@ from outpace.models.base import chain
 from outpace.models.llama.native import rope_tables
 from outpace.models.llama.native.pair import NativePair
 from outpace.models.llama.native.runtime import NativeLlama
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.rules import gumbel
 
 kernels = pytest.importorskip("outpace_kernels")
@@ -62,13 +62,13 @@ def draft(target: NativeLlama) -> NativeLlama:
 def stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is timed: whoever plans goes by what he is told."""
 
-    def seen(costs: Costs, *_: object, is_first: bool = True) -> None:
+    def seen(costs: CostModel, *_: object, is_first: bool = True) -> None:
         costs._planned = costs.seen if is_first else costs._planned
         costs._rounds.seen += 1
 
-    monkeypatch.setattr(Costs, "round", seen)
-    monkeypatch.setattr(Costs, "stepped", lambda *_: None)
-    monkeypatch.setattr(Costs, "read", lambda *_: None)
+    monkeypatch.setattr(CostModel, "round", seen)
+    monkeypatch.setattr(CostModel, "stepped", lambda *_: None)
+    monkeypatch.setattr(CostModel, "read", lambda *_: None)
 
 
 def drafter_of(draft: NativeLlama, copies: bool, target: NativeLlama | None = None, **options: Any) -> Any:
@@ -474,13 +474,13 @@ def test_no_position_is_asked_for_behind_the_table(monkeypatch: pytest.MonkeyPat
 def test_what_is_noted_of_rounds_is_what_they_were(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and tokens of each, in their order, by the engine's costs and by the requests' own records."""
     noted: list[tuple[int, int]] = []
-    inner = Costs.round
+    inner = CostModel.round
 
-    def watched(costs: Costs, requests: int, rows: int, tokens: int, *more: Any, **options: Any) -> None:
+    def watched(costs: CostModel, requests: int, rows: int, tokens: int, *more: Any, **options: Any) -> None:
         noted.append((rows, tokens))
         inner(costs, requests, rows, tokens, *more, **options)
 
-    monkeypatch.setattr(Costs, "round", watched)
+    monkeypatch.setattr(CostModel, "round", watched)
     for seed in range(6):
         noted.clear()
         ways.carried.clear()

@@ -12,19 +12,19 @@ from outpace.core.types import Source
 from outpace.models.load import Loaded
 from outpace.models.toy import Toy
 from outpace.planning import profile as profiles
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import Mean
 
 
-def costs_of(*rounds: tuple[int, float]) -> Costs:
-    costs = Costs()
+def costs_of(*rounds: tuple[int, float]) -> CostModel:
+    costs = CostModel()
     for rows, seconds in rounds:
         costs.round(1, rows, 1, seconds, 0.0)
     return costs
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert Costs().target(4) == Costs().draft(DRAFT) == Costs().price(1) == 0.0
+    assert CostModel().target(4) == CostModel().draft(DRAFT) == CostModel().price(1) == 0.0
 
 
 def test_medians_stand_against_outliers() -> None:
@@ -87,7 +87,7 @@ def test_one_slow_sample_does_not_make_a_row_count_dear() -> None:
 
 
 def test_drafting_is_not_part_of_a_round() -> None:
-    costs = Costs()
+    costs = CostModel()
     costs.round(1, 2, 2, 10.0, 4.0)
     assert costs.target(2) == 6.0
     assert costs.price(1) == pytest.approx(0.2)
@@ -100,7 +100,7 @@ def test_the_price_is_at_least_plain_decodings() -> None:
 
 
 def test_only_steps_of_the_draft_count_as_such() -> None:
-    costs = Costs()
+    costs = CostModel()
     assert costs.draft(DRAFT) == 0.0
     for seconds, is_step in ((30.0, False), (0.8, True), (0.7, True), (0.9, True)):
         costs.drafted(2 * seconds, 2, DRAFT)
@@ -115,7 +115,7 @@ def test_only_steps_of_the_draft_count_as_such() -> None:
 
 def test_what_a_step_takes_is_known_by_the_requests_that_share_it() -> None:
     """Timed alone it is held to take as long for several; timed with several, what it takes alone says nothing more."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(3):
         costs.drafted(0.9, 1, DRAFT)
         costs.stepped(DRAFT, 1)
@@ -129,7 +129,7 @@ def test_what_a_step_takes_is_known_by_the_requests_that_share_it() -> None:
 
 
 def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
-    costs = Costs()
+    costs = CostModel()
     for seconds, reads in ((0.8, False), (9.0, True), (0.8, False), (9.0, True), (9.0, True)):
         if reads:
             costs.reads(DRAFT)
@@ -140,7 +140,7 @@ def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
 
 def test_what_a_layer_adds_is_known_by_the_requests_too() -> None:
     """With more requests a row costs more: what a layer adds above that says little of what it adds with one."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(30):
         costs.growth(DRAFT, 0, 1).learn(0.8)
     assert costs.growth(DRAFT, 0, 4).value == pytest.approx(0.8, abs=0.05), "at first what is known"
@@ -171,7 +171,7 @@ ABOUT = {"target": {"name": "a"}, "cores": 2}
 
 
 def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
-    costs = Costs()
+    costs = CostModel()
     costs.recall(LEARNT)
     assert profiles.write(ABOUT, costs.remember() | {"method": "auto", "drafters": {}}, tmp_path)
     assert profiles.read(ABOUT, tmp_path) == LEARNT
@@ -235,7 +235,7 @@ def test_a_step_is_expected_to_cost_what_its_weights_say_until_it_is_timed() -> 
 
 
 def test_reading_is_expected_to_take_the_same_share_of_the_targets() -> None:
-    costs = Costs()
+    costs = CostModel()
     costs.expect(DRAFT, 0.1)
     assert costs.reading(DRAFT, 100) == 0.0, "nothing was read yet"
     costs.read(200, 4.0)

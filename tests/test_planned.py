@@ -11,7 +11,7 @@ from doubles import make_request
 from outpace.card.cache import CandidateCache
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Options, _Planner
-from outpace.planning.cost_model import Costs, best_rows
+from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import Ledger
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
@@ -80,7 +80,7 @@ class Leaves:
 
 def gain(*chances: float) -> float:
     """Tokens that a layer below such leaves is expected to add."""
-    place = RequestContext(make_request((1, 2)), [1, 2], Costs(), budget=8)
+    place = RequestContext(make_request((1, 2)), [1, 2], CostModel(), budget=8)
     place.candidates = cast(CandidateCache, Leaves(*chances))
     planner = _Planner(place, Options())
     planner.begin()

@@ -16,7 +16,7 @@ from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.decoders.base import BatchRows, RequestContext
 from outpace.planning import planner
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import Mean
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
@@ -24,7 +24,9 @@ RIGHT, WRONG, COPY = 1, 0, 2
 COPIES, DRAFT = Source("ngram", False), Source("model", True)
 
 
-def place_of(request: Any, budget: int, costs: Costs, sources: tuple[Source, ...] = (COPIES, DRAFT)) -> SimpleNamespace:
+def place_of(
+    request: Any, budget: int, costs: CostModel, sources: tuple[Source, ...] = (COPIES, DRAFT)
+) -> SimpleNamespace:
     """What a decoder sees of an engine that runs one request."""
     return SimpleNamespace(
         request=request,
@@ -54,7 +56,7 @@ class World:
     ) -> None:
         self.free_promise = 0.0  # of a wrong token that a drafter without a model adds below the root
         self.promise, self.is_right, self.step, self.row = promise, is_right, step, row
-        self.costs, self.seconds, self.written, self.asked, self.lag = Costs(), 0.0, 0, 0, 100
+        self.costs, self.seconds, self.written, self.asked, self.lag = CostModel(), 0.0, 0, 0, 100
         rule = make_request((1,), **request)
         self.place = place_of(rule, budget, self.costs)
 
@@ -181,7 +183,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
     """Where rows cost: each child is as unlikely as its leaf, and has its price."""
     found = []
     for chances in ((0.8,), (0.2, 0.2, 0.2, 0.2)):
-        costs = Costs()
+        costs = CostModel()
         for rows in (1, 2, 4, 8) * 3:
             costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
         planner = planner.Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
@@ -198,7 +200,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
 @pytest.mark.parametrize(("trust", "is_asked"), [(0.5, True), (0.2, False)])
 def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: float, is_asked: bool) -> None:
     """Where rows are dear too; but not one whose word came to nothing."""
-    costs = Costs()
+    costs = CostModel()
     for rows in (1, 2, 4, 8) * 3:
         costs.round(1, rows, 1, PASS * (1 + 0.15 * (rows - 1)), 0.0)
     costs.expect(DRAFT, 0.1)
@@ -231,7 +233,7 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
 def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
     """Ten answers of which the draft knows nothing, ever fewer of which try it in more than one round; then one that
     it knows gains, although all others lost."""
-    costs = Costs()
+    costs = CostModel()
 
     def answer(share: float) -> tuple[float, int]:
         world = World(max(share, 0.1), lambda place: place % 10 < 10 * share, step=1.5)
@@ -246,7 +248,7 @@ def test_what_a_draft_is_worth_is_found_out_in_each_text() -> None:
 
 
 def test_after_texts_that_a_draft_knows_one_that_it_does_not_know_loses_little() -> None:
-    costs = Costs()
+    costs = CostModel()
     for share in (0.8, 0.8, 0.8, 0.0, 0.8, 0.0):
         world = World(max(share, 0.1), lambda place, share=share: place % 10 < 10 * share, step=1.5)
         world.costs = world.place.costs = costs
@@ -257,7 +259,7 @@ def test_after_texts_that_a_draft_knows_one_that_it_does_not_know_loses_little()
 
 def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
-    costs, guesses = Costs(), Source("prediction", False)
+    costs, guesses = CostModel(), Source("prediction", False)
     place = place_of(None, 16, costs, (COPIES, guesses, DRAFT))
     planner = planner.Planner(place, auto.Options())
     for _ in range(20):
@@ -282,7 +284,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
 def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true: bool) -> None:
     """Where short copies came true a common factor would take a long one for sure, and pay for rows that it is not
     worth; where they failed it would leave out what the drafter has learnt to offer more rarely."""
-    costs, copies = Costs(), Source("suffix", False, is_fitted=True)
+    costs, copies = CostModel(), Source("suffix", False, is_fitted=True)
     for _ in range(3):
         for rows in range(1, 9):
             costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
@@ -315,7 +317,7 @@ def test_without_trials_nothing_is_tried_again() -> None:
 
 def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
     """A node worth .1 token is not verified where its row costs .3 of a pass."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(3):
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
             costs.round(1, rows, 1, seconds, 0.0)
@@ -348,7 +350,7 @@ def chosen_rows(planner: Any, place: Any, chance: float, nodes: int) -> int:
 def test_requests_share_the_rows_that_cost_little() -> None:
     """Up to eight rows cost nothing, each beyond them half a pass: four requests, each of which would take all eight,
     take eight together, in the first round already."""
-    costs, load = Costs(), BatchRows(4)
+    costs, load = CostModel(), BatchRows(4)
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0)):
             costs.round(4, rows, 4, seconds, 0.0)
@@ -365,7 +367,7 @@ def test_requests_share_the_rows_that_cost_little() -> None:
 @pytest.mark.parametrize(("accepted", "is_asked"), [(0, False), (2, True)])
 def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) -> None:
     """A row costs half a token: who gains nothing is asked in one round of many, who copies goes on."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
             costs.round(4, rows, 4, seconds, 0.0)
@@ -389,7 +391,7 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
 def rounds_with_the_model(requests: int, answers: int) -> int:
     """In how many rounds one of several requests that write short answers, one behind the other, asks a draft model
     whose tokens never come true."""
-    costs, asked = Costs(), 0
+    costs, asked = CostModel(), 0
     for _ in range(3):
         for rows, seconds in ((4, 6.0), (8, 9.0), (16, 15.0)):
             costs.round(requests, rows, requests, seconds, 0.0)
@@ -418,7 +420,7 @@ def test_a_crowd_remembers_for_the_next_request_that_trials_failed() -> None:
 
 def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
     """Only plain rounds of eight were timed: nobody can say that they are a crowd."""
-    costs = Costs()
+    costs = CostModel()
     for _ in range(40):
         costs.round(8, 8, 8, 6.0, 0.0)
     place = place_of(None, 8, costs, (COPIES,))

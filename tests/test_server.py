@@ -14,7 +14,7 @@ from serving import HELLO, Served, served, wait_for
 from test_library import folder
 
 import outpace
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.server.choices import Choice, Delta
 
 FREE = {"max_tokens": 16, "ignore_eos": True}
@@ -334,7 +334,7 @@ def test_metrics_count_what_was_written(site: Served) -> None:
 
 
 def test_metrics_tell_who_drafted_and_what_it_gave(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Costs, "price", lambda *parts: 0.0)  # time is worth nothing: what is forced is drafted
+    monkeypatch.setattr(CostModel, "price", lambda *parts: 0.0)  # time is worth nothing: what is forced is drafted
 
     def drafted() -> float:
         found = site.service.metrics.registry.collect()

@@ -9,7 +9,7 @@ from typing import Any
 from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Ask, Request, Source
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 
 Coroutine = Generator[Ask, Any, None]
 
@@ -33,7 +33,7 @@ class RequestContext:
 
     request: Request
     committed: Sequence[int]  # the prompt, and what was written so far
-    costs: Costs = field(repr=False)  # the engine's
+    costs: CostModel = field(repr=False)  # the engine's
     sources: Sequence[Source] = ()  # of drafts in turn
     budget: int = 1
     requests: int = 1  # running at once, this one included

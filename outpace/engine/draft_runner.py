@@ -15,7 +15,7 @@ from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.engine.sequence import Running
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Drafting:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], worker: DraftWorker | None, costs: Costs, clock: Callable[[], float]
+        self, drafters: Mapping[str, Drafter], worker: DraftWorker | None, costs: CostModel, clock: Callable[[], float]
     ) -> None:
         """`drafters` by name, as requests ask for them; the first is for those that name none."""
         self.drafters, self.worker, self._costs, self._clock = dict(drafters), worker, costs, clock

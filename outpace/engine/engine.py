@@ -33,7 +33,7 @@ from outpace.engine.sequence import Running, Watch, apart, check_request, check_
 from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.rules.base import FailedRow
 
 
@@ -58,7 +58,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.target = target
         self._clock = clock
         self.options = options or EngineOptions()
-        self.costs = Costs()
+        self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = Drafting(named, worker, self.costs, clock)
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)

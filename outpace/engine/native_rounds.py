@@ -11,7 +11,7 @@ from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import Running, apart
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 
 _MOST = 8  # rounds in a step
 _FEW = 4  # requests: of more, seldom all draft, and each would plan in vain
@@ -26,7 +26,7 @@ class Carriers:
         target: Model,
         admission: Admission,
         drafting: Drafting,
-        costs: Costs,
+        costs: CostModel,
         burst: float,
         clock: Callable[[], float],
     ) -> None:

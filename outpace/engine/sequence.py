@@ -34,7 +34,7 @@ from outpace.core.types import (
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.prefix_index import Text
 from outpace.models.base import Model, Session
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 from outpace.rules.base import native_noise
 
 
@@ -123,7 +123,7 @@ class Running:
     decoder: ModuleType
     options: Any
     key: int
-    costs: Costs = field(repr=False)
+    costs: CostModel = field(repr=False)
     watch: Watch | None = None
     committed: list[int] = field(init=False)  # the prompt, and what was written so far
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"

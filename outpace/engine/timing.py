@@ -9,10 +9,10 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
 from outpace.engine.sequence import Running
 from outpace.models.base import Model, Part
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 
 
-def expect_steps(costs: Costs, target: Model, drafters: Iterable[Drafter]) -> None:
+def expect_steps(costs: CostModel, target: Model, drafters: Iterable[Drafter]) -> None:
     """Passes over few rows are bound by memory: until a draft's step is timed, it is held to cost such a share of the
     target's pass as its weights are of the target's."""
     whole = target.weight_bytes
@@ -26,7 +26,7 @@ def expect_steps(costs: Costs, target: Model, drafters: Iterable[Drafter]) -> No
 
 
 def note_round(
-    costs: Costs,
+    costs: CostModel,
     chunks: Sequence[tuple[Running, Part]],
     trees: Sequence[tuple[Running, TokenTree]],
     drafting: float,
@@ -53,7 +53,7 @@ def note_round(
 
 
 def note_carried(
-    costs: Costs,
+    costs: CostModel,
     asking: Sequence[Running],
     done: Sequence[Sequence[Carried]],
     before: Sequence[int],

@@ -8,7 +8,7 @@ from math import exp
 from outpace.core.stats import BatchedUpdates
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
-from outpace.planning.cost_model import Costs
+from outpace.planning.cost_model import CostModel
 
 _ON = 0.97  # of the chance that a copy goes on
 _TOGETHER = 3  # rounds
@@ -22,7 +22,7 @@ class Chances:
     they end, and a long branch stands or falls with which it is.
     """
 
-    def __init__(self, costs: Costs, sources: Iterable[Source]) -> None:
+    def __init__(self, costs: CostModel, sources: Iterable[Source]) -> None:
         self._costs = costs
         self._trust = {one.name: costs.trust_of_one(one.name) for one in sources if not one.is_fitted}
         self._values = [1.0]

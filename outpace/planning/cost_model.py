@@ -35,7 +35,7 @@ class Prices(NamedTuple):
     is_known: bool  # whether a plain round was timed
 
 
-class Costs:
+class CostModel:
     """Seconds by what is done, tokens by seconds, and how far the drafter's promises are kept. Not for two threads.
 
     `rows` are those of the whole pass, of all requests together.

@@ -16,7 +16,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import Chances
-from outpace.planning.cost_model import GROWS, Costs
+from outpace.planning.cost_model import GROWS, CostModel
 from outpace.planning.sources import Copier, Grower, Repeats
 
 LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
@@ -47,7 +47,7 @@ class Planner:
 
     def __init__(self, place: RequestContext, options: Options) -> None:
         self._place, self._options = place, options
-        self._costs: Costs = place.costs
+        self._costs: CostModel = place.costs
         self._chances = Chances(self._costs, place.sources)  # of this round's nodes
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
@@ -241,7 +241,7 @@ class Planner:
         return reach
 
 
-def note_forward(costs: Costs, source: Source, forward: Forward, requests: int) -> None:
+def note_forward(costs: CostModel, source: Source, forward: Forward, requests: int) -> None:
     """What a forward took that was carried out, while so many requests write."""
     if not forward.is_step:
         costs.reads(source)
