@@ -101,7 +101,7 @@ def until_ready(worker: ProcessWorker) -> None:
         time.sleep(0.05)
 
 
-def with_length(setup: Setup, recorded: Any, times: costs.PassTimes) -> Setup:
+def with_length(setup: Setup, recorded: Any, times: costs.PassCosts) -> Setup:
     """Choose the draft length that the simulator finds best, if the method has one."""
     if not setup.lengths:
         return setup

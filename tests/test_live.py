@@ -49,7 +49,7 @@ def run(live: LiveModels, trace: Trace, setup: Setup, *ratios: float) -> list[Ou
 def test_a_chain_takes_what_its_replay_takes(trace: Trace, length: int) -> None:
     """A chain at temperature 0 asks nobody about wrong branches, so the two ways must agree."""
     setup = replace(SETUPS["speculative-chain"], lengths=())
-    prices = costs.PassTimes("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
+    prices = costs.PassCosts("by rows", lambda rows: 5.0 + rows, lambda rows: 1.0)
     mine = _run_live(LiveModels(trace, TARGET, DRAFT), setup, prices, length)
     other = run_setup(index_trace(trace), setup, prices, 2, length)
     assert mine.seconds == pytest.approx(other.seconds)

@@ -13,7 +13,7 @@ Cost = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class PassTimes:
+class PassCosts:
     """`target` and `draft` by rows, in one unit; `name` is what tables call them."""
 
     name: str
@@ -26,17 +26,17 @@ class PassTimes:
         return self.target(1) / self.draft(1)
 
 
-def by_ratio(ratio: float) -> PassTimes:
+def by_ratio(ratio: float) -> PassCosts:
     """The target takes `ratio` draft forwards; rows cost nothing more, as on a GPU that reads weights most of the
     time."""
     check_range("ratio", ratio, 1e-6, 1e6)
-    return PassTimes(f"{ratio:g}", lambda rows: ratio, lambda rows: 1.0)
+    return PassCosts(f"{ratio:g}", lambda rows: ratio, lambda rows: 1.0)
 
 
-def measured(target: str, draft: str) -> PassTimes:
+def measured(target: str, draft: str) -> PassCosts:
     """Measured times, as in `1:6.0,4:6.2,8:7.0`: rows and their time."""
-    costs = PassTimes("measured", parse_curve("target-times", target), parse_curve("draft-times", draft))
-    return PassTimes(f"{costs.ratio:.3g} measured", costs.target, costs.draft)
+    costs = PassCosts("measured", parse_curve("target-times", target), parse_curve("draft-times", draft))
+    return PassCosts(f"{costs.ratio:.3g} measured", costs.target, costs.draft)
 
 
 def ratios(text: str) -> list[float]:

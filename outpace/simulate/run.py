@@ -21,7 +21,7 @@ from outpace.engine.build import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part
 from outpace.rules import greedy
-from outpace.simulate.costs import Cost, PassTimes
+from outpace.simulate.costs import Cost, PassCosts
 from outpace.simulate.indexed_trace import IndexedTrace, Script, index_trace
 from outpace.simulate.models import Recorded, ReplayDraft, ReplayTarget
 from outpace.simulate.setups import PLAIN, Setup
@@ -38,7 +38,7 @@ class Course:
     forwards: Counter[int] = field(default_factory=Counter)
     steps: list[RoundStats] = field(default_factory=list)
 
-    def seconds(self, costs: PassTimes) -> tuple[float, float]:
+    def seconds(self, costs: PassCosts) -> tuple[float, float]:
         """Of the target and of the draft model, which work in turn."""
         return _priced(self.passes, costs.target), _priced(self.forwards, costs.draft)
 
@@ -158,7 +158,7 @@ class Outcome:
 def simulate(
     trace: Trace,
     chosen: Sequence[Setup],
-    costs: Sequence[PassTimes],
+    costs: Sequence[PassCosts],
     devices: int = 2,
     progress: Callable[[str, int, int], None] = lambda what, done, all: None,
     live: LiveModels | None = None,
@@ -206,7 +206,7 @@ def _best(
 def _run_live(
     live: LiveModels,
     setup: Setup,
-    costs: PassTimes,
+    costs: PassCosts,
     draft_length: int | None = None,
     some: Sequence[Script] | None = None,
 ) -> Outcome:
@@ -227,7 +227,7 @@ def _run_live(
 def run_setup(
     scripts: IndexedTrace,
     setup: Setup,
-    costs: PassTimes,
+    costs: PassCosts,
     devices: int = 2,
     draft_length: int | None = None,
     some: Sequence[Script] | None = None,
