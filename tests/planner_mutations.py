@@ -220,10 +220,13 @@ PLANNER_MUTATIONS = [
     mutation("planner: a repetition in vain says nothing", sources.Copier, "asked", never_in_vain),
     mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", cost_model.CostModel, "round", with_its_drafting),
-    mutation("costs: more rows may be cheaper", latency_curve.RowTimes, "_convex", falling),
-    mutation("costs: rows are free where few samples say so", latency_curve.RowTimes, "_convex", medians_joined),
+    mutation("costs: more rows may be cheaper", latency_curve.LatencyCurve, "_convex", falling),
+    mutation("costs: rows are free where few samples say so", latency_curve.LatencyCurve, "_convex", medians_joined),
     mutation(
-        "costs: what a busy machine took is kept", latency_curve.RowTimes, "_forget_old", lambda f: lambda self: None
+        "costs: what a busy machine took is kept",
+        latency_curve.LatencyCurve,
+        "_forget_old",
+        lambda f: lambda self: None,
     ),
     mutation(
         "planner: nobody tells the others what he asks for",
@@ -235,10 +238,10 @@ PLANNER_MUTATIONS = [
     mutation("costs: reading is part of a step", cost_model.CostModel, "reads", lambda f: lambda self, source: None),
     mutation("costs: a step costs each request what it costs one", cost_model.CostModel, "draft", of_one_request),
     mutation(
-        "costs: rows that were never timed are free", latency_curve.RowTimes, "_slope", lambda f: lambda *parts: 0.0
+        "costs: rows that were never timed are free", latency_curve.LatencyCurve, "_slope", lambda f: lambda *parts: 0.0
     ),
     mutation(
-        "costs: a prompt's pass says nothing of rows", latency_curve.RowTimes, "read", lambda f: lambda *parts: None
+        "costs: a prompt's pass says nothing of rows", latency_curve.LatencyCurve, "read", lambda f: lambda *parts: None
     ),
     mutation("costs: a second is worth what is written now", cost_model.CostModel, "price", what_is_written_now),
     mutation("costs: nothing is forgotten", estimators.Mean, "learn", never_forgetting),

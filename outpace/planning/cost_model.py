@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from outpace.core.carried import PassTimes
 from outpace.core.types import Source
 from outpace.planning.estimators import Mean, Recent
-from outpace.planning.latency_curve import RowTimes
+from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
 _GROWTH_FADE = 0.9  # the same where samples are rare: a few trials must undo what bad first rounds said
@@ -42,7 +42,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._rounds = RowTimes()
+        self._rounds = LatencyCurve()
         self.latest_draft = 0.0  # seconds of the last growth, a request's share of them
         self.latest_round = 0.0  # seconds of the last round, waits and drafting among them
         self.latest_pass = 0.0  # without them

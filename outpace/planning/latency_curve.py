@@ -17,7 +17,7 @@ _WIDE = 16  # tokens of prompt, in a pass that tells what rows cost where there 
 Point = tuple[int, float]
 
 
-class RowTimes:
+class LatencyCurve:
     """Seconds of a round, its drafting not counted, by the rows of all requests together."""
 
     def __init__(self) -> None:
