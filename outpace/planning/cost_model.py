@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outpace.core.carried import PassTimes
 from outpace.core.types import Source
-from outpace.planning.estimators import Mean, Recent
+from outpace.planning.estimators import Mean, RollingMedian
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
@@ -48,7 +48,9 @@ class CostModel:
         self.latest_pass = 0.0  # without them
         self._tried = 0  # the last round that was for the sake of knowing its time
         self._planned = -1  # rounds that were seen when the last plan was made
-        self._draft = defaultdict[str, Recent](Recent)  # by source and requests: a request's share of a step
+        self._draft = defaultdict[str, RollingMedian](
+            RollingMedian
+        )  # by source and requests: a request's share of a step
         self._readers: set[str] = set()  # see `reads`
         self._is_step = True  # see `stepped`
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
@@ -274,7 +276,7 @@ class CostModel:
         """Begins with what a profile holds."""
         self._rounds.recall(profile["rounds"])
         for name, seconds in profile["draft"].items():
-            self._draft[name] = Recent()
+            self._draft[name] = RollingMedian()
             self._draft[name].expect(1, float(seconds))
         self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():

@@ -11,7 +11,7 @@ TRIED = 2  # so many times make a median
 _RENEWED = 4  # times after which a median of many is taken anew
 
 
-class Recent:
+class RollingMedian:
     """Seconds by number. A median is taken when it is asked for: anew when its times have changed, and where they are
     as many as are kept, when some of them have."""
 

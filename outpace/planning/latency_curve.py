@@ -6,7 +6,7 @@ import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from outpace.planning.estimators import KEPT, TRIED, Recent
+from outpace.planning.estimators import KEPT, TRIED, RollingMedian
 
 _RENEWED = 4  # rounds after which medians are taken anew
 _STALE = 96  # rounds after which a row count is measured again
@@ -21,7 +21,7 @@ class LatencyCurve:
     """Seconds of a round, its drafting not counted, by the rows of all requests together."""
 
     def __init__(self) -> None:
-        self._times = Recent()  # by bucket
+        self._times = RollingMedian()  # by bucket
         self._last: dict[int, int] = {}  # by bucket: the round in which it was met last
         self._wide: deque[Point] = deque(maxlen=KEPT)  # the latest passes over prompts
         self._curve: tuple[list[int], list[float]] | None = None
