@@ -63,13 +63,13 @@ def corrected_in_any_case(init: Original) -> Original:
     def mutated(self: Any, costs: Any, sources: Any) -> None:
         init(self, costs, sources)
         for source in sources:
-            self._trust.setdefault(source.name, estimators.Mean(1.0, 2.0))
+            self._trust.setdefault(source.name, estimators.DecayedMean(1.0, 2.0))
 
     return mutated
 
 
 def of_a_few_rounds(trust: Original) -> Original:
-    return lambda self, source: estimators.Mean(self.trust(source).value, 2.0, 0.8)
+    return lambda self, source: estimators.DecayedMean(self.trust(source).value, 2.0, 0.8)
 
 
 def adding_up(reach: Original) -> Original:
@@ -244,6 +244,6 @@ PLANNER_MUTATIONS = [
         "costs: a prompt's pass says nothing of rows", latency_curve.LatencyCurve, "read", lambda f: lambda *parts: None
     ),
     mutation("costs: a second is worth what is written now", cost_model.CostModel, "price", what_is_written_now),
-    mutation("costs: nothing is forgotten", estimators.Mean, "learn", never_forgetting),
+    mutation("costs: nothing is forgotten", estimators.DecayedMean, "learn", never_forgetting),
     mutation("costs: a source was asked just now", cost_model.CostModel, "idle", lambda f: lambda self, source: 0.0),
 ]

@@ -13,7 +13,7 @@ from outpace.models.load import Loaded
 from outpace.models.toy import Toy
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import Mean
+from outpace.planning.estimators import DecayedMean
 
 
 def costs_of(*rounds: tuple[int, float]) -> CostModel:
@@ -152,7 +152,7 @@ def test_what_a_layer_adds_is_known_by_the_requests_too() -> None:
 
 
 def test_a_mean_forgets() -> None:
-    mean = Mean(1.0, 2.0, fade=0.9)
+    mean = DecayedMean(1.0, 2.0, fade=0.9)
     for _ in range(100):
         mean.learn(0.0)
     assert mean.value < 1e-4

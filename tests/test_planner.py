@@ -17,7 +17,7 @@ from outpace.decoders import auto
 from outpace.decoders.base import BatchRows, RequestContext
 from outpace.planning import planner
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import Mean
+from outpace.planning.estimators import DecayedMean
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2
@@ -430,7 +430,7 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
     assert not planner.is_plain
     for _ in range(3):
         costs.round(8, 12, 8, 12.0, 0.0)
-    planner.copiers[0].gain = Mean(-0.1, 1.0)
+    planner.copiers[0].gain = DecayedMean(-0.1, 1.0)
     planner.begin()
     assert planner.is_plain
 

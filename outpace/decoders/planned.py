@@ -19,7 +19,7 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.types import Await, Commit, Source, Verify
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import Ledger, Mean
+from outpace.planning.estimators import DecayedMean, Ledger
 
 LOSSLESS = True
 COST = "a pass with the draft running beside it, and waits for the draft where these pay; host time for planning"
@@ -110,7 +110,7 @@ class _Planner:
         self.rows, self._worth = self._costs.best(trusted, self._place.rows_of_others, self._price)
 
     @property
-    def _growth(self) -> Mean:
+    def _growth(self) -> DecayedMean:
         """Tokens that a layer adds, over its promise."""
         return self._costs.growth(_LAYER, 0)
 

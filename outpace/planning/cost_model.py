@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from outpace.core.carried import PassTimes
 from outpace.core.types import Source
-from outpace.planning.estimators import Mean, RollingMedian
+from outpace.planning.estimators import DecayedMean, RollingMedian
 from outpace.planning.latency_curve import LatencyCurve
 
 _TRUST_FADE = 0.99  # the same for trust: a profile is about a pair, not about the last answer's end
@@ -55,18 +55,20 @@ class CostModel:
         self._is_step = True  # see `stepped`
         self._shares: dict[str, float] = {}  # by source, of a pass: what a step is held to cost until it was timed
         self._most_read: dict[str, int] = {}  # by source: tokens of a text that it reads at most
-        self._reading = Mean(0.0, 0.0)  # seconds of the target a token of prompt
+        self._reading = DecayedMean(0.0, 0.0)  # seconds of the target a token of prompt
         self._elapsed = 0.0  # seconds of rounds, drafting not counted
         self._failures: dict[tuple[str, int], tuple[int, int]] = {}  # by source and requests: how many, the last round
         self._asked: dict[str, float] = {}  # by source: when it grew last, in these seconds
-        self._rates = defaultdict[int, Mean](partial(Mean, 0.0, 0.0))  # requests -> tokens a second of all of them
-        self._trust = defaultdict[str, Mean](partial(Mean, 1.0, 2.0, _TRUST_FADE))  # by source
-        self._growth: dict[str, dict[int, list[Mean]]] = {}  # by source, requests and layer
+        self._rates = defaultdict[int, DecayedMean](
+            partial(DecayedMean, 0.0, 0.0)
+        )  # requests -> tokens a second of all of them
+        self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
+        self._growth: dict[str, dict[int, list[DecayedMean]]] = {}  # by source, requests and layer
         self._prices: dict[int, Prices] = {}  # by requests, until a round is over
-        copies = partial(Mean, _COPIES, _HELD, _TRUST_FADE)
-        self._copies = defaultdict[tuple[str, int], Mean](copies)  # by source and requests
-        self._modes: dict[str, Mean] = {}  # see `mode`
-        self._found: dict[str, Mean] = {}  # by source
+        copies = partial(DecayedMean, _COPIES, _HELD, _TRUST_FADE)
+        self._copies = defaultdict[tuple[str, int], DecayedMean](copies)  # by source and requests
+        self._modes: dict[str, DecayedMean] = {}  # see `mode`
+        self._found: dict[str, DecayedMean] = {}  # by source
 
     @property
     def seen(self) -> int:
@@ -121,44 +123,44 @@ class CostModel:
         """Whether all of so many requests should write plainly for once, because none did for long."""
         return self.is_turn(_EVERY) and self._rounds.is_stale(requests)
 
-    def trust(self, source: str) -> Mean:
+    def trust(self, source: str) -> DecayedMean:
         """Accepted tokens over the chances that were given them, of the source with this name."""
         return self._trust[source]
 
-    def trust_of_one(self, source: str) -> Mean:
+    def trust_of_one(self, source: str) -> DecayedMean:
         """The same for a request that begins."""
-        return Mean(self.trust(source).value, 4.0, _ONE_FADE)
+        return DecayedMean(self.trust(source).value, 4.0, _ONE_FADE)
 
-    def copies(self, source: str, requests: int) -> Mean:
+    def copies(self, source: str, requests: int) -> DecayedMean:
         """What this source, which runs no model, gives a round in which it is asked, while so many requests write:
         tokens, less what their rows cost."""
         return self._copies[source, requests]
 
-    def copies_of_one(self, source: str, requests: int) -> Mean:
+    def copies_of_one(self, source: str, requests: int) -> DecayedMean:
         """The same for a request that begins."""
-        return Mean(self.copies(source, requests).value, _HELD)
+        return DecayedMean(self.copies(source, requests).value, _HELD)
 
-    def mode(self, name: str, prior: float = 0.0, weight: float = 0.0) -> Mean:
+    def mode(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
         """What is known of one of several ways of working, whatever that is."""
-        return self._modes.setdefault(name, Mean(prior, weight, _GROWTH_FADE))
+        return self._modes.setdefault(name, DecayedMean(prior, weight, _GROWTH_FADE))
 
-    def found(self, source: Source) -> Mean:
+    def found(self, source: Source) -> DecayedMean:
         """In what share of the requests this source's model paid, of those that tried it at their beginning."""
-        return self._found.setdefault(source.name, Mean(0.5, 4.0))
+        return self._found.setdefault(source.name, DecayedMean(0.5, 4.0))
 
-    def growth(self, source: Source, layer: int, requests: int = 1) -> Mean:
+    def growth(self, source: Source, layer: int, requests: int = 1) -> DecayedMean:
         """Of the chance at the leaves, what the source's layer of this number puts below them, its rows paid, while so
         many requests write; at first what it was with about as many."""
         known = self._growth.setdefault(source.name, {})
         if requests not in known:
-            before = known[_nearest(known, requests)] if known else [Mean(GROWS, 2.0)] * LAYERS
-            known[requests] = [Mean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
+            before = known[_nearest(known, requests)] if known else [DecayedMean(GROWS, 2.0)] * LAYERS
+            known[requests] = [DecayedMean(mean.value, 2.0, _GROWTH_FADE) for mean in before]
         layers = known[requests]
         return layers[min(layer, len(layers) - 1)]
 
-    def growth_of_one(self, source: Source, layer: int) -> Mean:
+    def growth_of_one(self, source: Source, layer: int) -> DecayedMean:
         """The same for a request that begins and writes alone."""
-        return Mean(self.growth(source, layer).value, 2.0, _ONE_GROWTH_FADE)
+        return DecayedMean(self.growth(source, layer).value, 2.0, _ONE_GROWTH_FADE)
 
     def drafted(self, seconds: float, requests: int, source: Source | None) -> None:
         """So many requests' trees were grown once by a source, or by all (None)."""
@@ -278,9 +280,9 @@ class CostModel:
         for name, seconds in profile["draft"].items():
             self._draft[name] = RollingMedian()
             self._draft[name].expect(1, float(seconds))
-        self._trust |= {name: Mean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
+        self._trust |= {name: DecayedMean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
-            self._growth[name] = {1: [Mean(float(value), 4.0, _GROWTH_FADE) for value in values]}
+            self._growth[name] = {1: [DecayedMean(float(value), 4.0, _GROWTH_FADE) for value in values]}
         self._prices.clear()
 
 

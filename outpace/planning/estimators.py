@@ -70,7 +70,7 @@ class RollingMedian:
 FADE = 0.95  # of the past's weight, a round
 
 
-class Mean:
+class DecayedMean:
     """A running ratio of two sums, which starts from a prior worth `weight`."""
 
     def __init__(self, prior: float, weight: float, fade: float = FADE) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
 from outpace.planning.cost_model import LAYERS
-from outpace.planning.estimators import Mean
+from outpace.planning.estimators import DecayedMean
 
 _SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source that gains nothing is asked again: at first, and at last
 _REPEATED, _KNOWN = 4, 8192  # tokens that stood before are a repetition; tokens of the text in which they are sought
@@ -44,7 +44,7 @@ class Copier:
     when that was in vain.
     """
 
-    def __init__(self, source: Source, gain: Mean) -> None:
+    def __init__(self, source: Source, gain: DecayedMean) -> None:
         self.source = source
         self.gain = gain  # tokens that it gives a round in which it is asked, less what its rows cost
         self.is_asked = False  # in this round
@@ -94,7 +94,7 @@ class Grower:
         self.is_following = False  # it has read all but what was written in the last round
         self.has_read = False  # the prompt
         self._place, self._costs = place, place.costs
-        self._growth: dict[int, Mean] = {}  # by layer: what this request had of it
+        self._growth: dict[int, DecayedMean] = {}  # by layer: what this request had of it
         self._rounds = 0  # in which it grew
 
     @property
@@ -103,7 +103,7 @@ class Grower:
         return self.is_trial and self.layers == 1
 
     @property
-    def growth(self) -> Mean:
+    def growth(self) -> DecayedMean:
         """Of the chance at the leaves, what the next layer puts below them: in this request, which begins with what it
         was in others; in company the same for all."""
         return self._growth_of(self.layers)
@@ -119,7 +119,7 @@ class Grower:
         """Rounds to come whose first layer is grown to see what it gives in this text."""
         return _EXPLORED - self._rounds if self.explores() else 0
 
-    def _growth_of(self, layer: int) -> Mean:
+    def _growth_of(self, layer: int) -> DecayedMean:
         if self._place.requests > 1:
             return self._costs.growth(self.source, layer, self._place.requests)
         if layer not in self._growth:
