@@ -27,7 +27,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.sequence import Running
 from outpace.engine.target_runner import Passes
 from outpace.models.llama.torch import attention
-from outpace.planning.estimators import Ledger
+from outpace.planning.estimators import ExplorationBudget
 from outpace.rules import base as rules_base
 
 HERE = Path(__file__).parent
@@ -199,7 +199,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "planned: a trial always pays",
-        Ledger,
+        ExplorationBudget,
         "tried",
         always_paid,
         "test_planned.py::test_the_ledger_spends_a_share_and_half_of_it_after_each_failure",

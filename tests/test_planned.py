@@ -12,7 +12,7 @@ from outpace.card.cache import CandidateCache
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Options, _Planner
 from outpace.planning.cost_model import CostModel, best_rows
-from outpace.planning.estimators import Ledger
+from outpace.planning.estimators import ExplorationBudget
 from outpace.simulate import costs
 from outpace.simulate.indexed_trace import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -30,7 +30,7 @@ def simulated(method: str, ratio: float, devices: int = 2, **options: Any) -> Ou
 
 
 def test_the_ledger_spends_a_share_and_half_of_it_after_each_failure() -> None:
-    ledger = Ledger(0.1)
+    ledger = ExplorationBudget(0.1)
     assert not ledger.is_due("layer", 1.0)
     ledger.elapsed(11.0)
     assert ledger.is_due("layer", 1.0)

@@ -19,7 +19,7 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.types import Await, Commit, Source, Verify
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import DecayedMean, Ledger
+from outpace.planning.estimators import DecayedMean, ExplorationBudget
 
 LOSSLESS = True
 COST = "a pass with the draft running beside it, and waits for the draft where these pay; host time for planning"
@@ -80,7 +80,7 @@ class _Planner:
         self._place, self._options = place, options
         self._costs: CostModel = place.costs
         self._candidates: CandidateCache = place.candidates
-        self._ledger = Ledger(options.trials)
+        self._ledger = ExplorationBudget(options.trials)
         self._trust = self._costs.trust(BESIDE)  # accepted tokens over the chances that were given them
         self._modes = _Modes(self._costs, self._ledger, options.turns)
         self._waits = self._costs.mode("waits for a layer")  # seconds: a forward, and the way there and back
@@ -181,7 +181,7 @@ class _Modes:
     round would take longer to draft in turn than it slows the target's passes down. Passes are compared with what so
     many rows take on average."""
 
-    def __init__(self, costs: CostModel, ledger: Ledger, turns: bool) -> None:
+    def __init__(self, costs: CostModel, ledger: ExplorationBudget, turns: bool) -> None:
         self._costs, self._ledger, self._turns = costs, ledger, turns
         self._slowness = {mode: costs.mode(mode) for mode in (BESIDE, IN_TURN)}
         self._left = costs.mode("left for the next round", 0.5, 4.0)  # tokens

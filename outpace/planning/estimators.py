@@ -83,7 +83,7 @@ class DecayedMean:
         self.value = self._above / self._below if self._below else 0.0
 
 
-class Ledger:
+class ExplorationBudget:
     """Says what is due for another trial; to ask changes nothing.
 
     A trial may cost a `share` of the time since the thing was last tried, half as much after each trial that did not
