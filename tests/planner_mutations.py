@@ -212,9 +212,13 @@ PLANNER_MUTATIONS = [
         lambda f: lambda *parts, pays: None,
     ),
     mutation("planner: the whole tree is verified", planner.Planner, "chosen", whole_trees),
-    mutation("planner: any prompt is worth reading", sources.Grower, "is_worth_reading", lambda f: lambda self: True),
-    mutation("planner: nothing is explored", sources.Grower, "explores", lambda f: lambda self: False),
-    mutation("planner: it explores whatever that gave", sources.Grower, "judged", lambda f: lambda self, price: None),
+    mutation(
+        "planner: any prompt is worth reading", sources.ModelSource, "is_worth_reading", lambda f: lambda self: True
+    ),
+    mutation("planner: nothing is explored", sources.ModelSource, "explores", lambda f: lambda self: False),
+    mutation(
+        "planner: it explores whatever that gave", sources.ModelSource, "judged", lambda f: lambda self, price: None
+    ),
     mutation("planner: copies are asked as often as before", sources.Copier, "asked", as_often),
     mutation("planner: no text repeats itself", sources.Repeats, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", sources.Copier, "asked", never_in_vain),

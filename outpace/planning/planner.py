@@ -17,7 +17,7 @@ from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import Chances
 from outpace.planning.cost_model import GROWS, CostModel
-from outpace.planning.sources import Copier, Grower, Repeats
+from outpace.planning.sources import Copier, ModelSource, Repeats
 
 LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
@@ -52,7 +52,7 @@ class Planner:
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
         self._repeats = Repeats(place.committed)
-        self.growers = [Grower(source, options.deepest, place) for source in place.sources if source.runs_model]
+        self.growers = [ModelSource(source, options.deepest, place) for source in place.sources if source.runs_model]
         self._worth = 0.0  # of this round's tree
         self._copied = 0.0  # the chance that the walk comes to a copy in it
         self._price = 0.0  # tokens that a second is worth in this round
@@ -99,7 +99,7 @@ class Planner:
         """The source has added what it has."""
         self._copied = sum(map(self._chances.of(tree).__getitem__, tree.children(0)))
 
-    def pays(self, tree: TokenTree, grower: Grower) -> bool:
+    def pays(self, tree: TokenTree, grower: ModelSource) -> bool:
         """Whether one more layer of the draft model brings more than it costs; or is due for a trial."""
         requests = self._place.requests
         cost = self._price * self._costs.draft(grower.source, requests)
@@ -113,14 +113,14 @@ class Planner:
         grower.is_trial = self._is_due(grower)
         return grower.is_trial and self._asks(tree, grower)
 
-    def _brings(self, grower: Grower, at_leaves: float, cost: float) -> bool:
+    def _brings(self, grower: ModelSource, at_leaves: float, cost: float) -> bool:
         """Whether a layer below leaves with this chance brings more than its cost; or is grown to see what it gives in
         this text, whatever it gave in others."""
         if grower.growth.value * at_leaves > cost:
             return True
         return self._chances.trust(grower.source) * (1.0 - self._copied) > _HOPE and grower.explores()
 
-    def _asks(self, tree: TokenTree, grower: Grower) -> bool:
+    def _asks(self, tree: TokenTree, grower: ModelSource) -> bool:
         """A layer is asked for, which is no mere step where text is read that was written without the draft."""
         if not grower.layers:
             tree.least = self._least(self._chances.trust(grower.source))
@@ -133,7 +133,7 @@ class Planner:
         """The path score below which a node is not even planted."""
         return log(_UNPAID * self._row / trust) if self._row > 0.0 < trust else -inf
 
-    def grown(self, tree: TokenTree, grower: Grower) -> None:
+    def grown(self, tree: TokenTree, grower: ModelSource) -> None:
         """The model has added a layer."""
         grower.has_read = True
         # Beside copies a layer adds what they leave to add, which says nothing of other rounds.
@@ -149,7 +149,7 @@ class Planner:
             grower.trial_cost = self._costs.latest_draft
         grower.layers += 1
 
-    def _is_due(self, grower: Grower) -> bool:
+    def _is_due(self, grower: ModelSource) -> bool:
         """Whether a layer that does not pay is tried again."""
         cost = self._costs.draft(grower.source, self._place.requests)
         if not grower.layers:
@@ -226,7 +226,7 @@ class Planner:
         copier.asked(self._gains(copier), self._repeats)
         self._costs.copies(name, self._place.requests).learn(gain)
 
-    def _reach(self, tree: TokenTree, grower: Grower) -> float:
+    def _reach(self, tree: TokenTree, grower: ModelSource) -> float:
         """The chance that the walk comes to where the model's next layer would stand: below the likeliest leaves, and
         first of all beside the copies below the root; of each what is above the price of a row there, for four unlikely
         leaves give less than one that is as likely as all of them."""
@@ -297,7 +297,7 @@ class PlannerAhead(Planner):
             copies=leaves_copies and self.copiers[0].is_asked,
         )
 
-    def _first_layer_pays(self, tree: TokenTree, grower: Grower) -> bool:
+    def _first_layer_pays(self, tree: TokenTree, grower: ModelSource) -> bool:
         """Whether a layer would be grown."""
         cost = self._price * self._costs.draft(grower.source, self._place.requests)
         return self._brings(grower, self._reach(tree, grower), cost) or self._is_due(grower)
@@ -331,7 +331,7 @@ class PlannerAhead(Planner):
             else:
                 copier.skipped(1)
 
-    def _due_layers(self, grower: Grower) -> list[bool]:
+    def _due_layers(self, grower: ModelSource) -> list[bool]:
         """Whether each layer is due for a trial, as it stands before any is grown."""
         cost, share = self._costs.draft(grower.source, self._place.requests), self._options.trials
         bound = cost * self._place.requests

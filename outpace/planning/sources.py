@@ -77,7 +77,7 @@ class Copier:
         self._skipped = 0
 
 
-class Grower:
+class ModelSource:
     """A source that runs a model, and how its layers did for this request.
 
     A request that writes alone finds out in its first rounds what the model gives in its text, whatever that gave in
