@@ -17,7 +17,7 @@ from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import Chances
 from outpace.planning.cost_model import GROWS, CostModel
-from outpace.planning.sources import Copier, ModelSource, Repeats
+from outpace.planning.sources import LookupSource, ModelSource, Repeats
 
 LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
@@ -50,7 +50,7 @@ class Planner:
         self._costs: CostModel = place.costs
         self._chances = Chances(self._costs, place.sources)  # of this round's nodes
         copiers = [source for source in place.sources if not source.runs_model]
-        self.copiers = [Copier(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
+        self.copiers = [LookupSource(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
         self._repeats = Repeats(place.committed)
         self.growers = [ModelSource(source, options.deepest, place) for source in place.sources if source.runs_model]
         self._worth = 0.0  # of this round's tree
@@ -91,11 +91,11 @@ class Planner:
             copier.is_asked = self._gains(copier) or self._is_look or copier.is_due(self._repeats)
             self.asks = self.asks or copier.is_asked
 
-    def _gains(self, copier: Copier) -> bool:
+    def _gains(self, copier: LookupSource) -> bool:
         """Whether a source that runs no model gives more than it takes of the host's time."""
         return copier.gain.value > self._price * self._costs.draft(copier.source)
 
-    def copied(self, tree: TokenTree, copier: Copier) -> None:
+    def copied(self, tree: TokenTree, copier: LookupSource) -> None:
         """The source has added what it has."""
         self._copied = sum(map(self._chances.of(tree).__getitem__, tree.children(0)))
 
@@ -216,7 +216,7 @@ class Planner:
         """The request is over."""
         self._chances.work_in()
 
-    def _learn_copies(self, copier: Copier, tree: TokenTree, path: Sequence[int]) -> None:
+    def _learn_copies(self, copier: LookupSource, tree: TokenTree, path: Sequence[int]) -> None:
         """What a source without a model gave, and what its rows cost."""
         name, gain, count = copier.source.name, 0.0, len(tree) - 1
         if rows := tree.sources.count(name):

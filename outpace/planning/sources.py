@@ -37,7 +37,7 @@ class Repeats:
         return self._run + _REPEATED - 1 if self._run else 0
 
 
-class Copier:
+class LookupSource:
     """A source that runs no model, and what this request had of it.
 
     While it gains nothing it is asked ever more seldom; and as soon as the text repeats itself, by more than it did
