@@ -220,7 +220,7 @@ PLANNER_MUTATIONS = [
         "planner: it explores whatever that gave", sources.ModelSource, "judged", lambda f: lambda self, price: None
     ),
     mutation("planner: copies are asked as often as before", sources.LookupSource, "asked", as_often),
-    mutation("planner: no text repeats itself", sources.Repeats, "follow", lambda f: lambda self: 0),
+    mutation("planner: no text repeats itself", sources.RepetitionDetector, "follow", lambda f: lambda self: 0),
     mutation("planner: a repetition in vain says nothing", sources.LookupSource, "asked", never_in_vain),
     mutation("costs: means instead of medians", estimators, "median_low", lambda f: fmean),
     mutation("costs: a round with its drafting", cost_model.CostModel, "round", with_its_drafting),

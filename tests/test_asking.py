@@ -16,7 +16,7 @@ from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
-from outpace.planning.sources import Repeats
+from outpace.planning.sources import RepetitionDetector
 
 COPIES = Source("ngram", False, is_fitted=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further one, and of asking
@@ -123,7 +123,7 @@ def test_repetitions_in_vain_are_not_asked_for_each_time() -> None:
 def test_what_repeats_is_what_stood_before(seed: int) -> None:
     """Its slow twin: the last tokens, four at least, of which each four in a row stood before."""
     chance, text = random.Random(seed), list[int]()
-    repeats = Repeats(text)
+    repeats = RepetitionDetector(text)
     for _ in range(60):
         text += new_text(chance.randint(1, 4), 3, chance.randrange(1000))
         assert repeats.follow() == slow_length(text)
@@ -142,7 +142,7 @@ def slow_length(text: Sequence[int]) -> int:
 
 def test_only_the_last_of_a_long_prompt_is_read() -> None:
     text = [*range(5), *[9] * (sources._KNOWN - 3)]
-    repeats = Repeats(text)
+    repeats = RepetitionDetector(text)
     text += range(5)
     assert repeats.follow() == 0, "what stood further back is not known"
     text += [*range(1, 5)]

@@ -17,7 +17,7 @@ from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import Chances
 from outpace.planning.cost_model import GROWS, CostModel
-from outpace.planning.sources import LookupSource, ModelSource, Repeats
+from outpace.planning.sources import LookupSource, ModelSource, RepetitionDetector
 
 LITTLE = 0.5  # that copies may promise below the root, and what a layer of the model adds still tells of it
 _BEAM = 4  # leaves that one layer is expected to expand; and the rows that tell what a row below them costs
@@ -51,7 +51,7 @@ class Planner:
         self._chances = Chances(self._costs, place.sources)  # of this round's nodes
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [LookupSource(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
-        self._repeats = Repeats(place.committed)
+        self._repeats = RepetitionDetector(place.committed)
         self.growers = [ModelSource(source, options.deepest, place) for source in place.sources if source.runs_model]
         self._worth = 0.0  # of this round's tree
         self._copied = 0.0  # the chance that the walk comes to a copy in it

@@ -15,7 +15,7 @@ _EXPLORED = 3  # rounds at the beginning of an answer that tell what a model is 
 _SAVED = 0.15  # of plain decoding's time, that a model is held to save where its reading of the text is weighed
 
 
-class Repeats:
+class RepetitionDetector:
     """Whether a text repeats itself, which costs less than asking those who copy."""
 
     def __init__(self, text: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class LookupSource:
         self._wait = _SKIPS  # rounds until it is asked again
         self._enough = _REPEATED  # tokens that must have stood before
 
-    def is_due(self, repeats: Repeats) -> bool:
+    def is_due(self, repeats: RepetitionDetector) -> bool:
         """Whether it is asked although it gains nothing."""
         self._skipped += 1
         return self._skipped >= self._wait or repeats.follow() >= self._enough
@@ -66,7 +66,7 @@ class LookupSource:
         """So many more rounds are over in which it was not asked."""
         self._skipped += rounds
 
-    def asked(self, gains: bool, repeats: Repeats) -> None:
+    def asked(self, gains: bool, repeats: RepetitionDetector) -> None:
         """It was asked, and it does gain, or does not."""
         if gains:
             self._wait, self._enough = _SKIPS, _REPEATED
