@@ -196,13 +196,17 @@ def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], O
 
 
 PLANNER_MUTATIONS = [
-    mutation("planner: a drafter's chances are taken at their word", acceptance.Chances, "of", blindly_trusting),
-    mutation("planner: fitted chances are corrected too", acceptance.Chances, "__init__", corrected_in_any_case),
+    mutation(
+        "planner: a drafter's chances are taken at their word", acceptance.AcceptanceModel, "of", blindly_trusting
+    ),
+    mutation(
+        "planner: fitted chances are corrected too", acceptance.AcceptanceModel, "__init__", corrected_in_any_case
+    ),
     mutation("planner: a few bad rounds end a draft", cost_model.CostModel, "trust_of_one", of_a_few_rounds),
     mutation("planner: unlikely leaves add up", planner.Planner, "_reach", adding_up),
     mutation("planner: rows cost nothing", planner.Planner, "_best", rows_for_nothing),
     mutation("planner: one more layer whatever it costs", planner.Planner, "pays", always_deeper),
-    mutation("planner: all nodes are the first source's", acceptance.Chances, "learn", of_one_source),
+    mutation("planner: all nodes are the first source's", acceptance.AcceptanceModel, "learn", of_one_source),
     mutation("planner: nothing is tried again", planner.Planner, "_is_due", lambda f: lambda self, grower: False),
     mutation("planner: what failed is tried as often as before", planner.Planner, "learn", as_often_as_before),
     mutation(

@@ -14,7 +14,7 @@ _ON = 0.97  # of the chance that a copy goes on
 _TOGETHER = 3  # rounds
 
 
-class Chances:
+class AcceptanceModel:
     """Those of one request's nodes, round by round.
 
     A node's chance is at most its parent's, trusted as far as those of its source came true; who fits chances to each

@@ -15,7 +15,7 @@ from outpace.core.errors import check_range, check_whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Source
 from outpace.decoders.base import RequestContext
-from outpace.planning.acceptance import Chances
+from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import GROWS, CostModel
 from outpace.planning.sources import LookupSource, ModelSource, RepetitionDetector
 
@@ -48,7 +48,7 @@ class Planner:
     def __init__(self, place: RequestContext, options: Options) -> None:
         self._place, self._options = place, options
         self._costs: CostModel = place.costs
-        self._chances = Chances(self._costs, place.sources)  # of this round's nodes
+        self._chances = AcceptanceModel(self._costs, place.sources)  # of this round's nodes
         copiers = [source for source in place.sources if not source.runs_model]
         self.copiers = [LookupSource(one, self._costs.copies_of_one(one.name, place.requests)) for one in copiers]
         self._repeats = RepetitionDetector(place.committed)
