@@ -10,7 +10,7 @@ from part_mutations import mutation, nothing
 
 from outpace.core.types import Request
 from outpace.engine import answer_cache
-from outpace.engine.answer_cache import Recall
+from outpace.engine.answer_cache import AnswerCache
 
 
 def of_all_keys(find: Original) -> Original:
@@ -18,7 +18,7 @@ def of_all_keys(find: Original) -> Original:
 
 
 def from_the_beginning(find: Original) -> Original:
-    def mutated(known: Recall, request: Request) -> tuple[int, ...]:
+    def mutated(known: AnswerCache, request: Request) -> tuple[int, ...]:
         found = find(known, request)
         return (*request.prompt, *found) if found else ()
 
@@ -30,17 +30,17 @@ def picked_anyhow(_: Original) -> Any:
 
 
 RECALL_MUTATIONS: list[Mutation] = [
-    mutation("recall: nothing is kept", Recall, "keep", nothing, "test_recall.py::test_memory_is_bounded"),
+    mutation("recall: nothing is kept", AnswerCache, "keep", nothing, "test_recall.py::test_memory_is_bounded"),
     mutation(
         "recall: another key's texts are offered",
-        Recall,
+        AnswerCache,
         "find",
         of_all_keys,
         "test_recall.py::test_others_are_offered_nothing",
     ),
     mutation(
         "recall: what was typed is offered again",
-        Recall,
+        AnswerCache,
         "find",
         from_the_beginning,
         "test_recall.py::test_who_types_on_what_was_written_is_offered_the_rest",

@@ -16,7 +16,7 @@ from outpace.core.types import Request
 from outpace.drafters import ngram, prediction
 from outpace.drafters._composite import SharedTree
 from outpace.engine import answer_cache
-from outpace.engine.answer_cache import Recall
+from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import Running
 
@@ -54,9 +54,9 @@ def asked(*tokens: int, **options: Any) -> Request:
     return make_request(tokens or PROMPT, **options)
 
 
-def filled(*texts: Sequence[int], **options: Any) -> Recall:
+def filled(*texts: Sequence[int], **options: Any) -> AnswerCache:
     """A recall of these texts, whose first token alone is the prompt."""
-    known = Recall()
+    known = AnswerCache()
     for text in texts:
         known.keep(asked(text[0], **options), text)
     return known
@@ -153,7 +153,7 @@ def test_nothing_is_kept_where_nothing_is_reused() -> None:
 def test_a_wrong_memory_changes_no_text(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], guess: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(Recall, "find", lambda self, request: guess)
+    monkeypatch.setattr(AnswerCache, "find", lambda self, request: guess)
     with engine() as parts:
         for seed in range(6):
             answer(parts, asked(seed, *PROMPT, seed=seed, **options))
@@ -204,7 +204,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prompt_without_an_answer_is_not_kept() -> None:
-    known = Recall()
+    known = AnswerCache()
     known.keep(asked(1, 2), (1, 2))
     assert known.find(asked(1)) == ()
 

@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
     text: bytes
 
 
-class Recall:
+class AnswerCache:
     """The texts that ended last, apart for each reuse key, in bounded memory."""
 
     def __init__(self) -> None:

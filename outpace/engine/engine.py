@@ -22,7 +22,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import BatchRows
-from outpace.engine.answer_cache import Recall
+from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
@@ -68,7 +68,7 @@ class Engine(AbstractContextManager["Engine"]):
         most_kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
         self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
-        self._recall = Recall() if self.options.reuse else None
+        self._recall = AnswerCache() if self.options.reuse else None
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock, self._recall)
         self._carriers = Carriers(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
         self._keys = itertools.count()

@@ -6,7 +6,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from outpace.engine.answer_cache import Recall
+from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
 from outpace.engine.sequence import Running
@@ -24,7 +24,7 @@ class Admission:
         drafting: Drafting,
         batch: int,
         clock: Callable[[], float],
-        recall: Recall | None,
+        recall: AnswerCache | None,
     ) -> None:
         """`batch` requests run at once; `recall` keeps the texts of those that are over."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
