@@ -16,7 +16,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Observation, Request, Row, Verdict
 from outpace.drafters._tree_expander import ExpansionState, TreeExpander, rows_of
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 from outpace.rules.greedy import Greedy
@@ -162,7 +162,7 @@ class Skipping(Drafter):
         self._grower.follow(state, seen)
 
 
-def answered(model: Model, drafter: Drafter, request: Request, decoders: Sequence[ModuleType]) -> list[Running]:
+def answered(model: Model, drafter: Drafter, request: Request, decoders: Sequence[ModuleType]) -> list[TokenSequence]:
     """The same request by each of these methods, at once in one engine."""
     with Engine(model, drafter) as engine:
         runs = [engine.submit(request, decoder, decoder.Options()) for decoder in decoders]

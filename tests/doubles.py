@@ -31,7 +31,7 @@ from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.models.toy import Toy, ToySession
 
@@ -193,7 +193,7 @@ def check_when_closed(parts: Engine) -> None:
     """Every request's storage is compared with its text when the engine takes it back."""
     close = parts.memory.close
 
-    def checked(run: Running) -> None:
+    def checked(run: TokenSequence) -> None:
         session = run.storage.session
         close(run)
         check_session(session, run.committed)

@@ -220,8 +220,8 @@ def without_temperature(processed: Original) -> Original:
 
 
 MUTATIONS = [
-    Mutation("drop the recovery token", [running.Running], "commit", drop_own_token(True)),
-    Mutation("drop the bonus token", [running.Running], "commit", drop_own_token(False)),
+    Mutation("drop the recovery token", [running.TokenSequence], "commit", drop_own_token(True)),
+    Mutation("drop the bonus token", [running.TokenSequence], "commit", drop_own_token(False)),
     Mutation("shift scores by one", [target_runner], "reduce_apart", shift_scores),
     Mutation("batch rows handed to the wrong request", [target_runner], "reduce_apart", swap_requests),
     Mutation("gumbel: reuse noise across seeds", [gumbel], "row_key", key_without(0)),
@@ -240,8 +240,8 @@ MUTATIONS = [
     Mutation("accept a child without looking at its token", RULES, "follow", accept_any_child),
     Mutation("accept a late child whose token differs", RULES, "follow", accept_any_late_child),
     Mutation("recovery token taken from the root's row", RULES, "follow", recover_from_root),
-    Mutation("text after the stop token", [running.Running], "commit", ignore_end("stop")),
-    Mutation("text after max_tokens", [running.Running], "commit", ignore_end("length")),
+    Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_end("stop")),
+    Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
     Mutation("correct() re-roots at a grandchild", [cache.CandidateCache], "_move", reroot_at_grandchild),
     Mutation("query not closed under ancestors", [cache], "best_nodes", skip_an_ancestor),

@@ -234,7 +234,7 @@ OPTION_MUTATIONS = [
     ),
     mutation("logprobs: of the wrong row", target_runner, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", target_runner, "token_logprobs", always_raw),
-    mutation("logprobs: not cut with the text", running.Running, "commit", not_cut),
+    mutation("logprobs: not cut with the text", running.TokenSequence, "commit", not_cut),
     mutation("stops: nothing is held back", text, "_overlap", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),
     mutation("stops: what was held is lost at the end", text.StopStrings, "finish", drop_what_is_held),

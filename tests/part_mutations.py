@@ -24,7 +24,7 @@ from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.engine.target_runner import Passes
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
@@ -136,7 +136,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "bursts: of requests that ask for more than tokens",
-        Running,
+        TokenSequence,
         "may_go_on",
         lambda f: lambda self: True,
         "test_bursts.py::test_single_rounds_where_more_than_tokens_are_asked_for",

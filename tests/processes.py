@@ -22,7 +22,7 @@ from outpace.card.process import ProcessWorker
 from outpace.card.worker import DraftWorker
 from outpace.decoders import card
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 TARGET = QuickToy(16, 3, 0)
 REQUESTS = [
@@ -94,7 +94,7 @@ class Drive:
     def __init__(self, worker: DraftWorker, options: EngineOptions = SMALL, decoder: ModuleType = card) -> None:
         self.decoder = decoder
         self.engine = Engine(TARGET, worker=worker, options=options)
-        self.runs: list[tuple[int, Running]] = []
+        self.runs: list[tuple[int, TokenSequence]] = []
         self._numbers = itertools.cycle(range(len(REQUESTS)))
 
     def round(self) -> None:

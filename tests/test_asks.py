@@ -15,7 +15,7 @@ from outpace.core.types import Await, Commit, Draft, Request, Verify
 from outpace.decoders import speculative
 from outpace.decoders.base import Coroutine, RequestContext
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5)
@@ -58,7 +58,7 @@ def second_look(place: RequestContext, passes: list[int]) -> Coroutine:
         tree = yield Commit(tree, place.request.rule.walk(tree, picks))
 
 
-def finish(engine: Engine, runs: list[Running]) -> None:
+def finish(engine: Engine, runs: list[TokenSequence]) -> None:
     for _ in range(300):
         if all(run.finish_reason for run in runs):
             return

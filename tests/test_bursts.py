@@ -15,7 +15,7 @@ from test_native import TINIES, tiny
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import TARGET, Running
+from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.rules.base import by_score
 
@@ -50,7 +50,7 @@ def requests(count: int, **options: Any) -> list[Request]:
 
 def runs_of(
     model: Any, asked: Sequence[Request], burst: float, decoder: Any = autoregressive, drafter: Any = None, **more: Any
-) -> tuple[list[Running], int]:
+) -> tuple[list[TokenSequence], int]:
     """The requests' ends, and in how many steps."""
     options = EngineOptions(chunk=16, batch=4, burst=burst, **more)
     with Engine(model, drafter, options=options, clock=Clock()) as engine:

@@ -26,7 +26,7 @@ from outpace.drafters import model as draft_model
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.native_rounds import Carriers
-from outpace.engine.sequence import TARGET, Running
+from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.base import chain
 from outpace.models.llama.native import rope_tables
 from outpace.models.llama.native.pair import NativePair
@@ -115,7 +115,7 @@ class Ways:
         batch: int = 4,
         method: Any = None,
         **options: Any,
-    ) -> tuple[list[Running], int]:
+    ) -> tuple[list[TokenSequence], int]:
         """Their ends, and in how many steps."""
         drafter = drafter_of(self.draft, copies, self.target, **options)
         settings = EngineOptions(chunk=16, batch=batch, burst=burst, nodes=nodes)

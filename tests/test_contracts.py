@@ -21,7 +21,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import card, speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 from outpace.models.toy import Toy
 
@@ -30,7 +30,7 @@ BRANCHES = ((1, 2, 3), (1, 4), (7,))
 LAYERED = Toy(16, 3, 0, mlp=0.5)
 
 
-def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
     for _ in range(800):
         if all(run.finish_reason for run in runs):
             for run in runs:

@@ -23,7 +23,7 @@ from outpace.drafters import layer_skip, model, ouroboros
 from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.toy import ToySession
 
 TREE, WINDOW = 16, 6
@@ -86,7 +86,7 @@ DRAFTERS: dict[str, Callable[[Ledger, QuickToy], Drafter]] = {
 SLOTS = dict.fromkeys(DRAFTERS, 1300) | {"layer_skip": 900}  # so that some pause
 
 
-def submit_all(engine: Engine, count: int, method: ModuleType, max_tokens: int = 120) -> list[Running]:
+def submit_all(engine: Engine, count: int, method: ModuleType, max_tokens: int = 120) -> list[TokenSequence]:
     requests = [
         make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=number)
         for number, prompt in enumerate(prompts(count))

@@ -22,7 +22,7 @@ from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.toy import Toy
 from outpace.rules.greedy import Greedy
@@ -34,7 +34,7 @@ def request(length: int = 6, max_tokens: int = 20, start: int = 0) -> Request:
     return Request(tuple((start + place) % 16 for place in range(length)), Greedy(), max_tokens)
 
 
-def finish(engine: Engine, *runs: Running, most: int = 500) -> list[list[int]]:
+def finish(engine: Engine, *runs: TokenSequence, most: int = 500) -> list[list[int]]:
     for _ in range(most):
         if all(run.finish_reason for run in runs):
             return [run.tokens for run in runs]

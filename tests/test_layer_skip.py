@@ -36,7 +36,7 @@ from outpace.drafters.layer_skip import (
 )
 from outpace.engine.build import may_draft
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain
 from outpace.models.hf.load import adapt
 from outpace.models.llama.native.runtime import NativeLlama
@@ -59,7 +59,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return llama(DEEP, None if request.param == "llama" else False)
 
 
-def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
     while not all(run.finish_reason for run in runs):
         engine.step()
     for run in runs:

@@ -13,7 +13,7 @@ from outpace.core.types import Request
 from outpace.decoders import autoregressive, speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 
 CHUNK, LONG, SHORT = 64, 1500, 15
@@ -37,7 +37,7 @@ class TimedToy(QuickToy):
         return self.now
 
 
-def answer(requests: Sequence[Request], slope: float) -> list[Running]:
+def answer(requests: Sequence[Request], slope: float) -> list[TokenSequence]:
     """All at once, over when they are."""
     target = TimedToy(slope)
     options = EngineOptions(chunk=CHUNK, reuse=False, batch=len(requests))
@@ -48,7 +48,7 @@ def answer(requests: Sequence[Request], slope: float) -> list[Running]:
     return runs
 
 
-def first_tokens(runs: Sequence[Running]) -> list[float]:
+def first_tokens(runs: Sequence[TokenSequence]) -> list[float]:
     """When each wrote its first token, sorted."""
     return sorted(run.history.first_token - run.history.submitted for run in runs)
 

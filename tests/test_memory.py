@@ -19,7 +19,7 @@ from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.kv_memory import free_bytes
-from outpace.engine.sequence import Running, Watch
+from outpace.engine.sequence import TokenSequence, Watch
 from outpace.models.base import Model, Part
 from outpace.models.toy import ToySession
 
@@ -44,11 +44,11 @@ def slots(count: int, target: Model) -> float:
     return count * target.token_bytes / GIB
 
 
-def submit(engine: Engine, *requests: Request) -> list[Running]:
+def submit(engine: Engine, *requests: Request) -> list[TokenSequence]:
     return [engine.submit(request, autoregressive, None) for request in requests]
 
 
-def finish(engine: Engine, runs: Sequence[Running], most: int = 2000) -> list[list[int]]:
+def finish(engine: Engine, runs: Sequence[TokenSequence], most: int = 2000) -> list[list[int]]:
     """The texts; the budget holds after every step."""
     for _ in range(most):
         if all(run.finish_reason for run in runs):
@@ -366,7 +366,7 @@ def test_any_traffic_keeps_texts_storage_and_budget(seed: int) -> None:
         nodes=5, chunk=chance.choice((6, 16)), batch=4, kv_memory=slots(chance.choice((450, 1000)), target)
     )
     stems = [SYSTEM[: chance.choice((12, 30, 80))], SYSTEM[5:60], SYSTEM[:70]]
-    runs: list[Running] = []
+    runs: list[TokenSequence] = []
     with Engine(target, drafter, worker, options) as engine:
         for number in range(60):
             stem = chance.choice([*stems, *(run.committed for run in runs[-3:] if len(run.committed) < 120)])

@@ -26,7 +26,7 @@ from outpace.core.errors import UserError
 from outpace.core.types import Request
 from outpace.decoders import autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 TARGET = QuickToy(16, 3, 0)
 STEM = tuple((7 * place * place + place) % 16 for place in range(90))
@@ -47,7 +47,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs: list[tuple[Request, Running]] = []
+        self.runs: list[tuple[Request, TokenSequence]] = []
 
     @initialize(slots=st.sampled_from([250, 500, 900]), batch=st.integers(1, 4), beside=st.booleans())
     def start(self, slots: int, batch: int, beside: bool) -> None:

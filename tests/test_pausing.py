@@ -15,7 +15,7 @@ from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 
 def prompts(count: int, length: int = 12) -> list[tuple[int, ...]]:
@@ -26,7 +26,7 @@ def few_slots(target: Counting, count: int, **more: Any) -> EngineOptions:
     return EngineOptions(**{"nodes": 6, "rows": 60, "chunk": 16, "kv_memory": slots(count, target), **more})
 
 
-def run_all(engine: Engine, requests: Sequence[Request], decoder: ModuleType = autoregressive) -> list[Running]:
+def run_all(engine: Engine, requests: Sequence[Request], decoder: ModuleType = autoregressive) -> list[TokenSequence]:
     runs = [engine.submit(request, decoder, decoder.Options()) for request in requests]
     finish(engine, runs, 50_000)
     return runs

@@ -23,7 +23,7 @@ from outpace.core.errors import UserError
 from outpace.decoders import card
 from outpace.engine.build import Parts, build_engine
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
 from outpace.models.load import Loaded
 
@@ -140,7 +140,7 @@ def test_an_engine_of_ngrams_needs_no_model_there() -> None:
         assert worker.failure is None
 
 
-def finish(engine: Engine, run: Running) -> None:
+def finish(engine: Engine, run: TokenSequence) -> None:
     """To the end, and before every round what the drafter has to say of the last one: candidates, or nothing."""
     while run.finish_reason is None:
         engine.step()

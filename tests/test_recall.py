@@ -18,7 +18,7 @@ from outpace.drafters._composite import SharedTree
 from outpace.engine import answer_cache
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 TARGET = QuickToy(16, 3, 0)
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -30,7 +30,7 @@ def engine(options: EngineOptions = WIDE) -> Engine:
     return Engine(TARGET, SharedTree(parts), options=options)
 
 
-def answer(parts: Engine, request: Request, method: str = "auto") -> Running:
+def answer(parts: Engine, request: Request, method: str = "auto") -> TokenSequence:
     """One request to its end, its text compared with plain decoding's."""
     decoder = registry.find("decoders", method)
     run = parts.submit(request, decoder, decoder.Options())
@@ -42,11 +42,11 @@ def answer(parts: Engine, request: Request, method: str = "auto") -> Running:
     return run
 
 
-def passes(run: Running) -> int:
+def passes(run: TokenSequence) -> int:
     return len(run.history.steps)
 
 
-def accepted_of_prediction(run: Running) -> int:
+def accepted_of_prediction(run: TokenSequence) -> int:
     return sum(step.predicted_accepted for step in run.history.steps)
 
 

@@ -18,7 +18,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, DraftState, Request, Source
 from outpace.decoders import auto, autoregressive, card, speculative
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.load import load_model
 
 TARGET = QuickToy(16, 3, 0)
@@ -53,7 +53,7 @@ class Noted(Drafter):
         self.inner.close(state)
 
 
-def finish(engine: Engine, runs: Sequence[Running]) -> list[list[int]]:
+def finish(engine: Engine, runs: Sequence[TokenSequence]) -> list[list[int]]:
     for _ in range(400):
         if all(run.finish_reason for run in runs):
             return [run.tokens for run in runs]

@@ -13,7 +13,7 @@ from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room, time_of, tokens_in
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.rules.greedy import Greedy
 
 TARGET = QuickToy(16, 3, 0)
@@ -155,11 +155,11 @@ def test_who_watches_and_raises_ends_one_request_alone() -> None:
         assert other.tokens == write(make_request([3, 4], max_tokens=8))
 
 
-def submit(engine: Engine, request) -> Running:  # type: ignore[no-untyped-def]
+def submit(engine: Engine, request) -> TokenSequence:  # type: ignore[no-untyped-def]
     return engine.submit(request, autoregressive, autoregressive.Options())
 
 
-def finish(engine: Engine, runs: list[Running]) -> None:
+def finish(engine: Engine, runs: list[TokenSequence]) -> None:
     for _ in range(200):
         if all(run.finish_reason is not None for run in runs):
             return

@@ -20,7 +20,7 @@ from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders import autoregressive
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.rules import greedy, gumbel, match
 from outpace.rules.base import reduce_rows, top_k_rows
 
@@ -116,7 +116,7 @@ REPORTED = [
 ]
 
 
-def reports(requests: Sequence[Request], most: int | None = None) -> list[Running]:
+def reports(requests: Sequence[Request], most: int | None = None) -> list[TokenSequence]:
     """What plain decoding tells of them, waiting at most so often a round."""
     with Engine(QuickToy(16, 3, 0), options=EngineOptions(rows=16, batch=8)) as engine:
         runs = [engine.submit(request, autoregressive, autoregressive.Options()) for request in requests]

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from outpace.api.text import TextAssembler
 from outpace.core.types import Request
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running, Watch
+from outpace.engine.sequence import TokenSequence, Watch
 
 _POLL_SECONDS = 0.05  # a wake-up that an interrupt swallowed costs its waiter this long
 
@@ -101,19 +101,21 @@ class SharedEngine:
         self.lock = FairLock()
         _engines.add(self)
 
-    def submit(self, request: Request, decoder: ModuleType, options: Any, watch: Watch, drafter: str | None) -> Running:
+    def submit(
+        self, request: Request, decoder: ModuleType, options: Any, watch: Watch, drafter: str | None
+    ) -> TokenSequence:
         """Hands a request in; UserError where it can never run."""
         with self.lock.hold():
             return self.engine.submit(request, decoder, options, watch, drafter)
 
-    def drive(self, run: Running, text: TextAssembler | None) -> None:
+    def drive(self, run: TokenSequence, text: TextAssembler | None) -> None:
         """Steps the engine, in turn with other threads, until this request is over, or has more `text` where that is
         waited for."""
         while not self._turn(run, text):
             if _ends_elsewhere():
                 threading.Event().wait()  # in a daemon thread, until the process is gone
 
-    def _turn(self, run: Running, text: TextAssembler | None) -> bool:
+    def _turn(self, run: TokenSequence, text: TextAssembler | None) -> bool:
         """Steps the engine until that is so, or until others wait for their turn; whether it is so."""
         with self.lock.hold():
             while run.finish_reason is None and (text is None or not text.has_news):
@@ -124,11 +126,11 @@ class SharedEngine:
                     return False
             return True
 
-    def abort(self, run: Running) -> None:
+    def abort(self, run: TokenSequence) -> None:
         """Ends a request without a turn, so from anywhere; what it holds goes with the next step."""
         self.engine.abort(run)
 
-    def drop(self, run: Running) -> None:
+    def drop(self, run: TokenSequence) -> None:
         """Ends a request; what it holds goes at once, or with the next step of the thread that has the turn."""
         self.engine.abort(run)
         with self.lock.try_hold() as is_mine:

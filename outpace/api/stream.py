@@ -11,7 +11,7 @@ from outpace.api.shared_engine import SharedEngine
 from outpace.api.text import Piece, TextAssembler
 from outpace.core.stats import RunStats, summarize
 from outpace.core.types import TokenLogprobs
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Stream:
     """Iterates over the Pieces of one answer. `finish()` reads on to its end, `close()` ends it where it is."""
 
     def __init__(
-        self, engine: SharedEngine, run: Running, text: TextAssembler, method: str, echo: str, owner: object
+        self, engine: SharedEngine, run: TokenSequence, text: TextAssembler, method: str, echo: str, owner: object
     ) -> None:
         """`echo` is handed out before the answer; `owner` must live as long as the stream."""
         self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner

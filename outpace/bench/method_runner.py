@@ -14,7 +14,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench.contenders import GUESS, Contender
 from outpace.bench.peer import Answered
 from outpace.core.stats import Positions
-from outpace.engine.sequence import History, Running
+from outpace.engine.sequence import History, TokenSequence
 from outpace.models.base import chain
 
 CHUNK = 256  # tokens that a pass reads where two tokens' scores are looked up
@@ -60,7 +60,7 @@ class MethodRunner:
         arrivals: list[float] = []
         counts: list[int] = []
         with closing(self.llm.stream(list(prompt), params)) as stream:
-            run: Running = self.llm.engine.waiting[-1]
+            run: TokenSequence = self.llm.engine.waiting[-1]
             for _ in stream:  # a round's drafted tokens are one piece, its last token another
                 now = time.perf_counter() - called
                 fresh = run.history.steps[len(counts) :]  # several where plain rounds came in one

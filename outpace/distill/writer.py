@@ -20,7 +20,7 @@ from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.cuda.writing_loop import FinishedText, QueuedText, WritingLoop
@@ -128,7 +128,7 @@ class Writer:
 
     def answers(self, jobs: Iterator[Job]) -> Iterator[Written]:
         rows = self._options.rows
-        running: dict[int, tuple[Running, Job]] = {}
+        running: dict[int, tuple[TokenSequence, Job]] = {}
         settings = EngineOptions(nodes=1, rows=rows, batch=rows, chunk=2 * rows, reuse=False)
         with Engine(self._model, options=settings) as engine:
             while True:
@@ -155,7 +155,7 @@ class Writer:
             logprobs=LogprobsOptions(self._options.top),
         )
 
-    def _written(self, run: Running, job: Job) -> Written:
+    def _written(self, run: TokenSequence, job: Job) -> Written:
         if run.error is not None:
             raise run.error
         top = [record.top for record in run.history.logprobs]

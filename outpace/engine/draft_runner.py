@@ -14,7 +14,7 @@ from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import TokenTree
 from outpace.core.types import Await, Draft, Drafter, Observation, Source, Verdict
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Drafting:
         """The one for requests that name none."""
         return self.drafters.get(self._names[0]) if self._names else None
 
-    def choose(self, run: Running, name: str | None) -> None:
+    def choose(self, run: TokenSequence, name: str | None) -> None:
         """Notes by which drafter a request is to be drafted; UserError where there is none for its method."""
         needs = run.decoder.NEEDS
         method = run.decoder.__name__.rpartition(".")[2]
@@ -54,7 +54,7 @@ class Drafting:
         drafter = self._of(run)
         run.draft.needs = drafter.needs if drafter is not None else NO_NEEDS
 
-    def open(self, run: Running) -> None:
+    def open(self, run: TokenSequence) -> None:
         """A request begins."""
         if run.decoder.NEEDS == "worker" and self.worker:
             run.place.candidates = CandidateCache(run.place.last_token)
@@ -66,7 +66,7 @@ class Drafting:
             run.place.sources = drafter.sources_for(run.request)
             run.draft.state = self.guarded(run.draft.name, drafter.open, run.request)
 
-    def pause(self, run: Running) -> None:
+    def pause(self, run: TokenSequence) -> None:
         """A request gives its keys and values back until there is room for them."""
         self.tell(run)
         drafter = self._of(run)
@@ -76,12 +76,12 @@ class Drafting:
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.pause(run.key)
 
-    def resume(self, run: Running) -> None:
+    def resume(self, run: TokenSequence) -> None:
         """It goes on."""
         if run.decoder.NEEDS == "worker" and self.worker:
             self.worker.resume(run.key)
 
-    def close(self, run: Running) -> None:
+    def close(self, run: TokenSequence) -> None:
         """A request is over."""
         self.tell(run)
         drafter = self._of(run)
@@ -92,7 +92,7 @@ class Drafting:
             self.worker.forget(run.key)
             run.history.stale += run.place.candidates.counts["dead parent"]
 
-    def stored_bytes(self, texts: Sequence[tuple[Running, int]]) -> int:
+    def stored_bytes(self, texts: Sequence[tuple[TokenSequence, int]]) -> int:
         """The most bytes of keys and values that drafts hold in this process for these requests, whose texts have so
         many tokens each. A drafter that was given up holds none."""
         beside = [length for run, length in texts if run.decoder.NEEDS == "worker"]
@@ -109,10 +109,10 @@ class Drafting:
         for name in list(self.drafters):
             self.guarded(name, self.drafters[name].end)
 
-    def serve(self, running: Sequence[Running]) -> None:
+    def serve(self, running: Sequence[TokenSequence]) -> None:
         """Answers Draft and Await until no coroutine asks for them; a drafter sees all its trees at once."""
         while True:
-            asked: dict[tuple[str | None, Source | None], list[Running]] = {}
+            asked: dict[tuple[str | None, Source | None], list[TokenSequence]] = {}
             waiting = []
             for run in running:
                 if isinstance(run.ask, Draft):
@@ -146,7 +146,7 @@ class Drafting:
             self._warn(None, self.worker.failure)
         return result
 
-    def read(self, run: Running, seen: TargetFeedback | None) -> None:
+    def read(self, run: TokenSequence, seen: TargetFeedback | None) -> None:
         """Tells a drafter that needs it of a chunk of the prompt, once: the text of a request that had to give its
         session back is read again."""
         drafter = self._of(run)
@@ -159,7 +159,12 @@ class Drafting:
             self.guarded(run.draft.name, drafter.read, run.draft.state, seen.slice(mine))
 
     def follow(
-        self, run: Running, tree: TokenTree, verdict: Verdict, tokens: Sequence[int], seen: TargetFeedback | None = None
+        self,
+        run: TokenSequence,
+        tree: TokenTree,
+        verdict: Verdict,
+        tokens: Sequence[int],
+        seen: TargetFeedback | None = None,
     ) -> TokenTree:
         """The next round's root, behind the `tokens` that were written. The verdict is noted for the drafter in turn,
         which is told when it is asked next; at once where it is shown what was `seen` in the pass."""
@@ -175,16 +180,16 @@ class Drafting:
             self.tell(run)
         return root
 
-    def tell(self, run: Running) -> None:
+    def tell(self, run: TokenSequence) -> None:
         """Tells a drafter what was written since it was told last."""
         if (drafter := self._of(run)) is not None and (seen := run.draft.untold.take()) is not None:
             self.guarded(run.draft.name, drafter.observe, run.draft.state, seen)
 
-    def _of(self, run: Running) -> Drafter | None:
+    def _of(self, run: TokenSequence) -> Drafter | None:
         """A request's drafter in turn, unless it was given up."""
         return None if run.draft.name is None else self.drafters.get(run.draft.name)
 
-    def _grow(self, runs: Sequence[Running], name: str | None, source: Source | None) -> None:
+    def _grow(self, runs: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
         """One growth of all these requests' trees by a source of their drafter, which they are told."""
         added: list[int] | None = None
         for run in runs:

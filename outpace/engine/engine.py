@@ -29,7 +29,7 @@ from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
-from outpace.engine.sequence import Running, Watch, apart, check_request, check_rule_needs
+from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
 from outpace.engine.target_runner import Judged, Passes, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
@@ -79,12 +79,12 @@ class Engine(AbstractContextManager["Engine"]):
         self.close()
 
     @property
-    def waiting(self) -> Sequence[Running]:
+    def waiting(self) -> Sequence[TokenSequence]:
         """Requests that wait for their turn or for memory, in the order in which they came."""
         return self._admission.waiting
 
     @property
-    def running(self) -> Sequence[Running]:
+    def running(self) -> Sequence[TokenSequence]:
         """Requests that take part in a step, in the order in which they came."""
         return self._admission.running
 
@@ -108,7 +108,7 @@ class Engine(AbstractContextManager["Engine"]):
         options: Any,
         watch: Watch | None = None,
         drafter: str | None = None,
-    ) -> Running:
+    ) -> TokenSequence:
         """Takes a request in, to be drafted by the `drafter` of this name; it runs as soon as there is room. UserError
         where it can never run."""
         if self._is_closed:
@@ -117,23 +117,23 @@ class Engine(AbstractContextManager["Engine"]):
         check_rule_needs(request, self.needs)
         if self._recall is not None and not request.prediction and (recalled := self._recall.find(request)):
             request = replace(request, recalled=recalled)
-        run = Running(request, decoder, options, next(self._keys), self.costs, watch)
+        run = TokenSequence(request, decoder, options, next(self._keys), self.costs, watch)
         run.history.submitted = self._clock()
         self.drafting.choose(run, drafter)
         self.memory.check(run)
         self._admission.waiting.append(run)
         return run
 
-    def abort(self, run: Running, reason: str = "abort") -> None:
+    def abort(self, run: TokenSequence, reason: str = "abort") -> None:
         """Ends a request; what it wrote stays. What it holds is given back by the next `step` or `sweep`."""
         if run.finish_reason is None:
             run.finish_reason = reason
 
-    def sweep(self) -> list[Running]:
+    def sweep(self) -> list[TokenSequence]:
         """Lets the requests go that are over; gives those that had begun."""
         return self._admission.sweep()
 
-    def step(self) -> list[Running]:
+    def step(self) -> list[TokenSequence]:
         """One round of all running requests; gives those that wrote tokens or ended."""
         start = self._clock()
         self._admission.sweep()
@@ -144,7 +144,7 @@ class Engine(AbstractContextManager["Engine"]):
         failed = [run for run in joined if run.finish_reason is not None] if joined else joined
         return list(dict.fromkeys([*wrote, *failed, *self._admission.sweep()]))
 
-    def _judge(self, start: float) -> list[Running]:
+    def _judge(self, start: float) -> list[TokenSequence]:
         """One pass over all trees and what is to be read of texts: those that wrote."""
         drafting = self.drafting.spent  # planning is no part of it: it costs as rows do, a round that has them
         before = setups.count
@@ -172,7 +172,10 @@ class Engine(AbstractContextManager["Engine"]):
             self._admission.fail(self.running, error)
 
     def _round(
-        self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], start: float
+        self,
+        chunks: Sequence[tuple[TokenSequence, Part]],
+        trees: Sequence[tuple[TokenSequence, TokenTree]],
+        start: float,
     ) -> int:
         """One pass over prompts' chunks and requests' trees, and what follows from it for each; or as many passes as it
         says, where all write plainly."""
@@ -211,7 +214,10 @@ class Engine(AbstractContextManager["Engine"]):
         return passes
 
     def _most_more(
-        self, chunks: Sequence[tuple[Running, Part]], trees: Sequence[tuple[Running, TokenTree]], seconds: float
+        self,
+        chunks: Sequence[tuple[TokenSequence, Part]],
+        trees: Sequence[tuple[TokenSequence, TokenTree]],
+        seconds: float,
     ) -> int:
         """How many plain passes may follow this one, which took so long: within `burst`, where all write plainly and
         nobody waits for a first token, or for every one."""
@@ -226,13 +232,13 @@ class Engine(AbstractContextManager["Engine"]):
         return 0 if chunks or self.worker is not None or self._admission.may_join else most
 
     @staticmethod
-    def _hand(run: Running, judged: Judged) -> None:
+    def _hand(run: TokenSequence, judged: Judged) -> None:
         """Hands a request its picks."""
         if isinstance(judged.picks[0], FailedRow):
             raise judged.picks[0].error
         run.advance(judged.picks)
 
-    def _commit(self, run: Running, judged: Judged, passes: int, seconds: float, start: float) -> None:
+    def _commit(self, run: TokenSequence, judged: Judged, passes: int, seconds: float, start: float) -> None:
         """Carries out a request's verdict, of so many passes: of several where all of them were plain."""
         ask, rows = run.ask, len(judged.picks)
         assert isinstance(ask, Commit)
@@ -248,7 +254,7 @@ class Engine(AbstractContextManager["Engine"]):
             run.root = self.drafting.follow(run, tree, verdict, tokens, judged.seen)
             run.is_due, run.ask = True, None
 
-    def _allot(self, run: Running, load: BatchRows, requests: int) -> None:
+    def _allot(self, run: TokenSequence, load: BatchRows, requests: int) -> None:
         """Tells a request how much room there is for it beside the others, and counts it with the load."""
         place, options = run.place, self.options
         most = min(options.nodes, run.request.nodes or options.nodes)
@@ -256,7 +262,7 @@ class Engine(AbstractContextManager["Engine"]):
         place.requests, place.load, place.rows, place.left = requests, load, run.rows, run.left
         load.rows += place.rows
 
-    def _parts(self) -> tuple[list[tuple[Running, Part]], list[tuple[Running, TokenTree]]]:
+    def _parts(self) -> tuple[list[tuple[TokenSequence, Part]], list[tuple[TokenSequence, TokenTree]]]:
         """Pieces of texts, and trees, that go through the pass, with slots for all of them."""
         while True:
             chunks = self._chunks()
@@ -271,7 +277,7 @@ class Engine(AbstractContextManager["Engine"]):
             if self._admission.fit(rows):
                 return chunks, trees
 
-    def _chunks(self) -> list[tuple[Running, Part]]:
+    def _chunks(self) -> list[tuple[TokenSequence, Part]]:
         """The next piece of each text that is not in yet, within the pass's room for prompts."""
         running = [run for run in self._admission.running if run.finish_reason is None]
         reading = [run for run in running if run.is_prefilling]

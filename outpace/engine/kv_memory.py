@@ -22,7 +22,7 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.machine import available_bytes
 from outpace.engine.prefix_index import Holders, Text
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Session
 
 _AHEAD = 64  # slots that each running request should still find when another one joins
@@ -31,7 +31,7 @@ _SHORT = 8  # a text is short beside one of so many times its tokens
 _AT_ONCE = 512  # slots that a prompt finds when its reading begins; then twice as many each time
 _GIB = 1 << 30
 
-Drafts = Callable[[Sequence[tuple[Running, int]]], int]
+Drafts = Callable[[Sequence[tuple[TokenSequence, int]]], int]
 """The most bytes that drafts hold for requests whose texts have so many tokens each."""
 
 
@@ -50,7 +50,7 @@ class _Kept:
 class _Followed(NamedTuple):
     """A request that is reading `shared` tokens with which another begins, who found `start` of them elsewhere."""
 
-    run: Running
+    run: TokenSequence
     shared: int
     start: int
 
@@ -63,17 +63,17 @@ class Memory:
         self._target, self._drafts, self._room, self._most_kept = target, drafts, room, most_kept
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_Kept] = []
-        self._open: list[Running] = []
-        self._stored: Holders[Running | _Kept] = Holders()  # running ones as far as the last search saw them
-        self._reading: Holders[Running] = Holders()  # whole texts that are being read
-        self._followed: WeakKeyDictionary[Running, _Followed] = WeakKeyDictionary()
+        self._open: list[TokenSequence] = []
+        self._stored: Holders[TokenSequence | _Kept] = Holders()  # running ones as far as the last search saw them
+        self._reading: Holders[TokenSequence] = Holders()  # whole texts that are being read
+        self._followed: WeakKeyDictionary[TokenSequence, _Followed] = WeakKeyDictionary()
 
     @property
     def used(self) -> int:
         """Bytes that running requests, their drafts and kept texts take."""
         return self._bytes(self._slots(), (kept.session.slots for kept in self._kept))
 
-    def check(self, run: Running) -> None:
+    def check(self, run: TokenSequence) -> None:
         """UserError where a request could not run even alone."""
         most = [(run, self._most(run))]
         needed, drafts = self._bytes(most), self._drafts(most)
@@ -84,7 +84,7 @@ class Memory:
                 f"{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
-    def has_room(self, run: Running) -> bool:
+    def has_room(self, run: TokenSequence) -> bool:
         """Whether a waiting request's text fits beside the others, and all of them may write on for a while."""
         if not self._open:
             return True
@@ -93,7 +93,7 @@ class Memory:
             ahead.append((other, other.storage.session.slots_after(slots + _AHEAD, least=True)))
         return self._bytes(ahead) <= self.budget
 
-    def should_wait(self, run: Running) -> bool:
+    def should_wait(self, run: TokenSequence) -> bool:
         """Whether another request is just reading much of what this one would have to read."""
         if not self._may_reuse(run):
             return False
@@ -105,7 +105,7 @@ class Memory:
         there = max(followed.start, min(followed.shared, followed.run.prefilled))
         return followed.shared - there >= _WORTH_WAITING
 
-    def open(self, run: Running) -> None:
+    def open(self, run: TokenSequence) -> None:
         """Gives a request for which there is room its session, with what is known of its text."""
         self._followed.pop(run, None)
         holder, length = self._best_start(run)
@@ -124,7 +124,7 @@ class Memory:
         if run.is_prefilling:
             self._reading.hold(run, len(run.committed))
 
-    def fit(self, run: Running, rows: int) -> bool:
+    def fit(self, run: TokenSequence, rows: int) -> bool:
         """Makes slots for a request's rows of the next pass; False: another one has to go first."""
         session, tokens = run.storage.session, run.prefilled + rows
         if tokens + run.draft.needs.session <= session.slots:
@@ -134,14 +134,14 @@ class Memory:
         promised = self._promised(run)
         return self._reserve(run, session, max(slots, min(2 * session.slots, promised)), promised)
 
-    def release(self, run: Running) -> None:
+    def release(self, run: TokenSequence) -> None:
         """Takes a running request's keys and values away: they are read again when it is opened the next time."""
         self._open.remove(run)
         self._stored.drop(run)
         self._reading.drop(run)
         run.storage.release()
 
-    def close(self, run: Running) -> None:
+    def close(self, run: TokenSequence) -> None:
         """Takes a finished request's session back, to be kept if what it holds is known."""
         if run not in self._open:
             return
@@ -157,7 +157,7 @@ class Memory:
         for oldest in self._kept[: -self._most_kept]:
             self._drop(oldest)
 
-    def _follow(self, run: Running) -> _Followed | None:
+    def _follow(self, run: TokenSequence) -> _Followed | None:
         """Finds who reads most of what this request begins with."""
         self._followed.pop(run, None)
         for other in self._open:
@@ -170,14 +170,14 @@ class Memory:
         self._followed[run] = followed = _Followed(other, shared, self._best_start(run)[1])
         return followed
 
-    def _is_reading(self, run: Running) -> bool:
+    def _is_reading(self, run: TokenSequence) -> bool:
         if run in self._reading and not run.is_prefilling:
             self._reading.drop(run)
         return run in self._reading
 
-    def _best_start(self, run: Running) -> tuple[Running | _Kept | None, int]:
+    def _best_start(self, run: TokenSequence) -> tuple[TokenSequence | _Kept | None, int]:
         """Who holds the longest beginning of a request's text, and how many tokens of it."""
-        best: tuple[Running | _Kept | None, int] = (None, 0)
+        best: tuple[TokenSequence | _Kept | None, int] = (None, 0)
         if self._may_reuse(run):
             for other in self._open:
                 self._stored.hold(other, other.prefilled)
@@ -189,7 +189,7 @@ class Memory:
                     best = (holder, length)
         return best
 
-    def _is_replaced(self, kept: _Kept, length: int, run: Running, slots: int) -> bool:
+    def _is_replaced(self, kept: _Kept, length: int, run: TokenSequence, slots: int) -> bool:
         """Whether a request takes over the kept session that it begins like, in place of a new one of so many slots:
         little of that is lost, or both together are too much. Little is nothing, what stands behind all of the
         request's own text too, and what is short beside that which both share."""
@@ -198,7 +198,7 @@ class Memory:
             return True
         return self._bytes([*self._slots(), (run, slots)], [kept.session.slots]) > self.budget
 
-    def _copy(self, holder: Running | _Kept, session: Session, length: int) -> None:
+    def _copy(self, holder: TokenSequence | _Kept, session: Session, length: int) -> None:
         if isinstance(holder, _Kept):
             self._kept.remove(holder)  # the last used stands last
             self._kept.append(holder)
@@ -206,12 +206,17 @@ class Memory:
             holder.storage.settle()
         session.start_from(holder.session if isinstance(holder, _Kept) else holder.storage.session, length)
 
-    def _may_reuse(self, run: Running) -> bool:
+    def _may_reuse(self, run: TokenSequence) -> bool:
         """A request that reports on its prompt, or whose drafter is told of it, has to read it."""
         return self._most_kept > 0 and not run.must_read
 
     def _reserve(
-        self, run: Running, session: Session, slots: int, promised: int, spared: Running | _Kept | None = None
+        self,
+        run: TokenSequence,
+        session: Session,
+        slots: int,
+        promised: int,
+        spared: TokenSequence | _Kept | None = None,
     ) -> bool:
         """Makes slots for a request, and lets kept texts go for all that it is promised but the one that is spared;
         False: they are too many."""
@@ -226,37 +231,37 @@ class Memory:
         session.reserve(slots, least)
         return True
 
-    def _make_room(self, needed: Sequence[tuple[Running, int]], spared: Running | _Kept | None) -> None:
+    def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _Kept | None) -> None:
         """Lets kept texts go, the longest unused first, until the others have room for what these requests need."""
         for kept in [kept for kept in self._kept if kept is not spared]:
             if self._bytes(needed, (other.session.slots for other in self._kept)) <= self.budget:
                 return
             self._drop(kept)
 
-    def _slots(self) -> list[tuple[Running, int]]:
+    def _slots(self) -> list[tuple[TokenSequence, int]]:
         """Those of the running requests' sessions, and those that their prompts are still to get."""
         return [(run, run.storage.session.slots_after(self._promised(run), least=True)) for run in self._open]
 
-    def _promised(self, run: Running) -> int:
+    def _promised(self, run: TokenSequence) -> int:
         """Slots that a request needs for what it still has to read."""
         return self._slots_for(run, len(run.committed)) if run.is_prefilling else 0
 
-    def _bytes(self, texts: Sequence[tuple[Running, int]], kept: Iterable[int] = ()) -> int:
+    def _bytes(self, texts: Sequence[tuple[TokenSequence, int]], kept: Iterable[int] = ()) -> int:
         """What requests take whose sessions have so many slots, their drafts included, and kept texts that have."""
         return self._target.stored_bytes([*(slots for _, slots in texts), *kept]) + self._drafts(texts)
 
-    def _slots_for(self, run: Running, tokens: int) -> int:
+    def _slots_for(self, run: TokenSequence, tokens: int) -> int:
         """Slots for so many tokens of a request's, and for what its drafter may hang behind them."""
         return min(tokens + run.draft.needs.session, self._most(run))
 
-    def _most(self, run: Running) -> int:
+    def _most(self, run: TokenSequence) -> int:
         return self._capacity(run) + self._room
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self._stored.drop(kept)
 
-    def _capacity(self, run: Running) -> int:
+    def _capacity(self, run: TokenSequence) -> int:
         return min(len(run.request.prompt) + run.request.max_tokens, self._target.max_positions)
 
 

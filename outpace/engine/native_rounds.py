@@ -8,7 +8,7 @@ from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.scheduler import Admission
-from outpace.engine.sequence import Running, apart
+from outpace.engine.sequence import TokenSequence, apart
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
@@ -37,7 +37,7 @@ class Carriers:
         found = {name: drafter.carrier(target) for name, drafter in drafting.drafters.items()}
         self._by_name: dict[str | None, Carrier] = {name: one for name, one in found.items() if one is not None}
 
-    def may_carry(self, running: Sequence[Running]) -> Collection[str] | None:
+    def may_carry(self, running: Sequence[TokenSequence]) -> Collection[str] | None:
         """Whether requests that write together may ask for whole rounds: a few, by one drafter, none while a text is
         read. The sources whose copies are made in these; None: they may not."""
         if (
@@ -54,7 +54,7 @@ class Carriers:
                 return None
         return self._by_name[name].copied if name in self._drafting.drafters else None
 
-    def step(self, start: float) -> list[Running]:
+    def step(self, start: float) -> list[TokenSequence]:
         """One step that began at `start`, where all requests ask for whole rounds, somebody is to draft in these, and
         they can be carried out: those that wrote. Else none, and nobody asks for whole rounds any more."""
         self._rest = max(self._rest - 1, 0)
@@ -77,7 +77,7 @@ class Carriers:
             self._admission.fail(running, error)
         return []
 
-    def _tried(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
+    def _tried(self, asks: Sequence[tuple[TokenSequence, CarryOut]]) -> list[list[Carried]]:
         """As `_carry`. What gives nothing, as where every row is too close to call, is tried again ever later, and its
         time is none of a pass's."""
         began = self._clock()
@@ -90,7 +90,7 @@ class Carriers:
             self._rest = min(2**self._failures - 1, _LONGEST_REST)
         return done
 
-    def _carry(self, asks: Sequence[tuple[Running, CarryOut]]) -> list[list[Carried]]:
+    def _carry(self, asks: Sequence[tuple[TokenSequence, CarryOut]]) -> list[list[Carried]]:
         """What these requests ask for, round by round; none where it cannot be carried out."""
         self._target.limit_threads(leave=0)
         asked, states, rounds = [], [], _MOST
@@ -106,7 +106,7 @@ class Carriers:
         name = asks[0][0].draft.name
         return self._drafting.guarded(name, self._by_name[name].carry, states, asked, rounds, self._burst) or []
 
-    def _commit(self, asking: Sequence[Running], done: Sequence[Sequence[Carried]], start: float) -> None:
+    def _commit(self, asking: Sequence[TokenSequence], done: Sequence[Sequence[Carried]], start: float) -> None:
         """Writes what was carried out since `start`, round after round; each has its share of the time that was none of
         theirs."""
         before = [len(run.history.steps) for run in asking]
@@ -124,7 +124,7 @@ class Carriers:
                 session.truncate(min(session.length, len(run.committed)))
         note_carried(self._costs, asking, done, before, self._clock() - start)
 
-    def _write(self, run: Running, carried: Carried, seconds: float, is_last: bool) -> None:
+    def _write(self, run: TokenSequence, carried: Carried, seconds: float, is_last: bool) -> None:
         """Carries out a request's verdict on a round, and lets its coroutine go on to the next one."""
         ask, now = run.ask, self._clock()
         if not isinstance(ask, Commit):

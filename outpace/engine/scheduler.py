@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import Drafting
 from outpace.engine.kv_memory import Memory
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 
 
 class Admission:
@@ -29,17 +29,17 @@ class Admission:
         """`batch` requests run at once; `recall` keeps the texts of those that are over."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
         self._recall = recall
-        self.waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[TokenSequence] = deque()
+        self.running: list[TokenSequence] = []
 
     @property
     def may_join(self) -> bool:
         """Whether somebody waits for whom there is a place."""
         return bool(self.waiting) and len(self.running) < self._batch
 
-    def join(self) -> list[Running]:
+    def join(self) -> list[TokenSequence]:
         """Opens waiting requests, first come first served, while there is room for them; gives those tried."""
-        tried: list[Running] = []
+        tried: list[TokenSequence] = []
         for run in list(self.waiting) if self.waiting else ():
             if len(self.running) >= self._batch or not self._memory.has_room(run):
                 break
@@ -56,7 +56,7 @@ class Admission:
                 self.fail([run], error)
         return tried
 
-    def fit(self, rows: Iterable[tuple[Running, int]]) -> bool:
+    def fit(self, rows: Iterable[tuple[TokenSequence, int]]) -> bool:
         """Makes slots for so many rows of each request, which come oldest first. False: memory ended, the youngest
         request was paused, and what is left is to be asked again."""
         for run, count in rows:
@@ -69,7 +69,7 @@ class Admission:
                 return False
         return True
 
-    def sweep(self) -> list[Running]:
+    def sweep(self) -> list[TokenSequence]:
         """Lets the requests go that are over; gives those that had begun."""
         over = [run for run in [*self.running, *self.waiting] if run.finish_reason is not None]
         if not over:
@@ -81,7 +81,7 @@ class Admission:
             self._end(run)
         return begun
 
-    def fail(self, runs: Sequence[Running], error: BaseException) -> None:
+    def fail(self, runs: Sequence[TokenSequence], error: BaseException) -> None:
         """A round broke off: what its sessions hold is unknown, so all its requests end; each keeps what it wrote."""
         for run in runs:
             run.storage.is_broken = True
@@ -92,7 +92,7 @@ class Admission:
             self.sweep()
             raise error
 
-    def _begin(self, run: Running) -> None:
+    def _begin(self, run: TokenSequence) -> None:
         """A request that has a session runs, or goes on after a pause."""
         insort(self.running, run, key=_age)
         if run.coroutine is None:
@@ -103,7 +103,7 @@ class Admission:
             self._drafting.resume(run)
         run.is_due = run.ask is None and not run.is_prefilling
 
-    def _end(self, run: Running) -> None:
+    def _end(self, run: TokenSequence) -> None:
         if run.coroutine:
             run.coroutine.close()
         run.coroutine = run.ask = None  # with the last tree, and the q rows in it
@@ -112,7 +112,7 @@ class Admission:
         if self._recall is not None:
             self._recall.keep(run.request, run.committed)
 
-    def _pause(self, run: Running) -> None:
+    def _pause(self, run: TokenSequence) -> None:
         """Takes a request's keys and values away, its draft's too, until there is room for them. All else stays as it
         is: what it has is read again as a prompt is, then it asks for what it asks for now."""
         self._drafting.pause(run)
@@ -124,6 +124,6 @@ class Admission:
         insort(self.waiting, run, key=_age)
 
 
-def _age(run: Running) -> int:
+def _age(run: TokenSequence) -> int:
     """Requests in the order in which they came."""
     return run.key

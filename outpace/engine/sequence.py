@@ -114,7 +114,7 @@ class Drafted:
 
 
 @dataclass(eq=False)
-class Running:
+class TokenSequence:
     """One request on its way. `finish_reason` is None until it is over.
     `place` is all that its decoder sees; `coroutine` is None until it runs and when it is over.
     """
@@ -346,7 +346,7 @@ def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
     return tokens
 
 
-def apart(run: Running, call: Callable[..., None], *arguments: Any) -> None:
+def apart(run: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
     """A fault in a request's rule, its options or who watches it ends this request alone."""
     try:
         call(*arguments)

@@ -16,7 +16,7 @@ from outpace.core.logits import Scores, TargetOutput, best_tokens, select_rows
 from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
-from outpace.engine.sequence import Running, apart
+from outpace.engine.sequence import TokenSequence, apart
 from outpace.models.base import Model, Part
 from outpace.rules.base import FailedRow, reduce_isolated
 
@@ -76,8 +76,8 @@ class Passes:
 
     def run(
         self,
-        chunks: Sequence[tuple[Running, Part]],
-        trees: Sequence[tuple[Running, TokenTree]],
+        chunks: Sequence[tuple[TokenSequence, Part]],
+        trees: Sequence[tuple[TokenSequence, TokenTree]],
         beside: Beside,
     ) -> tuple[list[Read], list[Judged]]:
         """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
@@ -115,7 +115,7 @@ class Passes:
             judged.append(Judged(picks[mine], logits, seen, share.wanted.start))
         return reads, judged
 
-    def go_on(self, trees: Sequence[tuple[Running, TokenTree]], judged: Sequence[Judged], most: int) -> int:
+    def go_on(self, trees: Sequence[tuple[TokenSequence, TokenTree]], judged: Sequence[Judged], most: int) -> int:
         """After a pass over roots alone, so many passes at most of plain decoding: each adds below every tree's last
         node the token that was picked there, and the pick that follows. None comes behind a stop token, or a row that
         its rule could not reduce, where a tree may end on a node without a pick. How many passes there were."""
@@ -137,7 +137,7 @@ class Passes:
                 judged[row].picks.append(pick)
         return most if self._tells_best else 0
 
-    def _pick(self, run: Running, tree: TokenTree, scores: Scores) -> Any:
+    def _pick(self, run: TokenSequence, tree: TokenTree, scores: Scores) -> Any:
         """What the rule picks behind a tree's last node. scores [1, vocab]"""
         return reduce_isolated(scores, tree_rows(run.request, run.committed, tree)[-1:])[0]
 
@@ -148,7 +148,11 @@ class Passes:
         return TargetOutput(held.values if held.ids is None else held.wide(), None, held.best)
 
     def _reduced(
-        self, trees: Sequence[tuple[Running, TokenTree]], shares: Sequence[_Share], scored: TargetOutput, before: int
+        self,
+        trees: Sequence[tuple[TokenSequence, TokenTree]],
+        shares: Sequence[_Share],
+        scored: TargetOutput,
+        before: int,
     ) -> list[Any]:
         """The rules' first half; the rows of a rule that needs hidden states have theirs."""
         rows: list[Row] = []
@@ -161,7 +165,7 @@ class Passes:
             rows += mine
         return reduce_isolated(scored.logits[before:] if before else scored.logits, rows)
 
-    def _read(self, run: Running, part: Part, scored: TargetOutput, share: _Share) -> Read:
+    def _read(self, run: TokenSequence, part: Part, scored: TargetOutput, share: _Share) -> Read:
         needs, logits = run.draft.needs, scored.logits[share.wanted]
         if not run.tells_prompt:
             return Read(logits, None)
@@ -180,10 +184,10 @@ class Passes:
         return TargetFeedback(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
 
 
-def note_logprobs(runs: Sequence[Running], judged: Sequence[Judged]) -> None:
+def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[Judged]) -> None:
     """Records the log-probabilities of what these requests' verdicts write, where they are asked for. Those of equal
     options go together, so that a device is waited for once."""
-    groups: dict[LogprobsOptions, list[tuple[Running, Judged]]] = {}
+    groups: dict[LogprobsOptions, list[tuple[TokenSequence, Judged]]] = {}
     for run, its in zip(runs, judged, strict=True):
         if run.request.logprobs is not None and isinstance(run.ask, Commit):
             groups.setdefault(run.request.logprobs, []).append((run, its))
@@ -195,7 +199,7 @@ def note_logprobs(runs: Sequence[Running], judged: Sequence[Judged]) -> None:
                 apart(run, _note, [(run, its)], options)
 
 
-def _note(some: Sequence[tuple[Running, Judged]], options: LogprobsOptions) -> None:
+def _note(some: Sequence[tuple[TokenSequence, Judged]], options: LogprobsOptions) -> None:
     """All of these, or none."""
     reports = [run.report(len(its.picks)) for run, its in some]
     places = [its.first + node for (_, its), report in zip(some, reports, strict=True) for node in report.nodes]
@@ -214,7 +218,7 @@ def _wait_for(device: Any) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _of_prompt(run: Running, part: Part) -> Part:
+def _of_prompt(run: TokenSequence, part: Part) -> Part:
     """A chunk, with the rows that the request's drafter needs of it."""
     needs = run.draft.needs
     if not run.tells_prompt:
@@ -223,7 +227,7 @@ def _of_prompt(run: Running, part: Part) -> Part:
     return part._replace(wanted=every if needs.top else part.wanted, shown=every if needs.layers else ())
 
 
-def _of_tree(run: Running, tree: TokenTree, best: int) -> Part:
+def _of_tree(run: TokenSequence, tree: TokenTree, best: int) -> Part:
     every, storage = range(len(tree)), run.storage
     shown = every if run.draft.needs.layers or run.request.rule.needs.layers else ()
     return Part(storage.session, tuple(tree.tokens), tuple(tree.parents), every, storage.keep, shown, best=best)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from outpace.core.carried import Carried
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part
 from outpace.planning.cost_model import CostModel
 
@@ -27,8 +27,8 @@ def expect_steps(costs: CostModel, target: Model, drafters: Iterable[Drafter]) -
 
 def note_round(
     costs: CostModel,
-    chunks: Sequence[tuple[Running, Part]],
-    trees: Sequence[tuple[Running, TokenTree]],
+    chunks: Sequence[tuple[TokenSequence, Part]],
+    trees: Sequence[tuple[TokenSequence, TokenTree]],
     drafting: float,
     seconds: float,
     passes: int,
@@ -54,7 +54,7 @@ def note_round(
 
 def note_carried(
     costs: CostModel,
-    asking: Sequence[Running],
+    asking: Sequence[TokenSequence],
     done: Sequence[Sequence[Carried]],
     before: Sequence[int],
     seconds: float,

@@ -11,7 +11,7 @@ from functools import cached_property
 from outpace.api.llm import PreparedRequest
 from outpace.core.stats import RoundStats, RunStats, merge_stats, summarize
 from outpace.core.types import TokenLogprobs
-from outpace.engine.sequence import History, Round, Running
+from outpace.engine.sequence import History, Round, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Choice:
     def __init__(self, asked: PreparedRequest, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
         """`stop_ids`: those that the client named, one of which it is told if that ends the text."""
         self.asked, self.indices, self.stop_ids = asked, tuple(indices), frozenset(stop_ids)
-        self.run: Running | None = None  # set by the engine's thread
+        self.run: TokenSequence | None = None  # set by the engine's thread
         self.ended: Ended | None = None
         self.written = 0  # tokens that were taken
         self._pending: list[Delta] = []

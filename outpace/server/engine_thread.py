@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from outpace.engine.engine import Engine
-from outpace.engine.sequence import Running
+from outpace.engine.sequence import TokenSequence
 from outpace.server.choices import Choice, Delta, Ended
 
 
@@ -41,7 +41,7 @@ class EngineThread:
         self.engine, self._clock = engine, clock
         self._deliver, self._report = deliver, report
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._live: dict[Choice, Running] = {}
+        self._live: dict[Choice, TokenSequence] = {}
         self._sent: dict[Choice, int] = {}  # tokens that were delivered
         self._waiting: set[Choice] = set()  # those with which the engine has not begun, or not told it
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -151,7 +151,7 @@ class EngineThread:
         if updates:
             self._deliver(updates)
 
-    def _delta(self, choice: Choice, run: Running) -> Delta | None:
+    def _delta(self, choice: Choice, run: TokenSequence) -> Delta | None:
         pieces, history = choice.asked.text.pieces, run.history
         if not pieces:
             return None
@@ -167,7 +167,7 @@ class EngineThread:
         history.rounds.clear()
         return Delta.merged(parts)
 
-    def _ended(self, choice: Choice, run: Running) -> Ended:
+    def _ended(self, choice: Choice, run: TokenSequence) -> Ended:
         """Its text is over: what was held back is handed out."""
         assert run.finish_reason is not None
         text, stop = choice.asked.text, None
