@@ -30,7 +30,7 @@ from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
-from outpace.engine.target_runner import Judged, Passes, note_logprobs
+from outpace.engine.target_runner import Passes, VerifyOutput, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
@@ -232,13 +232,13 @@ class Engine(AbstractContextManager["Engine"]):
         return 0 if chunks or self.worker is not None or self._admission.may_join else most
 
     @staticmethod
-    def _hand(run: TokenSequence, judged: Judged) -> None:
+    def _hand(run: TokenSequence, judged: VerifyOutput) -> None:
         """Hands a request its picks."""
         if isinstance(judged.picks[0], FailedRow):
             raise judged.picks[0].error
         run.advance(judged.picks)
 
-    def _commit(self, run: TokenSequence, judged: Judged, passes: int, seconds: float, start: float) -> None:
+    def _commit(self, run: TokenSequence, judged: VerifyOutput, passes: int, seconds: float, start: float) -> None:
         """Carries out a request's verdict, of so many passes: of several where all of them were plain."""
         ask, rows = run.ask, len(judged.picks)
         assert isinstance(ask, Commit)

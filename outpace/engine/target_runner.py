@@ -32,7 +32,7 @@ class Read(NamedTuple):
     seen: TargetFeedback | None
 
 
-class Judged(NamedTuple):
+class VerifyOutput(NamedTuple):
     """One tree after the pass: the rule's reduced rows and, where their scores are reported, the whole pass's, of which
     the tree's begin at `first`."""
 
@@ -79,7 +79,7 @@ class Passes:
         chunks: Sequence[tuple[TokenSequence, Part]],
         trees: Sequence[tuple[TokenSequence, TokenTree]],
         beside: Beside,
-    ) -> tuple[list[Read], list[Judged]]:
+    ) -> tuple[list[Read], list[VerifyOutput]]:
         """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
         forest = _Forest()
         for run, part in chunks:
@@ -112,10 +112,10 @@ class Passes:
             needs, seen = run.draft.needs, None
             if needs.top or needs.layers:
                 seen = self._seen(needs, tree.ids[: mine.stop - mine.start], tree.tokens, scored, share)
-            judged.append(Judged(picks[mine], logits, seen, share.wanted.start))
+            judged.append(VerifyOutput(picks[mine], logits, seen, share.wanted.start))
         return reads, judged
 
-    def go_on(self, trees: Sequence[tuple[TokenSequence, TokenTree]], judged: Sequence[Judged], most: int) -> int:
+    def go_on(self, trees: Sequence[tuple[TokenSequence, TokenTree]], judged: Sequence[VerifyOutput], most: int) -> int:
         """After a pass over roots alone, so many passes at most of plain decoding: each adds below every tree's last
         node the token that was picked there, and the pick that follows. None comes behind a stop token, or a row that
         its rule could not reduce, where a tree may end on a node without a pick. How many passes there were."""
@@ -184,10 +184,10 @@ class Passes:
         return TargetFeedback(ids, tokens[: len(ids)], top, pick_layers(hidden, self._layers, needs.layers))
 
 
-def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[Judged]) -> None:
+def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[VerifyOutput]) -> None:
     """Records the log-probabilities of what these requests' verdicts write, where they are asked for. Those of equal
     options go together, so that a device is waited for once."""
-    groups: dict[LogprobsOptions, list[tuple[TokenSequence, Judged]]] = {}
+    groups: dict[LogprobsOptions, list[tuple[TokenSequence, VerifyOutput]]] = {}
     for run, its in zip(runs, judged, strict=True):
         if run.request.logprobs is not None and isinstance(run.ask, Commit):
             groups.setdefault(run.request.logprobs, []).append((run, its))
@@ -199,7 +199,7 @@ def note_logprobs(runs: Sequence[TokenSequence], judged: Sequence[Judged]) -> No
                 apart(run, _note, [(run, its)], options)
 
 
-def _note(some: Sequence[tuple[TokenSequence, Judged]], options: LogprobsOptions) -> None:
+def _note(some: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:
     """All of these, or none."""
     reports = [run.report(len(its.picks)) for run, its in some]
     places = [its.first + node for (_, its), report in zip(some, reports, strict=True) for node in report.nodes]
