@@ -25,7 +25,7 @@ _ONE = range(1)
 Beside = Callable[[Callable[[], tuple[TargetOutput, list[Any]]], int], tuple[TargetOutput, list[Any]]]
 
 
-class Read(NamedTuple):
+class PrefillOutput(NamedTuple):
     """What a pass says of a chunk of a prompt."""
 
     logits: Scores  # [rows, vocab]; rows where they are reported or needed
@@ -79,7 +79,7 @@ class Passes:
         chunks: Sequence[tuple[TokenSequence, Part]],
         trees: Sequence[tuple[TokenSequence, TokenTree]],
         beside: Beside,
-    ) -> tuple[list[Read], list[VerifyOutput]]:
+    ) -> tuple[list[PrefillOutput], list[VerifyOutput]]:
         """One forward over all of them and the rules' first half, run by `beside`, which is told the rows' number."""
         forest = _Forest()
         for run, part in chunks:
@@ -165,13 +165,13 @@ class Passes:
             rows += mine
         return reduce_isolated(scored.logits[before:] if before else scored.logits, rows)
 
-    def _read(self, run: TokenSequence, part: Part, scored: TargetOutput, share: _Share) -> Read:
+    def _read(self, run: TokenSequence, part: Part, scored: TargetOutput, share: _Share) -> PrefillOutput:
         needs, logits = run.draft.needs, scored.logits[share.wanted]
         if not run.tells_prompt:
-            return Read(logits, None)
+            return PrefillOutput(logits, None)
         start = run.storage.session.length
         seen = self._seen(needs, range(start, start + len(part.tokens)), part.tokens, scored, share)
-        return Read(logits, seen or TargetFeedback(range(start, start + len(part.tokens)), part.tokens))
+        return PrefillOutput(logits, seen or TargetFeedback(range(start, start + len(part.tokens)), part.tokens))
 
     def _seen(
         self, needs: Needs, ids: Sequence[int], tokens: Sequence[int], scored: TargetOutput, share: _Share
