@@ -25,7 +25,7 @@ from outpace.drafters.model import ModelDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
-from outpace.engine.target_runner import Passes
+from outpace.engine.target_runner import TargetRunner
 from outpace.models.llama.torch import attention
 from outpace.planning.estimators import ExplorationBudget
 from outpace.rules import base as rules_base
@@ -143,7 +143,7 @@ PART_MUTATIONS = [
     ),
     mutation(
         "bursts: a row without a pick has one",
-        Passes,
+        TargetRunner,
         "_pick",
         lambda f: lambda self, run, tree, scores: 0,
         "test_bursts.py::test_a_row_without_a_pick_ends_the_burst_before_it",

@@ -30,7 +30,7 @@ from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
-from outpace.engine.target_runner import Passes, VerifyOutput, note_logprobs
+from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
@@ -63,7 +63,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.drafting = Drafting(named, worker, self.costs, clock)
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
         check_needs(target, self.needs)
-        self._passes = Passes(target, self.needs.layers)
+        self._passes = TargetRunner(target, self.needs.layers)
         self._reading = ReadingCosts(learns=target.exact)  # without exact mode a text's cuts may show in its near ties
         most_kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes

@@ -67,7 +67,7 @@ class _Forest:
         self.shares.append(_Share(slice(wanted, self.wanted), slice(shown, self.shown)))
 
 
-class Passes:
+class TargetRunner:
     """The target's passes. `layers` are those whose hidden states anybody may need."""
 
     def __init__(self, target: Model, layers: Sequence[int]) -> None:
