@@ -19,7 +19,7 @@ from outpace.core.types import Adjustments, Row, Verdict
 from outpace.drafters._tree_expander import TreeExpander
 from outpace.engine import kv_memory, target_runner
 from outpace.engine import sequence as running
-from outpace.engine.draft_runner import Drafting
+from outpace.engine.draft_runner import DraftRunner
 from outpace.rules import _ratio, greedy, gumbel, match
 
 ADJUSTING = (greedy, gumbel, match, _ratio, logprobs)
@@ -259,7 +259,7 @@ OPTION_MUTATIONS = [
     mutation("reuse: what a broken round left", kv_memory.Memory, "close", forget_that_it_broke),
     mutation("reuse: what was accepted before a pause", kv_memory.Memory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", kv_memory.Memory, "fit", beyond_the_budget),
-    mutation("reuse: drafts count nothing", Drafting, "stored_bytes", lambda f: lambda self, texts: 0),
+    mutation("reuse: drafts count nothing", DraftRunner, "stored_bytes", lambda f: lambda self, texts: 0),
     mutation("reuse: a pause leaves the draft its session", TreeExpander, "pause", lambda f: lambda self, state: None),
     mutation("reuse: a prompt that is reported on", kv_memory.Memory, "_may_reuse", lambda f: lambda self, run: True),
 ]

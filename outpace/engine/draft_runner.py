@@ -20,7 +20,7 @@ from outpace.planning.cost_model import CostModel
 T = TypeVar("T")
 
 
-class Drafting:
+class DraftRunner:
     """Opens, asks, tells and closes the drafter of every request. One that raises is given up, with one warning."""
 
     def __init__(

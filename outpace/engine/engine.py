@@ -23,7 +23,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import BatchRows
 from outpace.engine.answer_cache import AnswerCache
-from outpace.engine.draft_runner import Drafting
+from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import Memory
 from outpace.engine.native_rounds import Carriers
 from outpace.engine.options import EngineOptions as EngineOptions
@@ -60,7 +60,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.options = options or EngineOptions()
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
-        self.drafting = Drafting(named, worker, self.costs, clock)
+        self.drafting = DraftRunner(named, worker, self.costs, clock)
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
         check_needs(target, self.needs)
         self._passes = TargetRunner(target, self.needs.layers)

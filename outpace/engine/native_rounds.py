@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
-from outpace.engine.draft_runner import Drafting
+from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import TokenSequence, apart
 from outpace.engine.timing import note_carried
@@ -25,7 +25,7 @@ class Carriers:
         self,
         target: Model,
         admission: Admission,
-        drafting: Drafting,
+        drafting: DraftRunner,
         costs: CostModel,
         burst: float,
         clock: Callable[[], float],

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from outpace.engine.answer_cache import AnswerCache
-from outpace.engine.draft_runner import Drafting
+from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import Memory
 from outpace.engine.sequence import TokenSequence
 
@@ -21,7 +21,7 @@ class Admission:
     def __init__(
         self,
         memory: Memory,
-        drafting: Drafting,
+        drafting: DraftRunner,
         batch: int,
         clock: Callable[[], float],
         recall: AnswerCache | None,
