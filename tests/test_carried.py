@@ -25,7 +25,7 @@ from outpace.drafters import _carrier, _tree_expander, ngram
 from outpace.drafters import model as draft_model
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.native_rounds import Carriers
+from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.sequence import TARGET, TokenSequence
 from outpace.models.base import chain
 from outpace.models.llama.native import rope_tables
@@ -121,7 +121,7 @@ class Ways:
         settings = EngineOptions(chunk=16, batch=batch, burst=burst, nodes=nodes)
         with self._patch.context() as patch, Engine(self.target, drafter, options=settings, clock=Clock()) as engine:
             if not carries:
-                patch.setattr(Carriers, "may_carry", lambda *_: None)
+                patch.setattr(NativeRounds, "may_carry", lambda *_: None)
             profile = {"rounds": rows or CHEAP, "draft": {"model": step, "ngram": 0.001}, "trust": {}, "growth": {}}
             engine.costs.recall(profile)
             runs = [engine.submit(request, decoder, method or decoder.Options()) for request in requests]

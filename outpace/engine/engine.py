@@ -25,7 +25,7 @@ from outpace.decoders.base import BatchRows
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import Memory
-from outpace.engine.native_rounds import Carriers
+from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
@@ -70,7 +70,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
         self._recall = AnswerCache() if self.options.reuse else None
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock, self._recall)
-        self._carriers = Carriers(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
+        self._carriers = NativeRounds(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())
         self._is_closed = False

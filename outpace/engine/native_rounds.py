@@ -18,7 +18,7 @@ _FEW = 4  # requests: of more, seldom all draft, and each would plan in vain
 _LONGEST_REST = 64  # steps without whole rounds where these are tried in vain
 
 
-class Carriers:
+class NativeRounds:
     """Who carries out rounds, by the name of the drafter. All requests of a step are carried, or none."""
 
     def __init__(
