@@ -24,7 +24,7 @@ from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import BatchRows
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
-from outpace.engine.kv_memory import Memory
+from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
@@ -67,7 +67,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._reading = ReadingCosts(learns=target.exact)  # without exact mode a text's cuts may show in its near ties
         most_kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
-        self.memory = Memory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
+        self.memory = KVMemory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
         self._recall = AnswerCache() if self.options.reuse else None
         self._admission = Admission(self.memory, self.drafting, self.options.batch, clock, self._recall)
         self._carriers = NativeRounds(target, self._admission, self.drafting, self.costs, self.options.burst, clock)

@@ -55,7 +55,7 @@ class _Followed(NamedTuple):
     start: int
 
 
-class Memory:
+class KVMemory:
     """Opens sessions and lets them grow within the budget. Of kept texts the longest unused goes first."""
 
     def __init__(self, target: Model, drafts: Drafts, room: int, budget: float | None, most_kept: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
-from outpace.engine.kv_memory import Memory
+from outpace.engine.kv_memory import KVMemory
 from outpace.engine.sequence import TokenSequence
 
 
@@ -20,7 +20,7 @@ class Admission:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: KVMemory,
         drafting: DraftRunner,
         batch: int,
         clock: Callable[[], float],
