@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from machines import DEPTHS
 
-from outpace.engine.prefix_index import BLOCK, Holders, Text
+from outpace.engine.prefix_index import BLOCK, PrefixIndex, Text
 
 TOKENS = st.lists(st.integers(0, 1), max_size=2 * BLOCK)
 WHICH = st.integers(0, 1 << 16)
@@ -36,7 +36,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holders: Holders[Holding] = Holders()
+        self.holders: PrefixIndex[Holding] = PrefixIndex()
         self.all: list[Holding] = []
 
     @rule(tokens=TOKENS, key=st.sampled_from([None, "a"]), which=WHICH, length=WHICH)

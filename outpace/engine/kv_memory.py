@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.machine import available_bytes
-from outpace.engine.prefix_index import Holders, Text
+from outpace.engine.prefix_index import PrefixIndex, Text
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Session
 
@@ -64,8 +64,10 @@ class KVMemory:
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_Kept] = []
         self._open: list[TokenSequence] = []
-        self._stored: Holders[TokenSequence | _Kept] = Holders()  # running ones as far as the last search saw them
-        self._reading: Holders[TokenSequence] = Holders()  # whole texts that are being read
+        self._stored: PrefixIndex[TokenSequence | _Kept] = (
+            PrefixIndex()
+        )  # running ones as far as the last search saw them
+        self._reading: PrefixIndex[TokenSequence] = PrefixIndex()  # whole texts that are being read
         self._followed: WeakKeyDictionary[TokenSequence, _Followed] = WeakKeyDictionary()
 
     @property

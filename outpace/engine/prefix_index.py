@@ -64,7 +64,7 @@ class Holder(Protocol):
 H = TypeVar("H", bound=Holder)
 
 
-class Holders(Generic[H]):
+class PrefixIndex(Generic[H]):
     """Who holds which blocks."""
 
     def __init__(self) -> None:
