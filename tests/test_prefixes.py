@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from machines import DEPTHS
 
-from outpace.engine.prefix_index import BLOCK, PrefixIndex, Text
+from outpace.engine.prefix_index import BLOCK, HashedTokens, PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 1), max_size=2 * BLOCK)
 WHICH = st.integers(0, 1 << 16)
@@ -18,10 +18,10 @@ class Holding:
     """Whoever holds the first `length` tokens of a text that may grow."""
 
     def __init__(self, tokens: list[int], key: str | None) -> None:
-        self.text, self.length = Text(tokens, key), 0
+        self.text, self.length = HashedTokens(tokens, key), 0
 
 
-def in_common(one: Text, other: Text) -> int:
+def in_common(one: HashedTokens, other: HashedTokens) -> int:
     """Token by token."""
     pairs = zip(one.tokens, other.tokens, strict=False)
     return (
@@ -72,13 +72,13 @@ class PrefixMachine(RuleBasedStateMachine):
         length = cut % (len(one.text.tokens) + 1)
         short = one.text.upto(length)
         assert short.tokens == one.text.tokens[:length]
-        assert short.hashes(length) == Text(short.tokens, short.key).hashes(length)
+        assert short.hashes(length) == HashedTokens(short.tokens, short.key).hashes(length)
 
     @precondition(lambda self: self.all)
     @rule(tokens=TOKENS, which=WHICH, most=st.integers(0, 6 * BLOCK))
     def look(self, tokens: list[int], which: int, most: int) -> None:
         like = self.all[which % len(self.all)].text
-        text = Text([*like.tokens[:most], *tokens], like.key)
+        text = HashedTokens([*like.tokens[:most], *tokens], like.key)
         most = min(most, len(text.tokens))
         held = {one: min(in_common(text, one.text), one.length, most) // BLOCK for one in self.all}
         best = max(held.values())
@@ -107,7 +107,7 @@ def test_a_block_is_hashed_once() -> None:
             Counted.hashed += 1
             return int.__hash__(self)
 
-    text = Text([Counted(place % 7) for place in range(10 * BLOCK + 3)])
+    text = HashedTokens([Counted(place % 7) for place in range(10 * BLOCK + 3)])
     for length in (4 * BLOCK, 10 * BLOCK + 3, 2 * BLOCK, 10 * BLOCK):
         assert len(text.hashes(length)) == length // BLOCK
     assert Counted.hashed == 10 * BLOCK

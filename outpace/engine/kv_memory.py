@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.machine import available_bytes
-from outpace.engine.prefix_index import PrefixIndex, Text
+from outpace.engine.prefix_index import HashedTokens, PrefixIndex
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Session
 
@@ -39,7 +39,7 @@ Drafts = Callable[[Sequence[tuple[TokenSequence, int]]], int]
 class _Kept:
     """The session of a finished request, and the text whose keys and values it holds."""
 
-    text: Text
+    text: HashedTokens
     session: Session
 
     @property

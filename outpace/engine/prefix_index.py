@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 BLOCK = 16  # tokens
 
 
-class Text:
+class HashedTokens:
     """Tokens, which may still grow at the end, and the hashes of their whole blocks, each made once.
 
     Texts with different keys have no beginning in common.
@@ -33,13 +33,13 @@ class Text:
             made.append(above)
         return made[: length // BLOCK]
 
-    def upto(self, length: int) -> Text:
+    def upto(self, length: int) -> HashedTokens:
         """The first `length` tokens, as a text of its own."""
-        text = Text(self.tokens[:length], self.key)
+        text = HashedTokens(self.tokens[:length], self.key)
         text._hashes = self.hashes(length)
         return text
 
-    def common(self, other: Text, most: int) -> int:
+    def common(self, other: HashedTokens, most: int) -> int:
         """Tokens, `most` at most, that both begin with; 0 where their keys differ."""
         most = min(most, len(self.tokens), len(other.tokens))
         if self.key != other.key:
@@ -58,7 +58,7 @@ class Holder(Protocol):
     """Whoever holds a text, as far as it says."""
 
     @property
-    def text(self) -> Text: ...
+    def text(self) -> HashedTokens: ...
 
 
 H = TypeVar("H", bound=Holder)
@@ -90,7 +90,7 @@ class PrefixIndex(Generic[H]):
             if not holders:
                 self._by_block.pop(block, None)
 
-    def nearest(self, text: Text, most: int) -> list[H]:
+    def nearest(self, text: HashedTokens, most: int) -> list[H]:
         """Those that hold the most blocks of the first `most` tokens; nobody where they hold none."""
         hashes = text.hashes(most)
         count = bisect_left(hashes, True, key=lambda block: block not in self._by_block)

@@ -32,7 +32,7 @@ from outpace.core.types import (
     tree_rows,
 )
 from outpace.decoders.base import Coroutine, RequestContext
-from outpace.engine.prefix_index import Text
+from outpace.engine.prefix_index import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import native_noise
@@ -131,7 +131,7 @@ class TokenSequence:
     place: RequestContext = field(init=False, repr=False)
     history: History = field(default_factory=History, repr=False)
     draft: Drafted = field(default_factory=Drafted, repr=False)
-    text: Text = field(init=False, repr=False)  # what is committed, as it is compared with others
+    text: HashedTokens = field(init=False, repr=False)  # what is committed, as it is compared with others
     storage: Storage = field(default_factory=Storage, repr=False)
     ask: Ask | None = None
     coroutine: Coroutine | None = None
@@ -147,7 +147,7 @@ class TokenSequence:
         self.picks_by_score = self.noise == Noise() and self.request.adjustments is None
         self.committed = list(self.request.prompt)
         self.place = RequestContext(self.request, self.committed, self.costs)
-        self.text = Text(self.committed, self.request.cache_salt)
+        self.text = HashedTokens(self.committed, self.request.cache_salt)
         self.text.hashes(len(self.committed))
 
     @property
