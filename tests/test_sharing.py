@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room, time_of, tokens_in
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, share_prompt_room, time_of, tokens_in
 from outpace.engine.sequence import TokenSequence
 from outpace.rules.greedy import Greedy
 
@@ -80,7 +80,7 @@ def test_a_token_behind_many_counts_as_the_time_that_it_takes() -> None:
 
 @pytest.mark.parametrize("slope", [0.0, 0.0005, 0.004])
 def test_what_a_token_before_adds_is_learnt_from_passes(slope: float) -> None:
-    chance, costs = random.Random(0), ReadingCosts()
+    chance, costs = random.Random(0), PrefillCostModel()
     for _ in range(40):
         spans = [Span(chance.randint(1, 250), chance.randint(0, 4000)) for _ in range(chance.randint(1, 4))]
         rows, before = sum(span.rows for span in spans), sum(s.rows * s.before + s.rows * s.rows / 2 for s in spans)
@@ -90,19 +90,19 @@ def test_what_a_token_before_adds_is_learnt_from_passes(slope: float) -> None:
 
 
 def test_nothing_is_learnt_of_the_clock_where_the_cuts_may_show() -> None:
-    costs, other = ReadingCosts(learns=False), ReadingCosts()
+    costs, other = PrefillCostModel(learns=False), PrefillCostModel()
     for _ in range(50):
         for each in (costs, other):
             each.learn([Span(256, 4000)], 1.0)
             each.learn([Span(256, 0)], 1.0)
-    assert costs.slope == ReadingCosts().slope
+    assert costs.slope == PrefillCostModel().slope
     assert other.slope < costs.slope / 4
 
 
 def test_passes_on_a_clock_that_stands_still_say_nothing() -> None:
-    costs = ReadingCosts()
+    costs = PrefillCostModel()
     costs.learn([Span(4, 0)], 0.0)
-    assert costs.slope == ReadingCosts().slope
+    assert costs.slope == PrefillCostModel().slope
 
 
 def test_a_short_prompt_beside_a_long_one_waits_for_one_pass_only() -> None:

@@ -27,7 +27,7 @@ from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.prefill import ReadingCosts, Span, Unread, share_prompt_room
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, share_prompt_room
 from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
 from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
@@ -64,7 +64,9 @@ class Engine(AbstractContextManager["Engine"]):
         self.needs = reduce(Needs.joined, (drafter.needs for drafter in named.values()), needs)
         check_needs(target, self.needs)
         self._passes = TargetRunner(target, self.needs.layers)
-        self._reading = ReadingCosts(learns=target.exact)  # without exact mode a text's cuts may show in its near ties
+        self._reading = PrefillCostModel(
+            learns=target.exact
+        )  # without exact mode a text's cuts may show in its near ties
         most_kept = self.options.batch if self.options.reuse else 0
         drafts = self.drafting.stored_bytes
         self.memory = KVMemory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)

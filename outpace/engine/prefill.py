@@ -27,7 +27,7 @@ class Span(NamedTuple):
     before: int
 
 
-class ReadingCosts:
+class PrefillCostModel:
     """`slope`: of the time of a row with nothing before it, what each token before it adds."""
 
     def __init__(self, learns: bool = True) -> None:
