@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, share_prompt_room, time_of, tokens_in
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget, time_of, tokens_in
 from outpace.engine.sequence import TokenSequence
 from outpace.rules.greedy import Greedy
 
@@ -28,7 +28,7 @@ slopes = st.floats(0.0, 0.02)
 def test_the_room_is_time_and_nobody_reads_more_than_is_left(
     unread: list[Unread], room: int, slope: float, is_awaited: bool
 ) -> None:
-    given_ = share_prompt_room(unread, room, slope, is_awaited)
+    given_ = split_prefill_budget(unread, room, slope, is_awaited)
     assert all(0 <= mine <= text.tokens for mine, text in zip(given_, unread, strict=True))
     if not unread:
         return
@@ -67,12 +67,12 @@ def test_as_many_tokens_as_take_the_time_are_read(before: int, room: int, slope:
 def test_a_third_is_the_oldest_s_and_the_rest_goes_to_the_shortest(
     remaining: list[int], room: int, is_awaited: bool, expected: list[int]
 ) -> None:
-    assert share_prompt_room([Unread(tokens, 0) for tokens in remaining], room, 0.0, is_awaited) == expected
+    assert split_prefill_budget([Unread(tokens, 0) for tokens in remaining], room, 0.0, is_awaited) == expected
 
 
 def test_a_token_behind_many_counts_as_the_time_that_it_takes() -> None:
     texts = [Unread(5000, 3000), Unread(60, 0), Unread(60, 0), Unread(60, 0)]
-    long, *short = share_prompt_room(texts, 256, 0.001)
+    long, *short = split_prefill_budget(texts, 256, 0.001)
     assert 80 < time_of(texts[0], long, 0.001) <= 86, "a third of the time, by a twelfth of the tokens"
     assert long == 21
     assert short == [60, 60, 45]

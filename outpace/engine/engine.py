@@ -27,7 +27,7 @@ from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, share_prompt_room
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Admission
 from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
 from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
@@ -288,7 +288,7 @@ class Engine(AbstractContextManager["Engine"]):
         is_awaited = any(not run.is_prefilling and not run.history.first_token for run in running)
         unread = [Unread(run.unread, run.prefilled) for run in reading]
         slope = self._reading.slope if len(running) > 1 else 0.0  # alone it keeps nobody waiting
-        shares = share_prompt_room(unread, self.options.chunk, slope, is_awaited)
+        shares = split_prefill_budget(unread, self.options.chunk, slope, is_awaited)
         chunks = []
         for run, share in zip(reading, shares, strict=True):
             if share:

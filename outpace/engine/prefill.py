@@ -80,7 +80,7 @@ class Unread(NamedTuple):
     before: int
 
 
-def share_prompt_room(texts: Sequence[Unread], room: int, slope: float = 0.0, is_awaited: bool = False) -> list[int]:
+def split_prefill_budget(texts: Sequence[Unread], room: int, slope: float = 0.0, is_awaited: bool = False) -> list[int]:
     """How many tokens of each text are read in a pass, the texts in the order in which their requests came.
 
     `room` is the time of so many tokens with nothing before them; each token before one adds `slope` of that to its
