@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget, time_of, tokens_in
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget, tokens_in
 from outpace.engine.sequence import TokenSequence
 from outpace.rules.greedy import Greedy
 
@@ -32,15 +32,15 @@ def test_the_room_is_time_and_nobody_reads_more_than_is_left(
     assert all(0 <= mine <= text.tokens for mine, text in zip(given_, unread, strict=True))
     if not unread:
         return
-    least, longest = -(-room // 16), max(time_of(text, 1, slope) for text in unread)
+    least, longest = -(-room // 16), max(prefill_time(text, 1, slope) for text in unread)
     assert given_[0] >= min(unread[0].tokens, least), "the oldest goes on whatever its tokens take"
-    taken = [time_of(text, mine, slope) for text, mine in zip(unread, given_, strict=True)]
-    assert sum(taken) <= room + time_of(unread[0], least, slope) + longest
+    taken = [prefill_time(text, mine, slope) for text, mine in zip(unread, given_, strict=True)]
+    assert sum(taken) <= room + prefill_time(unread[0], least, slope) + longest
     if slope == 0.0 and len(unread) == 1 and not is_awaited:
         assert given_ == [min(unread[0].tokens, room)], "alone it has all of it"
     assert max(taken[1:], default=0.0) <= room - room // 2 + longest, "half at most beside others"
     is_whole = given_[0] == unread[0].tokens
-    assert is_whole or time_of(unread[0], given_[0] + 1, slope) > room / 3, "a third is the oldest's"
+    assert is_whole or prefill_time(unread[0], given_[0] + 1, slope) > room / 3, "a third is the oldest's"
 
 
 @settings(deadline=None)
@@ -48,7 +48,11 @@ def test_the_room_is_time_and_nobody_reads_more_than_is_left(
 def test_as_many_tokens_as_take_the_time_are_read(before: int, room: int, slope: float) -> None:
     text = Unread(10**6, before)
     count = tokens_in(text, room, slope)
-    assert time_of(text, count, slope) <= room * (1 + 1e-9) < time_of(text, count + 1, slope) + 1e-6 * room + 1e-9
+    assert (
+        prefill_time(text, count, slope)
+        <= room * (1 + 1e-9)
+        < prefill_time(text, count + 1, slope) + 1e-6 * room + 1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_a_third_is_the_oldest_s_and_the_rest_goes_to_the_shortest(
 def test_a_token_behind_many_counts_as_the_time_that_it_takes() -> None:
     texts = [Unread(5000, 3000), Unread(60, 0), Unread(60, 0), Unread(60, 0)]
     long, *short = split_prefill_budget(texts, 256, 0.001)
-    assert 80 < time_of(texts[0], long, 0.001) <= 86, "a third of the time, by a twelfth of the tokens"
+    assert 80 < prefill_time(texts[0], long, 0.001) <= 86, "a third of the time, by a twelfth of the tokens"
     assert long == 21
     assert short == [60, 60, 45]
 

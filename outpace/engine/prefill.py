@@ -95,18 +95,18 @@ def split_prefill_budget(texts: Sequence[Unread], room: int, slope: float = 0.0,
     oldest, others = texts[0], range(1, len(texts))
     third, half = -(-room // 3), room - room // 2
     given = [0] * len(texts)
-    left = room - min(float(third), time_of(oldest, oldest.tokens, slope))
-    for place in sorted(others, key=lambda other: time_of(texts[other], texts[other].tokens, slope)):
+    left = room - min(float(third), prefill_time(oldest, oldest.tokens, slope))
+    for place in sorted(others, key=lambda other: prefill_time(texts[other], texts[other].tokens, slope)):
         if left >= 1:
             text = texts[place]
             given[place] = min(text.tokens, max(tokens_in(text, min(half, left), slope), 1))
-            left = max(left - time_of(text, given[place], slope), 0.0)
+            left = max(left - prefill_time(text, given[place], slope), 0.0)
     most = third if is_awaited else min(third + left, half if others else room)
     given[0] = min(oldest.tokens, max(tokens_in(oldest, most, slope), -(-room // _LEAST)))
     return given
 
 
-def time_of(text: Unread, tokens: int, slope: float) -> float:
+def prefill_time(text: Unread, tokens: int, slope: float) -> float:
     """What the next tokens of a text take, in times of one that has nothing before it."""
     return tokens * (1.0 + slope * (text.before + tokens / 2))
 
