@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outpace.core.types import Row
 from outpace.decoders import autoregressive
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget, tokens_in
+from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget, tokens_within
 from outpace.engine.sequence import TokenSequence
 from outpace.rules.greedy import Greedy
 
@@ -47,7 +47,7 @@ def test_the_room_is_time_and_nobody_reads_more_than_is_left(
 @given(st.integers(0, 100_000), st.integers(0, 5_000), slopes)
 def test_as_many_tokens_as_take_the_time_are_read(before: int, room: int, slope: float) -> None:
     text = Unread(10**6, before)
-    count = tokens_in(text, room, slope)
+    count = tokens_within(text, room, slope)
     assert (
         prefill_time(text, count, slope)
         <= room * (1 + 1e-9)

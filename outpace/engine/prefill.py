@@ -99,10 +99,10 @@ def split_prefill_budget(texts: Sequence[Unread], room: int, slope: float = 0.0,
     for place in sorted(others, key=lambda other: prefill_time(texts[other], texts[other].tokens, slope)):
         if left >= 1:
             text = texts[place]
-            given[place] = min(text.tokens, max(tokens_in(text, min(half, left), slope), 1))
+            given[place] = min(text.tokens, max(tokens_within(text, min(half, left), slope), 1))
             left = max(left - prefill_time(text, given[place], slope), 0.0)
     most = third if is_awaited else min(third + left, half if others else room)
-    given[0] = min(oldest.tokens, max(tokens_in(oldest, most, slope), -(-room // _LEAST)))
+    given[0] = min(oldest.tokens, max(tokens_within(oldest, most, slope), -(-room // _LEAST)))
     return given
 
 
@@ -111,7 +111,7 @@ def prefill_time(text: Unread, tokens: int, slope: float) -> float:
     return tokens * (1.0 + slope * (text.before + tokens / 2))
 
 
-def tokens_in(text: Unread, room: float, slope: float) -> int:
+def tokens_within(text: Unread, room: float, slope: float) -> int:
     """How many of a text's next tokens take as long as `room` of those that have nothing before them."""
     first = 1.0 + slope * text.before
     return int(2.0 * room / (first + sqrt(first * first + 2.0 * slope * room)))
