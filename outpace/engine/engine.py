@@ -28,7 +28,7 @@ from outpace.engine.kv_memory import KVMemory
 from outpace.engine.native_rounds import NativeRounds
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
-from outpace.engine.scheduler import Admission
+from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import TokenSequence, Watch, apart, check_request, check_rule_needs
 from outpace.engine.target_runner import TargetRunner, VerifyOutput, note_logprobs
 from outpace.engine.timing import expect_steps, note_round
@@ -71,7 +71,7 @@ class Engine(AbstractContextManager["Engine"]):
         drafts = self.drafting.stored_bytes
         self.memory = KVMemory(target, drafts, self.options.nodes, self.options.kv_memory, most_kept)
         self._recall = AnswerCache() if self.options.reuse else None
-        self._admission = Admission(self.memory, self.drafting, self.options.batch, clock, self._recall)
+        self._admission = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._recall)
         self._carriers = NativeRounds(target, self._admission, self.drafting, self.costs, self.options.burst, clock)
         self._keys = itertools.count()
         expect_steps(self.costs, target, named.values())

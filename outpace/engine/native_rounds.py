@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from outpace.core.carried import Carried, Carrier, Carrying, CarryOut
 from outpace.core.types import Commit
 from outpace.engine.draft_runner import DraftRunner
-from outpace.engine.scheduler import Admission
+from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import TokenSequence, apart
 from outpace.engine.timing import note_carried
 from outpace.models.base import Model
@@ -24,7 +24,7 @@ class NativeRounds:
     def __init__(
         self,
         target: Model,
-        admission: Admission,
+        admission: Scheduler,
         drafting: DraftRunner,
         costs: CostModel,
         burst: float,

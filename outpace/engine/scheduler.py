@@ -12,7 +12,7 @@ from outpace.engine.kv_memory import KVMemory
 from outpace.engine.sequence import TokenSequence
 
 
-class Admission:
+class Scheduler:
     """`waiting` and `running` are in the order in which the requests came; those that are paused wait, too.
 
     The oldest request is never paused while another one runs, so it comes to its end, and then the next is the oldest.
