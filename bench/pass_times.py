@@ -17,8 +17,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from outpace.models.base import chain
-from outpace.models.files.find import locate
-from outpace.models.files.source import open_source
+from outpace.models.files.find import locate, open_source
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native.binding import WEIGHTS, NativeOptions, usable_cores
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession

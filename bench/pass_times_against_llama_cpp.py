@@ -31,8 +31,7 @@ from outpace.bench.peers.llama_cpp import open_llama
 from outpace.core.errors import UserError
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
-from outpace.models.files.find import locate
-from outpace.models.files.source import open_source
+from outpace.models.files.find import locate, open_source
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native.binding import NativeOptions, usable_cores
 from outpace.models.llama.native.runtime import NativeLlama

@@ -7,7 +7,7 @@ from typing import Any
 from mutation_checks import Mutation, Original
 from part_mutations import mutation
 
-from outpace.models.files import four_bit_blocks, four_bit_folder
+from outpace.models.files import four_bits
 
 BLOCKS = "test_four_bits.py::test_blocks_hold_what_the_folder_means"
 
@@ -28,12 +28,12 @@ def own_order(read_groups: Original) -> Original:
 
 
 FILE_MUTATIONS: list[Mutation] = [
-    mutation("four bits: a row has one scale", four_bit_blocks, "by_numpy", one_group, BLOCKS),
-    mutation("four bits: zeros are left out", four_bit_blocks, "by_numpy", no_zeros, BLOCKS),
-    mutation("four bits: 64 share a scale of 32", four_bit_folder, "kind_of", lambda f: lambda *_: "U4_64", BLOCKS),
+    mutation("four bits: a row has one scale", four_bits, "by_numpy", one_group, BLOCKS),
+    mutation("four bits: zeros are left out", four_bits, "by_numpy", no_zeros, BLOCKS),
+    mutation("four bits: 64 share a scale of 32", four_bits, "kind_of", lambda f: lambda *_: "U4_64", BLOCKS),
     mutation(
         "four bits: act-order is the inputs' own order",
-        four_bit_folder,
+        four_bits,
         "read_groups",
         own_order,
         "test_four_bits.py::test_groups_in_another_order_have_no_blocks",

@@ -15,7 +15,7 @@ from outpace.bench.table_files import make_table
 from outpace.cli.sampling_options import Structured
 from outpace.cli.standard_streams import reading
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import new_folder, unwritable
+from outpace.models.files.cache_folder import new_folder, unwritable
 from outpace.models.load import Progress
 from outpace.server import options
 from outpace.server.chat_body import ChatMessage, messages_of

@@ -28,7 +28,7 @@ from outpace.models.files.cache import (
     entries,
     others,
 )
-from outpace.models.files.cache_place import lock_file, only_one
+from outpace.models.files.cache_folder import lock_file, only_one
 
 HASH = "0123456789abcdef"
 OURS = {

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from outpace.core.errors import UserError
-from outpace.models.files import digests
-from outpace.models.files.digests import MOST, Digests
+from outpace.models.files import cache
+from outpace.models.files.cache import MOST, Digests
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def root(tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are read."""
     found: list[Path] = []
-    hashed = digests._hash
+    hashed = cache._hash
 
     def counting(file: Path) -> str:
         found.append(file)
         return hashed(file)
 
-    monkeypatch.setattr(digests, "_hash", counting)
+    monkeypatch.setattr(cache, "_hash", counting)
     return found
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outpace.cli.distill import seconds
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import only_one
+from outpace.models.files.cache_folder import only_one
 
 
 @pytest.fixture(scope="module")

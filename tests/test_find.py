@@ -11,7 +11,7 @@ import pytest
 from files import smollm2_file, write_gguf
 
 from outpace.core.errors import UserError, install_command
-from outpace.models.files import cache_place, find
+from outpace.models.files import cache_folder, find
 
 FORMS = r"folder.*\.gguf.*hub id"
 
@@ -96,13 +96,13 @@ def test_the_shipped_model_for_real() -> None:
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "a"))
-    assert cache_place.cache_folder() == tmp_path / "a"
+    assert cache_folder.cache_folder() == tmp_path / "a"
     monkeypatch.delenv("OUTPACE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_place.cache_folder() == tmp_path / "outpace"
+    assert cache_folder.cache_folder() == tmp_path / "outpace"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_place.cache_folder() == tmp_path / ".cache" / "outpace"
+    assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
 
 
 def test_a_relative_xdg_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_a_relative_xdg_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path))
     for odd in ("relative", "~no_such_user/x", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", odd)
-        assert cache_place.cache_folder() == tmp_path / ".cache" / "outpace"
+        assert cache_folder.cache_folder() == tmp_path / ".cache" / "outpace"
 
 
 def test_a_home_folder_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTPACE_CACHE", "~no_such_user/x")
     with pytest.raises(UserError, match=r"OUTPACE_CACHE is .~no_such_user/x., whose home folder is not known: name"):
-        cache_place.cache_folder()
+        cache_folder.cache_folder()
 
 
 def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,4 +128,4 @@ def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
     with pytest.raises(UserError, match=r"the user.s home, but this home folder is not known: name a folder by"):
-        cache_place.cache_folder()
+        cache_folder.cache_folder()

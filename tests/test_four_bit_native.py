@@ -15,8 +15,8 @@ from test_runtimes import PROMPT
 
 import outpace
 from outpace.models.base import Part
-from outpace.models.files import four_bit_blocks
-from outpace.models.files.source import open_source
+from outpace.models.files import four_bits
+from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
@@ -73,7 +73,7 @@ def test_the_kernels_convert_words_as_their_definition_does(
     with open_source(folder) as four:
         names = [name for name in four.names() if "proj.weight" in name]
         found = [four.weight(name).data for name in names]
-        monkeypatch.setattr(four_bit_blocks, "_converter", lambda: None)
+        monkeypatch.setattr(four_bits, "_converter", lambda: None)
         for name, data in zip(names, found, strict=True):
             assert np.array_equal(four.weight(name).data, data)
 

@@ -17,9 +17,9 @@ from test_runtimes import PROMPT, needs_kernels
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
-from outpace.models.files import four_bit_blocks
+from outpace.models.files import four_bits
 from outpace.models.files.checkpoint import SINGLE
-from outpace.models.files.source import open_source
+from outpace.models.files.find import open_source
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.weight_sources import StoredMatrix
@@ -119,7 +119,7 @@ def test_blocks_hold_what_the_folder_means(
     """A number in half precision, the zero turned, then nibbles: 16 inputs in lower halves, 16 in upper ones. By the
     kernels where they are there, and without them."""
     if not by_kernels:
-        monkeypatch.setattr(four_bit_blocks, "_converter", lambda: None)
+        monkeypatch.setattr(four_bits, "_converter", lambda: None)
     with open_source(pair[0]) as four, open_source(pair[1]) as plain:
         for name in (name for name in four.names() if "proj.weight" in name):
             held = four.weight(name)

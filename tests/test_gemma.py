@@ -124,7 +124,7 @@ def test_a_file_that_caps_its_scores_is_refused(tmp_path: Path, name: str) -> No
 def test_norms_in_fewer_bits_are_refused(tmp_path: Path) -> None:
     """What is taken off them would be rounded."""
     from outpace.models.files.gguf.config import read_model
-    from outpace.models.files.gguf.weights import read_values
+    from outpace.models.files.gguf.source import read_values
 
     path = write_gguf(tmp_path / "a.gguf", METADATA, tensors=weights(**GEMMA), architecture="gemma3")
     with open_gguf(path) as header:

@@ -16,16 +16,15 @@ from files import CONFIG, smollm2_file, weights, write_gguf
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf.convert import convert
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufSource, convert
 from outpace.models.llama.config.llama_config import llama_config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
 CONVERT = """
 import os, sys
 from pathlib import Path
-from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.source import convert
 die_at = float(sys.argv[3])
 def progress(stage, fraction):
     if stage == "converting" and fraction > die_at:

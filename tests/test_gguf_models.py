@@ -10,10 +10,9 @@ import pytest
 from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, interleaved, stored_as, weights, write_gguf
 
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf import weights as gguf_weights
-from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf import source as gguf_weights
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry
-from outpace.models.files.gguf.weights import can_read
+from outpace.models.files.gguf.source import can_read, convert
 from outpace.models.llama.config.llama_config import llama_config as llama
 
 KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]

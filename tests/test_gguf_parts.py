@@ -13,7 +13,7 @@ from files import weights, write_gguf
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.files.find import resolve
-from outpace.models.files.gguf.parts import part_files, part_names
+from outpace.models.files.gguf.header import part_files, part_names
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.hub import HubName, choose
 

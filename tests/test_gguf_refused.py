@@ -13,9 +13,9 @@ from test_tokenizer import WORDS, sentence_piece
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf import convert as gguf_file
-from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf import source as gguf_file
 from outpace.models.files.gguf.header import open_gguf
+from outpace.models.files.gguf.source import convert
 
 
 def folders(cache: Path) -> list[str]:

@@ -12,7 +12,7 @@ from files import write_gguf
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.models.files import model_kind
-from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.source import convert
 from outpace.models.files.model_kind import check_kind
 from outpace.models.load import load_model
 

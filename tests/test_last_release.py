@@ -25,7 +25,7 @@ from outpace.bench.method_runner import MethodRunner
 from outpace.bench.store import Store, read_records, read_settings
 from outpace.cli.main import main
 from outpace.distill.shards import read_shards
-from outpace.models.files.gguf.convert import convert
+from outpace.models.files.gguf.source import convert
 from outpace.models.files.packed import whole
 from outpace.models.load import load_model
 from outpace.planning import profile

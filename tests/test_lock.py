@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from outpace.core.errors import UserError
-from outpace.models.files import cache_place
-from outpace.models.files.cache_place import lock_file, only_one
+from outpace.models.files import cache_folder
+from outpace.models.files.cache_folder import lock_file, only_one
 
 ROOT = Path(__file__).parents[1]
 HOLD = """
 import sys
 from pathlib import Path
-from outpace.models.files.cache_place import only_one
+from outpace.models.files.cache_folder import only_one
 with only_one(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -26,7 +26,7 @@ with only_one(Path(sys.argv[1])):
 TAKE_TURNS = """
 import os, sys
 from pathlib import Path
-from outpace.models.files.cache_place import only_one
+from outpace.models.files.cache_folder import only_one
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(25):
     with only_one(Path(sys.argv[1])) as is_held:
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def read_only(*arguments: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(cache_place.Path, "open", read_only)
+    monkeypatch.setattr(cache_folder.Path, "open", read_only)
     with (
         pytest.raises(UserError, match=r"made cannot be written \(Read-only file system\)"),
         only_one(tmp_path / "made"),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from test_runtimes import needs_kernels
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import new_folder
+from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from outpace.models.files.reading import read_json
 from outpace.models.llama.config.llama_config import llama_config as llama

@@ -16,7 +16,7 @@ from outpace.core.errors import UserError
 from outpace.distill import magpie
 from outpace.distill.prompts import read_prompts
 from outpace.distill.writer import Job, WriterOptions, Written
-from outpace.models.files.cache_place import only_one
+from outpace.models.files.cache_folder import only_one
 from outpace.models.files.find import resolve
 from outpace.models.text.tokenizer import Tokenizer
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from test_packed import EMBEDDING, draft_of, files_of
 
 from outpace.core.errors import UserError
-from outpace.models.files import digests, packed
+from outpace.models.files import cache as cache_module
+from outpace.models.files import packed
 from outpace.models.files.cache import UNUSED_SECONDS
 from outpace.models.files.packed import pack, whole
 
@@ -123,7 +124,7 @@ def test_a_second_start_reads_no_large_file(
 ) -> None:
     settled(draft, target)
     made = whole(draft, target, cache)
-    for part in (digests, packed):
+    for part in (cache_module, packed):
         monkeypatch.setattr(part, "_hash", lambda *arguments: pytest.fail("read again"))
     assert whole(draft, target, cache) == made
 

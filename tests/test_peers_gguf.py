@@ -12,11 +12,11 @@ from files import model_folder, write_gguf
 
 from outpace.bench.peers import _gguf
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_folder import cache_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.weights import write_weights
+from outpace.models.files.gguf.source import write_weights
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 

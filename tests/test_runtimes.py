@@ -252,6 +252,6 @@ def test_what_is_done_while_weights_are_loaded_is_done_once(folder: Path, monkey
     def failing(source: object) -> None:
         raise UserError("no tokenizer")
 
-    monkeypatch.setattr("outpace.models.text.source.tokenizer_of", failing)
+    monkeypatch.setattr("outpace.models.text.tokenizer.tokenizer_of", failing)
     with pytest.raises(UserError, match="no tokenizer"):
         load_model(folder)

@@ -26,10 +26,10 @@ from passes import branch, random_parents
 from outpace.core.errors import UserError
 from outpace.models import devices
 from outpace.models.base import Part
-from outpace.models.hf import lead as leading
 from outpace.models.hf import split
-from outpace.models.hf.lead import Lead
+from outpace.models.hf import split as leading
 from outpace.models.hf.passes import Passes, TransformersSession
+from outpace.models.hf.split import Lead
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
 

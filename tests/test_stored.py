@@ -21,18 +21,16 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part
 from outpace.models.files.checkpoint import Checkpoint, write_checkpoint
-from outpace.models.files.four_bit_blocks import BYTES, INPUTS
-from outpace.models.files.gguf.convert import convert
-from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.gguf.types import COMMON
+from outpace.models.files.four_bits import BYTES, INPUTS
+from outpace.models.files.gguf.header import COMMON
+from outpace.models.files.gguf.source import GgufSource, convert
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.native.weights import Packing
 from outpace.models.load import load_model
-from outpace.models.text.source import tokenizer_of
-from outpace.models.text.tokenizer import Tokenizer
+from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 kernels = pytest.importorskip("outpace_kernels", reason="outpace-kernels is not installed: `pip install ./kernels`")
 emulation = pytest.importorskip("outpace_kernels.emulation")

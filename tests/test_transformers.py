@@ -19,9 +19,9 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.hf import cache
-from outpace.models.hf.limits import max_positions
 from outpace.models.hf.load import adapt
 from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.passes import max_positions
 
 BART = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0, "num_hidden_layers": 1}

@@ -25,7 +25,7 @@ from outpace.drafters import translated
 from outpace.engine.build import find_rule
 from outpace.models.files.checkpoint import write_checkpoint
 from outpace.models.load import Loaded, load_model
-from outpace.models.text.shared import shared_tokens
+from outpace.models.text.shared_tokens import shared_tokens
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.models.toy import Toy
 

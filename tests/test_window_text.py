@@ -9,8 +9,7 @@ import pytest
 from test_tokenizer import BYTES
 from tokenizers import Tokenizer, decoders, models
 
-from outpace.models.text.text_stream import DAMAGED, byte_alphabet
-from outpace.models.text.window_text import KEPT, LONGEST, WindowText
+from outpace.models.text.text_stream import DAMAGED, KEPT, LONGEST, WindowText, byte_alphabet
 
 Decode = Callable[[Sequence[int]], str]
 

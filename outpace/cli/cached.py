@@ -18,7 +18,7 @@ SHOWN = 12  # entries in a row each, the largest
 def collect() -> dict[str, Any]:
     """The folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_place import cache_folder
+    from outpace.models.files.cache_folder import cache_folder
 
     try:
         folder = cache_folder()
@@ -48,7 +48,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def clean() -> dict[str, Any]:
     """Removes what outpace has made in its cache folder: what went, what stays and why, and what is not ours."""
     from outpace.models.files import cache
-    from outpace.models.files.cache_place import cache_folder
+    from outpace.models.files.cache_folder import cache_folder
 
     folder = cache_folder()
     removed: list[Entry] = []

@@ -214,8 +214,7 @@ def _size(name: str, asked: Planning) -> ModelSize:
 
 def _read(name: str) -> Any:
     """The sizes in a model's files."""
-    from outpace.models.files.find import locate
-    from outpace.models.files.source import open_source
+    from outpace.models.files.find import locate, open_source
     from outpace.models.llama.config.footprint import NAMED
     from outpace.models.llama.config.llama_config import from_dict
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import only_one
+from outpace.models.files.cache_folder import only_one
 
 
 @contextmanager

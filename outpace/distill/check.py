@@ -14,7 +14,7 @@ from outpace.distill.parts import shared_out
 from outpace.distill.start import draft_config, frozen_names, target_config
 from outpace.distill.text import longest_prompt
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.source import open_folder
+from outpace.models.files.find import open_folder
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.runtimes import missing_kernels
 from outpace.models.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.parts import index_of, save_parts
 from outpace.distill.student import Student
-from outpace.models.files.cache_place import new_folder
+from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE
 from outpace.models.files.packed import TOKENIZER_FILES
 

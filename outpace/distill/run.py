@@ -25,9 +25,8 @@ from outpace.distill.start import draft_config, new_student
 from outpace.distill.student import Student
 from outpace.distill.text import TextPlan, write_text
 from outpace.distill.train import CURVE, Trainer
-from outpace.models.files.find import resolve, shipped_model
+from outpace.models.files.find import open_folder, resolve, shipped_model
 from outpace.models.files.packed import pack
-from outpace.models.files.source import open_folder
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer

@@ -14,9 +14,8 @@ from outpace.core.errors import UserError, check_whole, unknown
 from outpace.distill.export import VOCAB_FILE, read_ids
 from outpace.distill.student import EMBEDDING, HEAD, NORM, Student
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import shipped_model
+from outpace.models.files.find import open_folder, shipped_model
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.files.source import open_folder
 from outpace.models.llama.config.families import BY_LAYER
 from outpace.models.llama.config.fields import FULL, SLIDING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes

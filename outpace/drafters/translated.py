@@ -27,7 +27,7 @@ from outpace.drafters._calibration import AcceptanceRate, PickModels
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import most_bytes
 from outpace.models.base import Model, chain
-from outpace.models.text.shared import shared_tokens
+from outpace.models.text.shared_tokens import shared_tokens
 from outpace.rules.base import top_k_rows
 
 _CHUNK = 256  # tokens a forward

@@ -201,11 +201,10 @@ def _read(
     """A model of the Llama family from its files. `build` is handed tensors, a .gguf file's by way of its conversion;
     `in_place`: arrays, and such a file's matrices as they are. `converted`: all of them are arrays. `formats`: those of
     a file's that are taken."""
-    from outpace.models.files.find import locate, resolve
-    from outpace.models.files.source import open_source
+    from outpace.models.files.find import locate, open_source, resolve
     from outpace.models.llama.config.draft_vocab import read_draft_vocab
     from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
-    from outpace.models.text.source import tokenizer_of
+    from outpace.models.text.tokenizer import tokenizer_of
 
     path = (locate if in_place and not converted else resolve)(None if spec is None else str(spec), progress=progress)
     with open_source(path) as source:

@@ -17,7 +17,7 @@ from outpace.core import machine
 from outpace.core.lazy import lazy_sha256, num_threads
 from outpace.core.types import Drafter
 from outpace.engine.engine import Engine
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_folder import cache_folder
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 

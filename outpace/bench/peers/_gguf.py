@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache_place import cache_folder, only_one
+from outpace.models.files.cache_folder import cache_folder, only_one
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS

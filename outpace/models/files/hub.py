@@ -16,7 +16,7 @@ from typing import Any
 
 from outpace.core.errors import UserError, install_command
 from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE
-from outpace.models.files.gguf.parts import part_files
+from outpace.models.files.gguf.header import part_files
 from outpace.models.files.model_kind import check_kind_of_text
 from outpace.models.files.reading import read_json
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files import mapped
-from outpace.models.files.cache import DIGESTS, DRAFTS, made_once, mark_used, remove_unused
-from outpace.models.files.cache_place import cache_folder, new_folder
+from outpace.models.files import reading
+from outpace.models.files.cache import DIGESTS, DRAFTS, Digests, made_once, mark_used, remove_unused
+from outpace.models.files.cache_folder import cache_folder, new_folder
 from outpace.models.files.checkpoint import (
     EMBEDDING,
     INDEX,
@@ -29,11 +29,9 @@ from outpace.models.files.checkpoint import (
     lacks_embedding,
     parts_of,
 )
-from outpace.models.files.digests import Digests
+from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.mapped import Raw
-from outpace.models.files.reading import read_json
-from outpace.models.files.source import open_source
+from outpace.models.files.reading import Raw, read_json
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import silent
@@ -182,7 +180,7 @@ def _check_new(out: Path) -> None:
 def _write(made: Path, config: Mapping[str, Any], tensors: Mapping[str, Raw]) -> None:
     (made / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     try:
-        mapped.write(made / SINGLE, tensors)
+        reading.write(made / SINGLE, tensors)
     except OSError as error:
         raise UserError(f"{made / SINGLE} cannot be written ({error})") from error
 

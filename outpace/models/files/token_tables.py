@@ -19,7 +19,7 @@ import numpy as np
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache_place import cache_folder
+from outpace.models.files.cache_folder import cache_folder
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"

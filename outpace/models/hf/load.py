@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
@@ -13,13 +13,14 @@ from transformers.utils import logging
 
 from outpace.core.errors import UserError
 from outpace.models.files.model_kind import check_kind
-from outpace.models.hf.lead import Lead
-from outpace.models.hf.model import TransformersModel
+from outpace.models.hf.model import TransformersModel, probe
 from outpace.models.hf.passes import Passes
-from outpace.models.hf.probe import probe
 from outpace.models.hf.tokenizer import wrap
 from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from outpace.models.hf.split import Lead
 
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
@@ -45,7 +46,7 @@ def _load_split(source: str | Path, revision: str | None, options: LoadOptions) 
         raise
     if rank:
         try:
-            split.follow(module, split.link())
+            split.follow(Passes(module), split.link())
         except Exception as error:
             raise SystemExit(f"outpace, rank {rank}: {error}") from error
         finally:

@@ -7,14 +7,124 @@ Sessions of a forest take a forward each. Results are equal to rounding, never b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
-from outpace.models.base import Extra, Model, Part, check_forest
+from outpace.core.tree import PREFIX
+from outpace.models.base import Extra, Model, Part, chain, check_forest
 from outpace.models.hf.passes import Passes, TransformersSession
-from outpace.models.hf.probe import Found
+
+PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches, so that slots and positions differ
+BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
+BEFORE = 4  # tokens of prefix
+STEPS = 4  # of the model's precision at the largest score; one was seen where a CPU has no bfloat16 products
+
+
+class Found(NamedTuple):
+    """`width` of a score row, `token_bytes` of keys and values, and why trees cannot go through one forward."""
+
+    width: int
+    token_bytes: int
+    objection: str | None
+
+
+def probe(passes: Passes) -> Found:
+    """UserError for a model that is not causal or cannot take a token back; where trees do not go, it says why."""
+    try:
+        return _probe(passes)
+    except UserError:
+        raise
+    except Exception as error:  # the model's own code meets a cache that it may not know
+        first = str(error).partition("\n")[0]
+        name = type(passes.module).__name__
+        raise UserError(f"{name} does not work with a KV cache ({type(error).__name__}: {first})") from error
+
+
+def _probe(passes: Passes) -> Found:
+    prefix, nodes = _tokens(passes)
+    name = type(passes.module).__name__
+    fresh = torch.stack([passes.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
+    most = _most(passes, fresh)
+    whole = passes.plain([*prefix, *(nodes[n] for n in BRANCHES[3])])[BEFORE:].float()
+    rounding = _distance(whole, fresh[[0, 1, 3]])
+    if not rounding <= most:
+        raise UserError(f"{name} is not causal: a token's scores change with those after it")
+    token_bytes = _token_bytes(passes, prefix)
+    off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
+    if not off <= most:
+        raise UserError(
+            f"{name} scores differently with its cache than without (by {off:.2g}), so drafted tokens could not be"
+            " taken back"
+        )
+    step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    limit = min(most, 8 * rounding + step * fresh.abs().max().item())
+    return Found(fresh.shape[-1], token_bytes, passes.plan.objection or _objection(passes, fresh, limit))
+
+
+def _token_bytes(passes: Passes, prefix: list[int]) -> int:
+    """Bytes that the cache stores for a token; UserError where it stores none."""
+    session = passes.open(len(prefix), 0)
+    _read(passes, session, prefix)
+    if not all(layer.stored for layer in session.layers):
+        name = type(passes.module).__name__
+        raise UserError(
+            f"{name} stores nothing in the KV cache that it is given, so drafted tokens could not be taken back"
+        )
+    return sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
+
+
+def _objection(passes: Passes, fresh: Tensor, limit: float) -> str | None:
+    """Why a tree does not go through one forward, None where it does."""
+    if "position_ids" not in passes.arguments:
+        return "the model takes no positions"
+    try:
+        off = _distance(_tree(passes, *_tokens(passes), as_trees=True), fresh)
+    except Exception as error:  # what a model does with a mask that it does not know is its own
+        return f"the model takes no mask of a tree ({type(error).__name__})"
+    if not off <= limit:
+        return f"the model does not follow the mask of a tree (scores off by {off:.2g}, rounding is {limit:.2g})"
+    return None
+
+
+def _tree(passes: Passes, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
+    """The small tree's scores behind the prefix, in one forward or in one for each branch. [nodes, vocab]"""
+    session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
+    _read(passes, session, prefix)
+    part = Part(session, nodes, PARENTS, range(len(nodes)), range(BEFORE))
+    return passes.score([part], width=passes.num_embeddings, as_trees=as_trees).float()
+
+
+def _read(passes: Passes, session: TransformersSession, prefix: list[int]) -> None:
+    passes.score([chain(session, prefix)], width=passes.num_embeddings, as_trees=False)
+
+
+def _tokens(passes: Passes) -> tuple[list[int], list[int]]:
+    """Ids that differ and are not special: some models treat padding apart."""
+    special = [getattr(passes.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
+    plain = [token for token in range(min(passes.num_embeddings, 64)) if token not in special]
+    some = [plain[(3 + 5 * number) % len(plain)] for number in range(BEFORE + len(PARENTS))]
+    return some[:BEFORE], some[BEFORE:]
+
+
+def _most(passes: Passes, fresh: Tensor) -> float:
+    """The largest difference that rounding may make: more, and something else is wrong."""
+    eps = torch.finfo(passes.dtype).eps
+    if getattr(passes.module.config, "quantization_config", None) is not None:
+        eps = max(eps, torch.finfo(torch.float16).eps)
+    spread = (fresh - fresh.mean(-1, keepdim=True)).abs().max().item()
+    return 2 * math.sqrt(eps) * spread + 64 * torch.finfo(torch.float32).eps * fresh.abs().max().item()
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference; nan where a score is."""
+    width = min(one.shape[-1], other.shape[-1])
+    return (one[..., :width] - other[..., :width].to(one.device)).abs().max().item()
 
 
 class TransformersModel(Model):

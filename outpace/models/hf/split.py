@@ -13,17 +13,90 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 
 from outpace.core.errors import UserError
-from outpace.models.hf.lead import END, FAILED, PATIENCE, Lead, Message
-from outpace.models.hf.passes import Passes, TransformersSession
+
+PATIENCE = 30.0  # seconds for the other side to say that a forward failed there too
+FAILED = b"failed"
+END = "end"
+
+Message = list[tuple[str, tuple[Any, ...]]]
+
+
+class Lead:
+    """What rank 0 has of the others: a connection each."""
+
+    def __init__(self, links: Sequence[Connection]) -> None:
+        self._links = list(links)
+        self._notes: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._numbers = count(1)
+
+    def number(self, session: object) -> int:
+        """A number for a session, by which the others know it until it is gone."""
+        number = next(self._numbers)
+        finalize(session, self.note, "close", number).atexit = False
+        return number
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Something that the others are to do before the next forward."""
+        self._notes.append((name, arguments))
+
+    @contextmanager
+    def passes(self, name: str, *arguments: Any) -> Iterator[None]:
+        """A forward is made within, and by the others at the same time. Where it fails, it must have failed there too:
+        else nothing is known of what they do, and the model is of no use any more."""
+        self.note(name, *arguments)
+        self._send()
+        try:
+            yield
+        except Exception as error:
+            if not all(map(_has_failed, self._links)):
+                self._links.clear()
+                raise RuntimeError(f"a process of the split model has ended or failed alone ({error})") from error
+            self.note(FAILED.decode())
+            raise
+
+    def end(self) -> None:
+        """The others need not wait any longer."""
+        self.note(END)
+        with suppress(UserError):  # they have ended already
+            self._send()
+        for link in self._links:
+            link.close()
+        self._links.clear()
+
+    def _send(self) -> None:
+        if not self._links:
+            raise UserError("the other processes of the split model have ended: load it anew")
+        message: Message = []
+        while self._notes:
+            message.append(self._notes.popleft())
+        sent = pickle.dumps(message)
+        try:
+            for link in self._links:
+                link.send_bytes(sent)
+        except OSError as error:
+            self._links.clear()
+            raise UserError(f"a process of the split model has ended ({error}): load it anew") from error
+
+
+def _has_failed(link: Connection) -> bool:
+    """Whether the other side says so."""
+    try:
+        return link.poll(PATIENCE) and link.recv_bytes() == FAILED
+    except (EOFError, OSError):
+        return False
+
 
 _SECONDS = 60.0  # for all processes to come, once all have loaded
 _SETTLED = 0.1  # seconds in which threads of torch finish what the last collective has left
@@ -115,12 +188,12 @@ def _link_of(connection: socket.socket) -> Connection:
     return Connection(connection.detach())
 
 
-def follow(module: Any, connection: Connection) -> None:
+def follow(passes: Any, connection: Connection) -> None:
     """Repeats what rank 0 does until that ends; an interrupt is rank 0's to take. UserError where it ended without
     saying so, and what a forward raised that did not fail there."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follower, failure = _Follower(Passes(module)), None
+    follower, failure = _Follower(passes), None
     while True:
         try:
             if failure is not None and not connection.poll(PATIENCE):
@@ -149,9 +222,9 @@ _FORWARDS = ("plain", "call")
 class _Follower:
     """Another process's sessions, of which rank 0 says what becomes."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Any) -> None:
         self._passes = passes
-        self._sessions: dict[int, TransformersSession] = {}
+        self._sessions: dict[int, Any] = {}
 
     def take(self, name: str, *arguments: Any) -> None:
         """One thing that rank 0 does."""
@@ -168,7 +241,7 @@ class _Follower:
         else:
             self._session(number).on_layers(name, *rest)
 
-    def _session(self, number: int) -> TransformersSession:
+    def _session(self, number: int) -> Any:
         if number not in self._sessions:
             self._sessions[number] = self._passes.open(0, 0)
         return self._sessions[number]

@@ -9,8 +9,8 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.text_stream import WindowText
 from outpace.models.text.tokenizer import SPECIAL_NAMES, Tokenizer
-from outpace.models.text.window_text import WindowText
 
 
 class PythonBackend:

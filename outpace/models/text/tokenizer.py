@@ -12,13 +12,53 @@ from typing import TYPE_CHECKING, Any
 from outpace.core.constraints import TokenTexts
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
+from outpace.core.machine import trim_heap
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import LARGEST_TOKENIZER, check_file, is_there, read_json_if_there, read_text
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.models.text.special import check_rows, text_ends, turn_ends, without_rows
 from outpace.models.text.text_stream import DAMAGED, TextStream, TokenText, stream_maker
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+# Ends of a turn in the families that run here: they end an answer, whether or not the model's files say so.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+# An end of a turn too (Phi), but not where an answer has several messages (gpt-oss), which these tokens tell.
+MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
+# Ends of a document. They count only where the files name no end at all: in SmolLM2, for one, <|endoftext|> is padding
+# too, its generation_config.json leaves it out, and stopping there would write another text than transformers does.
+TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+
+
+def turn_ends(special: Mapping[str, int]) -> set[int]:
+    """Of a vocabulary's special tokens, by their texts, those that end a turn."""
+    ends = TURN_ENDS if any(end in special for end in ANSWER_ENDS) else (*TURN_ENDS, MESSAGE_END)
+    return {special[end] for end in ends if end in special}
+
+
+def text_ends(special: Mapping[str, int]) -> set[int]:
+    """Those that end a document."""
+    return {special[end] for end in TEXT_ENDS if end in special}
+
+
+def without_rows(tokenizer: tokenizers.Tokenizer, size: int, rows: int) -> dict[int, str]:
+    """The tokens of a vocabulary of `size` ids for which an embedding of so many rows has none. UserError unless all of
+    them were added to it, as Gemma 3's token for images, which its models without a vision model know not."""
+    added = tokenizer.get_added_tokens_decoder()
+    beyond = {index: token.content for index, token in added.items() if index >= rows}
+    if len(beyond) < size - rows:
+        raise UserError(f"it names ids up to {size - 1}, the model's embedding has {rows} rows")
+    return beyond
+
+
+def check_rows(ids: Sequence[int], beyond: Mapping[int, str]) -> None:
+    """UserError for a text that holds one of the tokens `beyond` the embedding."""
+    if beyond and not beyond.keys().isdisjoint(ids):
+        token = next(beyond[index] for index in ids if index in beyond)
+        raise UserError(f"the text holds {token!r}, a token for which the model's embedding has no row")
+
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _READING, _LAST = Lock(), list[Any]()  # the hash of the file that was read last, and what that holds
@@ -298,3 +338,19 @@ def _templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
     pairs = found.items() if isinstance(found, Mapping) else ()
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
+    """UserError where it is missing or damaged. What a large vocabulary was made from on the way, 100 MB of memory, is
+    given back."""
+    if isinstance(source, Checkpoint):
+        return Tokenizer.from_folder(source.path)
+    built = source.tokenizer
+    template, ends = built.settings.get("chat_template"), built.special_ids.get("eos_token_id", [])
+    stops = ends if isinstance(ends, list) else [ends]
+    try:
+        return Tokenizer(built.tokenizer, built.settings, stops, {"default": template} if template else {})
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from error
+    finally:
+        trim_heap()
