@@ -55,7 +55,7 @@ class Comparison:
             for prompt in list(self.prompts.values())[::-4]:
                 llm.generate([prompt], max_tokens=tokens)
             drafter = llm.engine.drafting.drafter
-            self.learnt = {"costs": llm.engine.costs.remember(), "drafter": drafter.remember() if drafter else None}
+            self.learnt = {"costs": llm.engine.costs.state_dict(), "drafter": drafter.state_dict() if drafter else None}
 
     def open(self, method: str) -> LLM:
         """Create a new LLM over the loaded models."""

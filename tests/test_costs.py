@@ -125,7 +125,7 @@ def test_what_a_step_takes_is_known_by_the_requests_that_share_it() -> None:
         costs.stepped(DRAFT, 3)
     assert costs.draft(DRAFT, 3) == pytest.approx(0.5)
     assert costs.draft(DRAFT, 1) == pytest.approx(0.9)
-    assert costs.remember()["draft"] == {"model": pytest.approx(0.9)}
+    assert costs.state_dict()["draft"] == {"model": pytest.approx(0.9)}
 
 
 def test_a_growth_in_which_another_request_reads_is_no_step() -> None:
@@ -148,7 +148,7 @@ def test_what_a_layer_adds_is_known_by_the_requests_too() -> None:
         costs.growth(DRAFT, 0, 4).learn(0.1)
     assert costs.growth(DRAFT, 0, 4).value == pytest.approx(0.1, abs=0.05)
     assert costs.growth(DRAFT, 0, 1).value == pytest.approx(0.8, abs=0.05)
-    assert costs.remember()["growth"]["model"][0] == pytest.approx(0.8, abs=0.05)
+    assert costs.state_dict()["growth"]["model"][0] == pytest.approx(0.8, abs=0.05)
 
 
 def test_a_mean_forgets() -> None:
@@ -173,7 +173,7 @@ ABOUT = {"target": {"name": "a"}, "cores": 2}
 def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
     costs = CostModel()
     costs.recall(LEARNT)
-    assert profiles.write(ABOUT, costs.remember() | {"method": "auto", "drafters": {}}, tmp_path)
+    assert profiles.write(ABOUT, costs.state_dict() | {"method": "auto", "drafters": {}}, tmp_path)
     assert profiles.read(ABOUT, tmp_path) == LEARNT
     assert profiles.read(ABOUT | {"cores": 4}, tmp_path) is None
 

@@ -47,7 +47,7 @@ def test_rounds_of_every_size_and_the_step_are_timed() -> None:
         assert [costs.knows(rows, 2) for rows in (1, 2, 3, 4, 8)] == [True, True, False, True, True]
         (source,) = engine.drafting.drafter.sources
         assert costs.draft(source) > 0
-        assert set(costs.remember()["draft"]) == {source.name}
+        assert set(costs.state_dict()["draft"]) == {source.name}
 
 
 def test_nothing_else_stays() -> None:
@@ -56,7 +56,7 @@ def test_nothing_else_stays() -> None:
         assert [*engine.running, *engine.waiting] == []
         assert engine.memory.used == 0, "its keys and values are not kept for others"
         assert engine.costs.speedup(1) == 0, "what it wrote says nothing of how fast others are written"
-        learnt = engine.costs.remember()
+        learnt = engine.costs.state_dict()
         assert (learnt["growth"], learnt["trust"]) == ({}, {})
 
 
@@ -67,10 +67,10 @@ def test_drafters_believe_what_they_believed_before(drafter: str) -> None:
         run = engine.submit(make_request([1, 2, 3], max_tokens=30), auto, auto.Options())
         while run.finish_reason is None:
             engine.step()
-        before = made.remember()
+        before = made.state_dict()
         time_rounds(engine, [1], WHOLE)
-        assert made.remember() == before
-        assert before != make_drafter(drafter, engine.target).remember(), "it had learnt something"
+        assert made.state_dict() == before
+        assert before != make_drafter(drafter, engine.target).state_dict(), "it had learnt something"
 
 
 class Capturing(Counting):

@@ -272,7 +272,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
             tree.add(0, token, math.log(0.5))
             planner.copied(tree, copier)
         planner.learn(tree, [0, 2])
-    trust = costs.remember()["trust"]
+    trust = costs.state_dict()["trust"]
     assert trust["ngram"] < 0.2
     assert trust["prediction"] > 1.5
     assert "model" not in trust or trust["model"] == 1.0
@@ -298,7 +298,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
         planner.copied(tree, planner.copiers[0])
         assert planner.chosen(tree) == [0, 1, 2, 3]
         planner.learn(tree, [0, 1, 2, 3, 4] if comes_true else [0])
-    assert copies.name not in costs.remember()["trust"]
+    assert copies.name not in costs.state_dict()["trust"]
 
 
 def test_a_draft_slower_than_the_target_is_not_used() -> None:

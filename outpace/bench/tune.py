@@ -77,14 +77,14 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
-            costs.recall(costs.remember() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
+            costs.recall(costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, asked, options, progress)
         chosen = "card" if rates["card"] > BETTER * rates[PLANNED] else PLANNED
         path = Profile(subject(target, draft)).keep(llms[PLANNED].engine, tuned=chosen)
         for one in alone:
             Profile(subject(target, one)).keep(llms[f"{ALONE}{one.name}"].engine)
-        learnt = costs.remember()
+        learnt = costs.state_dict()
     rounds = {int(rows): seconds for rows, seconds in learnt["rounds"].items()}
     drafts = {one.name: rates.pop(f"{ALONE}{one.name}") for one in alone}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
@@ -103,7 +103,7 @@ def _rounds(
     method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": "autoregressive"}
     with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
         llm.generate(asked[:1], max_tokens=min(24, options.max_tokens))
-        found: dict[str, float] = llm.engine.costs.remember()["rounds"]
+        found: dict[str, float] = llm.engine.costs.state_dict()["rounds"]
         return found
 
 

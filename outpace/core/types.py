@@ -289,12 +289,12 @@ class Drafter(TakesOrders, Carries):
     def end(self) -> None:
         """The engine is closed: what is to be kept between runs is written."""
 
-    def remember(self) -> Any:
+    def state_dict(self) -> Any:
         """What a profile keeps of it, as JSON has it; None for nothing."""
         return None
 
     def recall(self, kept: Any) -> None:
-        """Begins from what `remember` gave."""
+        """Begins from what `state_dict` gave."""
 
 
 class PendingObservations:

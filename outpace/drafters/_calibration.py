@@ -33,7 +33,7 @@ class AcceptanceRate:
         self._successes, self._trials = prior * weight, weight
         self.value = self._successes / weight
 
-    def remember(self) -> float:
+    def state_dict(self) -> float:
         """What a profile keeps."""
         return self.value
 
@@ -62,10 +62,10 @@ class PickModel:
         self._open = AcceptanceRate(1.0, 0.5)  # picks of what is not proposed, over the shares that are left open
         self._begin(1.0)  # q as it is
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps."""
-        kept = {"coverage": self._coverage.remember(), "temperature": self._temperature}
-        return kept | {"open": self._open.remember()}
+        kept = {"coverage": self._coverage.state_dict(), "temperature": self._temperature}
+        return kept | {"open": self._open.state_dict()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
@@ -147,10 +147,10 @@ class PickModels:
         """The target picked the proposal of this number, of those of these values; below 0: none of them."""
         self._picks.add([(choice, values, number if number >= 0 else None) for values, number in picked])
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps."""
         self._picks.work_in()
-        return {name: model.remember() for name, model in self._models.items()}
+        return {name: model.state_dict() for name, model in self._models.items()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""

@@ -137,9 +137,9 @@ class SharedTree(CompositeDrafter):
             self.parts[number].observe(state.parts[number], seen)
         return state.parts[number]
 
-    def remember(self) -> list[Any]:
+    def state_dict(self) -> list[Any]:
         """What a profile keeps, of each part."""
-        return [part.remember() for part in self.parts]
+        return [part.state_dict() for part in self.parts]
 
     def recall(self, kept: Sequence[Any]) -> None:
         """Begins from a profile."""
@@ -258,10 +258,10 @@ class DraftSelector(CompositeDrafter):
         if is_due:
             state.chosen = self._best(state)
 
-    def remember(self) -> list[Any]:
+    def state_dict(self) -> list[Any]:
         """What a profile keeps: what the drafts agreed with, and what each learnt."""
         return [
-            {"share": share.value, "draft": part.remember()}
+            {"share": share.value, "draft": part.state_dict()}
             for share, part in zip(self._shares, self.parts, strict=True)
         ]
 

@@ -181,9 +181,9 @@ class LookupDrafter(Drafter, Generic[State]):
         planted = state.planted
         state.planted = {node: planted[node] for node in seen.tree.ids if node in planted}
 
-    def remember(self) -> Mapping[str, float]:
+    def state_dict(self) -> Mapping[str, float]:
         """What a profile keeps: how often copies came true, by kind."""
-        return {str(kind): rate.remember() for kind, rate in enumerate(self._rates)}
+        return {str(kind): rate.state_dict() for kind, rate in enumerate(self._rates)}
 
     def recall(self, kept: Mapping[str, float]) -> None:
         """Begins from a profile."""

@@ -79,9 +79,9 @@ class GrammarDrafter(Drafter):
     def close(self, state: GrammarState) -> None:
         state.proposed.clear()
 
-    def remember(self) -> list[float]:
+    def state_dict(self) -> list[float]:
         """What a profile keeps: how often the first and the later forced tokens came true."""
-        return [rate.remember() for rate in self._rates.values()]
+        return [rate.state_dict() for rate in self._rates.values()]
 
     def recall(self, kept: Sequence[float]) -> None:
         """Begins from a profile."""

@@ -312,9 +312,9 @@ class LayerSkipDrafter(Drafter):
     def close(self, state: SkipState) -> None:
         state.session = state.base = None
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps: how the draft's chances came true."""
-        return self._choices.remember()
+        return self._choices.state_dict()
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""

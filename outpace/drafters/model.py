@@ -201,9 +201,9 @@ class ModelDrafter(Drafter):
     def close(self, state: ModelState) -> None:
         state.session = None
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps: how the draft's chances came true, for greedy and for sampled requests."""
-        return self._choices.remember()
+        return self._choices.state_dict()
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""

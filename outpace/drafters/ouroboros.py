@@ -156,9 +156,9 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         if self._kept is not None:
             self._kept.write(self._pools.shared)
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps: how the draft's chances and the phrases came true."""
-        return {"choices": self._choices.remember(), "rates": super().remember()}
+        return {"choices": self._choices.state_dict(), "rates": super().state_dict()}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""

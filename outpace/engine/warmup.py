@@ -48,7 +48,7 @@ def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS)
         return
     run.storage.is_broken = True  # its keys and values are nothing to start from
     drafters = engine.drafting.drafters
-    learnt = {name: drafter.remember() for name, drafter in drafters.items()}
+    learnt = {name: drafter.state_dict() for name, drafter in drafters.items()}
     end = time.perf_counter() + seconds
     while run.finish_reason is None and len(run.history.steps) < len(_ROWS) and time.perf_counter() < end:
         began, before = time.perf_counter(), setups.count

@@ -264,7 +264,7 @@ class CostModel:
         plain = self.target(requests)
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
-    def remember(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a profile keeps."""
         growth = {name: [mean.value for mean in known[min(known)]] for name, known in self._growth.items()}
         trust = {name: mean.value for name, mean in self._trust.items()}
@@ -272,7 +272,7 @@ class CostModel:
         for name, steps in self._draft.items():
             if known := steps.medians:
                 draft[name] = known[min(known)] * min(known)
-        return {"rounds": self._rounds.remember(), "draft": draft, "trust": trust, "growth": growth}
+        return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
 
     def recall(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds."""

@@ -142,7 +142,7 @@ class LatencyCurve:
         """Rows beside a request's root that may be tried, with so many rows of others: twice as many as are known."""
         return max(_FIRST, 2 * self.widest - others - 1)
 
-    def remember(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """What a profile keeps."""
         return {str(rows): seconds for rows, seconds in self._times.medians.items()}
 

@@ -115,9 +115,9 @@ class Profile:
         """Keeps what an engine learnt, if that is enough to go by. `tuned`: the method that was found best."""
         if engine.costs.seen < FEWEST:
             return None
-        learnt = engine.costs.remember() | {"method": tuned or self.method, "drafters": {}}
+        learnt = engine.costs.state_dict() | {"method": tuned or self.method, "drafters": {}}
         for drafter in engine.drafting.drafters.values():
-            if (kept := drafter.remember()) is not None:
+            if (kept := drafter.state_dict()) is not None:
                 learnt["drafters"][_kind(drafter)] = kept
         return write(self._about, learnt, self._cache)
 
