@@ -39,7 +39,7 @@ from outpace.rules.base import native_noise
 
 
 @dataclass(eq=False)
-class Storage:
+class KVState:
     """A request's keys and values: the session that holds them, only while it runs, and what is known of it."""
 
     session: Session = field(init=False)
@@ -132,7 +132,7 @@ class TokenSequence:
     history: History = field(default_factory=History, repr=False)
     draft: Drafted = field(default_factory=Drafted, repr=False)
     text: HashedTokens = field(init=False, repr=False)  # what is committed, as it is compared with others
-    storage: Storage = field(default_factory=Storage, repr=False)
+    storage: KVState = field(default_factory=KVState, repr=False)
     ask: Ask | None = None
     coroutine: Coroutine | None = None
     root: TokenTree | None = None  # the next round's tree, which the coroutine is sent when that begins
