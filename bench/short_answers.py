@@ -65,10 +65,10 @@ class Comparison:
         """Time one answer from its submission to its end."""
         with self.open("autoregressive" if variant == PLAIN else "auto") as llm:
             if variant == KNOWING:
-                llm.engine.costs.recall(self.learnt["costs"])
+                llm.engine.costs.load_state_dict(self.learnt["costs"])
                 drafter = llm.engine.drafting.drafter
                 if drafter is not None:
-                    drafter.recall(self.learnt["drafter"])
+                    drafter.load_state_dict(self.learnt["drafter"])
             result = llm.generate([self.prompts[name]], max_tokens=tokens)[0]
         self.times[variant, tokens, name].append(result.seconds)
         self.differing += self.texts.setdefault((tokens, name), result.tokens) != result.tokens

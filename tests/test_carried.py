@@ -123,7 +123,7 @@ class Ways:
             if not carries:
                 patch.setattr(NativeRounds, "may_carry", lambda *_: None)
             profile = {"rounds": rows or CHEAP, "draft": {"model": step, "ngram": 0.001}, "trust": {}, "growth": {}}
-            engine.costs.recall(profile)
+            engine.costs.load_state_dict(profile)
             runs = [engine.submit(request, decoder, method or decoder.Options()) for request in requests]
             steps = 0
             while any(run.finish_reason is None for run in runs):
@@ -253,7 +253,9 @@ def test_both_sessions_hold_what_a_fresh_one_would(ways: Ways) -> None:
         (request,) = asked(1, seed)
         drafter = drafter_of(ways.draft, True)
         with Engine(ways.target, drafter, options=EngineOptions(burst=4.0), clock=Clock()) as engine:
-            engine.costs.recall({"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}})
+            engine.costs.load_state_dict(
+                {"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}}
+            )
             run = engine.submit(replace(request, max_tokens=60), auto, auto.Options())
             while len(run.tokens) < 40:
                 engine.step()
@@ -550,7 +552,9 @@ def test_a_long_text_that_the_draft_has_not_read_keeps_nobody_waiting(ways: Ways
     first, second = asked(1)[0], make_request([11 * n % 97 for n in range(200)], max_tokens=40)
     options = EngineOptions(chunk=256, batch=4, burst=LONG)
     with Engine(ways.target, drafter_of(ways.draft, True), options=options, clock=Clock()) as engine:
-        engine.costs.recall({"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}})
+        engine.costs.load_state_dict(
+            {"rounds": CHEAP, "draft": {"model": 0.01, "ngram": 0.001}, "trust": {}, "growth": {}}
+        )
         runs = [engine.submit(replace(one, max_tokens=60), auto, auto.Options()) for one in (first, second)]
         while any(run.finish_reason is None for run in runs):
             steps[0] += 1

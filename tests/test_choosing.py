@@ -147,7 +147,7 @@ def test_a_rule_that_judges_drawn_tokens_writes_the_same_again() -> None:
 def test_what_was_learnt_is_remembered() -> None:
     drafter, again = choosing(GARBAGE, TARGET), choosing(GARBAGE, TARGET)
     decode([make_request(PROMPT)], "speculative", drafter, target=TARGET, engine=SMALL)
-    again.recall(drafter.state_dict())
+    again.load_state_dict(drafter.state_dict())
     assert again.open(make_request(PROMPT)).chosen == 1
     assert choosing(GARBAGE, TARGET).open(make_request(PROMPT)).chosen == 0
 

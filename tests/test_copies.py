@@ -187,7 +187,7 @@ def test_rates_are_remembered_by_kind() -> None:
     state = drafter.open(request(1))
     for _ in range(40):
         judge(drafter, state, [4])
-    again.recall(drafter.state_dict())
+    again.load_state_dict(drafter.state_dict())
     assert again.rate(again.open(request(1)), kind_of(3)) == pytest.approx(drafter._rates[kind_of(3)].value, abs=0.01)
 
 

@@ -172,7 +172,7 @@ ABOUT = {"target": {"name": "a"}, "cores": 2}
 
 def test_a_profile_brings_back_what_it_was_made_of(tmp_path: Path) -> None:
     costs = CostModel()
-    costs.recall(LEARNT)
+    costs.load_state_dict(LEARNT)
     assert profiles.write(ABOUT, costs.state_dict() | {"method": "auto", "drafters": {}}, tmp_path)
     assert profiles.read(ABOUT, tmp_path) == LEARNT
     assert profiles.read(ABOUT | {"cores": 4}, tmp_path) is None

@@ -97,9 +97,9 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
         assert told.log_chances(values) == pytest.approx(values, abs=0.15)
     assert blind.log_chances(vague)[0] > vague[0] + 0.3, "one coverage for all places overrates the vague ones"
     again = PickModel(has_shares=True)
-    again.recall(told.state_dict())
+    again.load_state_dict(told.state_dict())
     assert again.log_chances(vague) == pytest.approx(told.log_chances(vague), abs=0.1)
-    again.recall({"coverage": 0.9, "temperature": 1.0})  # a profile of before
+    again.load_state_dict({"coverage": 0.9, "temperature": 1.0})  # a profile of before
     assert again.log_chances(vague) == pytest.approx(vague, abs=0.01)
 
 

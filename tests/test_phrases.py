@@ -33,7 +33,7 @@ def test_a_table_comes_back_as_it_was() -> None:
     chance, table, again = random.Random(0), PhraseTable(20, 3), PhraseTable(20, 3)
     for _ in range(500):
         table.learn(chance.randrange(30), tuple(chance.randrange(9) for _ in range(chance.randrange(1, 5))))
-    again.recall(table.arrays())
+    again.load_state_dict(table.arrays())
     assert [again.followers(lead) for lead in range(30)] == [table.followers(lead) for lead in range(30)]
     for held in (table, again):
         held.learn(99, (1,))

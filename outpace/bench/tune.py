@@ -77,7 +77,9 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
         }
         costs = llms[PLANNED].engine.costs
         for place, rows in enumerate(options.rows):
-            costs.recall(costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)})
+            costs.load_state_dict(
+                costs.state_dict() | {"rounds": _rounds(target, draft, drafter, rows, asked, options)}
+            )
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, asked, options, progress)
         chosen = "card" if rates["card"] > BETTER * rates[PLANNED] else PLANNED

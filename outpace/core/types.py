@@ -293,7 +293,7 @@ class Drafter(TakesOrders, Carries):
         """What a profile keeps of it, as JSON has it; None for nothing."""
         return None
 
-    def recall(self, kept: Any) -> None:
+    def load_state_dict(self, kept: Any) -> None:
         """Begins from what `state_dict` gave."""
 
 

@@ -37,7 +37,7 @@ class AcceptanceRate:
         """What a profile keeps."""
         return self.value
 
-    def recall(self, kept: float) -> None:
+    def load_state_dict(self, kept: float) -> None:
         """Begins from a profile, as sure of it as of a few trials."""
         self.value = min(max(kept, 0.01), 1.0)  # never quite 0: it has a logarithm
         self._successes, self._trials = self.value * _SURE, _SURE
@@ -67,9 +67,9 @@ class PickModel:
         kept = {"coverage": self._coverage.state_dict(), "temperature": self._temperature}
         return kept | {"open": self._open.state_dict()}
 
-    def recall(self, kept: Mapping[str, Any]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
-        self._coverage.recall(float(kept["coverage"]))
+        self._coverage.load_state_dict(float(kept["coverage"]))
         self._open = AcceptanceRate(min(max(float(kept.get("open", 1.0)), _LEAST), 1 / _LEAST), 2.0)
         self._begin(min(_TEMPERATURES, key=lambda known: abs(known - float(kept["temperature"]))))
 
@@ -152,8 +152,8 @@ class PickModels:
         self._picks.work_in()
         return {name: model.state_dict() for name, model in self._models.items()}
 
-    def recall(self, kept: Mapping[str, Any]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
         self._picks.work_in()
         for name, model in self._models.items():
-            model.recall(kept[name])
+            model.load_state_dict(kept[name])

@@ -141,11 +141,11 @@ class SharedTree(CompositeDrafter):
         """What a profile keeps, of each part."""
         return [part.state_dict() for part in self.parts]
 
-    def recall(self, kept: Sequence[Any]) -> None:
+    def load_state_dict(self, kept: Sequence[Any]) -> None:
         """Begins from a profile."""
         for part, known in zip(self.parts, kept, strict=True):
             if known is not None:
-                part.recall(known)
+                part.load_state_dict(known)
 
     def observe(self, state: CompositeState, seen: Observation) -> None:
         """Each part is told when it is asked next; at once where it is shown something of the pass."""
@@ -265,11 +265,11 @@ class DraftSelector(CompositeDrafter):
             for share, part in zip(self._shares, self.parts, strict=True)
         ]
 
-    def recall(self, kept: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, kept: Sequence[Mapping[str, Any]]) -> None:
         """Begins from a profile."""
         self._shares = [AgreementRate(float(known["share"]), _BELIEF) for known in kept]
         for part, known in zip(self.parts, kept, strict=True):
-            part.recall(known["draft"])
+            part.load_state_dict(known["draft"])
 
     def _compare(self, state: SelectorState, tokens: Sequence[int]) -> None:
         """Learns what each draft holds of what was written."""

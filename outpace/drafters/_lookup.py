@@ -185,11 +185,11 @@ class LookupDrafter(Drafter, Generic[State]):
         """What a profile keeps: how often copies came true, by kind."""
         return {str(kind): rate.state_dict() for kind, rate in enumerate(self._rates)}
 
-    def recall(self, kept: Mapping[str, float]) -> None:
+    def load_state_dict(self, kept: Mapping[str, float]) -> None:
         """Begins from a profile."""
         for kind, rate in enumerate(self._rates):
             if str(kind) in kept:
-                rate.recall(float(kept[str(kind)]))
+                rate.load_state_dict(float(kept[str(kind)]))
 
 
 _FADE = 0.9  # of a place's weight, for each that stands before it: of equal matches the latest stands first

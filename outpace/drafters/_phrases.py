@@ -63,7 +63,7 @@ class PhraseTable:
             phrases[row, : len(phrase)] = phrase
         return {"leaders": np.array([leader for leader, _ in held], np.int32), "phrases": phrases}
 
-    def recall(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Learns what a file holds."""
         for leader, row in zip(arrays["leaders"].tolist(), arrays["phrases"].tolist(), strict=True):
             self.learn(leader, tuple(token for token in row if token != _END))
@@ -86,7 +86,7 @@ class PhraseFile:
         torn, of another kind, or of another tokenizer."""
         if self._path.exists():
             again = "delete it, and the phrases are learnt anew"
-            table.recall(token_tables.read(self._path, _KIND, self._tokenizer, again))
+            table.load_state_dict(token_tables.read(self._path, _KIND, self._tokenizer, again))
 
     def write(self, table: PhraseTable) -> None:
         """Replaces the file as a whole."""

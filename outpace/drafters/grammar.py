@@ -83,10 +83,10 @@ class GrammarDrafter(Drafter):
         """What a profile keeps: how often the first and the later forced tokens came true."""
         return [rate.state_dict() for rate in self._rates.values()]
 
-    def recall(self, kept: Sequence[float]) -> None:
+    def load_state_dict(self, kept: Sequence[float]) -> None:
         """Begins from a profile."""
         for rate, value in zip(self._rates.values(), kept, strict=False):
-            rate.recall(float(value))
+            rate.load_state_dict(float(value))
 
     def _grow(self, state: GrammarState, tree: TokenTree) -> int:
         before = len(tree)

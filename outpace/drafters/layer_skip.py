@@ -316,9 +316,9 @@ class LayerSkipDrafter(Drafter):
         """What a profile keeps: how the draft's chances came true."""
         return self._choices.state_dict()
 
-    def recall(self, kept: Mapping[str, Any]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
-        self._choices.recall(kept)
+        self._choices.load_state_dict(kept)
 
     def _choose(self, sublayers: Sublayers) -> None:
         self.sublayers = sublayers

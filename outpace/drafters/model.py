@@ -205,9 +205,9 @@ class ModelDrafter(Drafter):
         """What a profile keeps: how the draft's chances came true, for greedy and for sampled requests."""
         return self._choices.state_dict()
 
-    def recall(self, kept: Mapping[str, Any]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
-        self._choices.recall(kept)
+        self._choices.load_state_dict(kept)
 
     def _add(
         self,

@@ -160,10 +160,10 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         """What a profile keeps: how the draft's chances and the phrases came true."""
         return {"choices": self._choices.state_dict(), "rates": super().state_dict()}
 
-    def recall(self, kept: Mapping[str, Any]) -> None:
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
         """Begins from a profile."""
-        self._choices.recall(kept["choices"])
-        super().recall(kept["rates"])
+        self._choices.load_state_dict(kept["choices"])
+        super().load_state_dict(kept["rates"])
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         """One forward; each draft goes on as far as it agrees with what hangs at its end, and one token further."""

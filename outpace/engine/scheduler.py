@@ -26,7 +26,7 @@ class Scheduler:
         clock: Callable[[], float],
         recall: AnswerCache | None,
     ) -> None:
-        """`batch` requests run at once; `recall` keeps the texts of those that are over."""
+        """`batch` requests run at once; `load_state_dict` keeps the texts of those that are over."""
         self._memory, self._drafting, self._batch, self._clock = memory, drafting, batch, clock
         self._recall = recall
         self.waiting: deque[TokenSequence] = deque()

@@ -60,7 +60,7 @@ def time_rounds(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS)
     engine.costs.forget_rates()
     for name, drafter in drafters.items():  # those that did not fail
         if learnt[name] is not None:
-            drafter.recall(learnt[name])  # below one word alone a draft's chances come true too seldom
+            drafter.load_state_dict(learnt[name])  # below one word alone a draft's chances come true too seldom
 
 
 def decode(place: RequestContext, options: Options) -> Coroutine:

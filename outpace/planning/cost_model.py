@@ -274,9 +274,9 @@ class CostModel:
                 draft[name] = known[min(known)] * min(known)
         return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
 
-    def recall(self, profile: Mapping[str, Any]) -> None:
+    def load_state_dict(self, profile: Mapping[str, Any]) -> None:
         """Begins with what a profile holds."""
-        self._rounds.recall(profile["rounds"])
+        self._rounds.load_state_dict(profile["rounds"])
         for name, seconds in profile["draft"].items():
             self._draft[name] = RollingMedian()
             self._draft[name].expect(1, float(seconds))

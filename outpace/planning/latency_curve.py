@@ -146,7 +146,7 @@ class LatencyCurve:
         """What a profile keeps."""
         return {str(rows): seconds for rows, seconds in self._times.medians.items()}
 
-    def recall(self, kept: Mapping[str, float]) -> None:
+    def load_state_dict(self, kept: Mapping[str, float]) -> None:
         """Begins with what a profile holds."""
         for rows, seconds in kept.items():
             bucket = _bucket(int(rows))

@@ -104,11 +104,11 @@ class Profile:
         """Tells an engine and its drafters what is known; whether anything is."""
         if self._known is None:
             return False
-        engine.costs.recall(self._known)
+        engine.costs.load_state_dict(self._known)
         for drafter in engine.drafting.drafters.values():
             kept = self._known["drafters"].get(_kind(drafter))
             if kept is not None:
-                drafter.recall(kept)
+                drafter.load_state_dict(kept)
         return True
 
     def keep(self, engine: Engine, tuned: str | None = None) -> Path | None:
