@@ -1,9 +1,9 @@
-"""Bodies that no client should send, and a server that must answer each of them, soon, and never by a fault of its own.
+"""Fuzz the server: it must answer every request body in time, and never with an internal error.
 
-python tests/fuzz_server.py --count 10000                  # our own mutations of good bodies
-python tests/fuzz_server.py --schemathesis 10000           # that of others, by our OpenAPI schema, in its environment
+python tests/fuzz_server.py --count 10000                  # mutations of valid bodies
+python tests/fuzz_server.py --schemathesis 10000           # schemathesis, from the OpenAPI document
 
-The model is a tiny one with weights by chance. One JSON line last: statuses, faults, and how long the slowest took.
+The model is a tiny random one. The last line is JSON: statuses, faults, and the slowest answer in seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from serving import HELLO, Served, served
 from test_library import folder
 
 import outpace
-from outpace.server.options import Limits
+from outpace.server.options import ServerLimits
 
-SLOW = 30.0  # seconds: no answer by then is a hang
+SLOW = 30.0  # seconds, after which a missing answer is a hang
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-FORM = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "maxProperties": 1}}}
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "maxProperties": 1}}}
 COMMON = {
     "temperature": 0.7,
     "top_p": 0.9,
@@ -54,7 +54,7 @@ COMMON = {
     "ignore_eos": False,
     "model": "tiny",
 }
-GOOD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # address, what is needed, what may be
+VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fields, optional fields
     (
         "/v1/chat/completions",
         {"messages": HELLO, "max_tokens": 3},
@@ -68,7 +68,7 @@ GOOD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # address, what is n
             "tools": [TOOL],
             "tool_choice": "auto",
             "parallel_tool_calls": False,
-            "response_format": FORM,
+            "response_format": JSON_FORMAT,
             "structured_outputs": {"regex": "[ab]+"},
             "prediction": {"type": "content", "content": "hello"},
             "chat_template_kwargs": {},
@@ -105,21 +105,21 @@ VALUES: list[Any] = [
     {"grammar": 'start: start "a" | "b"'},
     {"json": {"enum": []}},
 ]
-KINDS = ("application/json", "application/json; charset=utf-8", "text/plain", "", "application/x-www-form-urlencoded")
+CONTENT_TYPES = ("application/json", "application/json; charset=utf-8", "text/plain", "", "application/x-www-form")
 
 
 @dataclass
-class Found:
-    """What was answered. `faults`: what must not be."""
+class FuzzResult:
+    """Statuses, faults, the slowest answer in seconds, and the number of repeated requests."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     slowest: float = 0.0
-    stood_still: int = 0  # requests that were sent again
+    repeated: int = 0  # because the machine was suspended
 
 
-class Pulse:
-    """Tells a server that hangs from a machine, or a process, that stood still."""
+class SuspendDetector:
+    """Measures how long this machine or process was suspended, which is not a hang of the server."""
 
     def __init__(self) -> None:
         self.lost = 0.0  # seconds
@@ -130,36 +130,38 @@ class Pulse:
             before, used = time.monotonic(), time.process_time()
             time.sleep(0.1)
             late = time.monotonic() - before - 0.1
-            if late > 1.0 and time.process_time() - used < 0.1 * late:  # else it computed, and kept others from it
+            if late > 1.0 and time.process_time() - used < 0.1 * late:  # otherwise it was computing
                 self.lost += late
 
 
-def sent(seed: int) -> Iterator[tuple[str, bytes, str]]:
-    """Addresses, bodies and their kinds without end, the same ones for the same seed."""
-    draw = random.Random(seed)
+def requests(seed: int) -> Iterator[tuple[str, bytes, str]]:
+    """Yield paths, bodies and content types without end; the same for the same seed."""
+    random_ = random.Random(seed)
     while True:
-        path, needed, more = draw.choice(GOOD)
-        chosen = draw.sample(sorted(more), draw.randint(0, min(4, len(more))))
+        path, needed, more = random_.choice(VALID)
+        chosen = random_.sample(sorted(more), random_.randint(0, min(4, len(more))))
         body = copy.deepcopy({**needed, **{name: more[name] for name in chosen}})
-        for _ in range(draw.choice((0, 1, 1, 1, 2, 4))):
-            mutate(body, draw)
+        for _ in range(random_.choice((0, 1, 1, 1, 2, 4))):
+            mutate(body, random_)
         data = json.dumps(body).encode()
-        if draw.random() < 0.1:
-            data = spoilt(data, draw)
-        yield path, data, KINDS[0] if draw.random() < 0.95 else draw.choice(KINDS)
+        if random_.random() < 0.1:
+            data = corrupt(data, random_)
+        yield path, data, CONTENT_TYPES[0] if random_.random() < 0.95 else random_.choice(CONTENT_TYPES)
 
 
-def mutate(body: Any, draw: random.Random) -> None:
-    """Changes one place of a body, at any depth."""
+def mutate(body: Any, random_: random.Random) -> None:
+    """Change one place of a body, at any depth."""
     places = list(_places(body))
-    holder, key = draw.choice(places) if places else (body, "x")
-    way = draw.random()
+    holder, key = random_.choice(places) if places else (body, "x")
+    way = random_.random()
     if way < 0.7 or not isinstance(holder, dict):
-        holder[key] = copy.deepcopy(draw.choice(VALUES))
+        holder[key] = copy.deepcopy(random_.choice(VALUES))
     elif way < 0.85:
         holder.pop(key, None)
     else:
-        holder[draw.choice(("x", "stop", "type", "n", "", "role", str(key) * 2))] = copy.deepcopy(draw.choice(VALUES))
+        holder[random_.choice(("x", "stop", "type", "n", "", "role", str(key) * 2))] = copy.deepcopy(
+            random_.choice(VALUES)
+        )
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -169,40 +171,47 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(inner)
 
 
-def spoilt(data: bytes, draw: random.Random) -> bytes:
-    """Bytes that are cut off, changed, or said twice."""
-    place = draw.randrange(len(data))
-    return draw.choice(
-        [data[:place], data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :], data + data, b"", data[place:]]
+def corrupt(data: bytes, random_: random.Random) -> bytes:
+    """Cut bytes off, change one, or repeat all."""
+    place = random_.randrange(len(data))
+    return random_.choice(
+        [
+            data[:place],
+            data[:place] + bytes([random_.randrange(256)]) + data[place + 1 :],
+            data + data,
+            b"",
+            data[place:],
+        ]
     )
 
 
-def fuzz(site: Served, count: int, seed: int, found: Found, pulse: Pulse) -> None:
-    """Sends so many, one after the other, over one connection as long as it lasts. What is not answered while all
-    processes stand still is sent again."""
+def fuzz(site: Served, count: int, seed: int, found: FuzzResult, detector: SuspendDetector) -> None:
+    """Send requests one after the other over one connection. Repeat those that a suspended machine did not answer."""
     connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
-    for (path, data, kind), _ in zip(sent(seed), range(count), strict=False):
+    for (path, data, kind), _ in zip(requests(seed), range(count), strict=False):
         while True:
-            lost, began = pulse.lost, time.monotonic()
+            lost, began = detector.lost, time.monotonic()
             try:
-                fault = answered(connection, path, data, kind, found)
+                fault = send_one(connection, path, data, kind, found)
             except (OSError, http.client.HTTPException) as error:
                 fault = type(error).__name__
                 connection.close()
                 connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=SLOW)
-                time.sleep(0.5)  # so that a pulse that was missed is counted
-                if isinstance(error, TimeoutError) and pulse.lost > lost:
-                    found.stood_still += 1
+                time.sleep(0.5)  # so that the detector notices a suspension
+                if isinstance(error, TimeoutError) and detector.lost > lost:
+                    found.repeated += 1
                     continue
             break
         if fault is not None:
             found.faults.append(f"{fault} {path} {data[:2000]!r}")
-        found.slowest = max(found.slowest, time.monotonic() - began - (pulse.lost - lost))
+        found.slowest = max(found.slowest, time.monotonic() - began - (detector.lost - lost))
     connection.close()
 
 
-def answered(connection: http.client.HTTPConnection, path: str, data: bytes, kind: str, found: Found) -> str | None:
-    """Sends one body; the fault that its answer tells of."""
+def send_one(
+    connection: http.client.HTTPConnection, path: str, data: bytes, kind: str, found: FuzzResult
+) -> str | None:
+    """Send one body; return a fault, or None."""
     connection.request("POST", path, data, {"Content-Type": kind} if kind else {})
     reply = connection.getresponse()
     text = reply.read()
@@ -211,10 +220,10 @@ def answered(connection: http.client.HTTPConnection, path: str, data: bytes, kin
     return f"{reply.status} {text[:300]!r}" if is_fault else None
 
 
-def own(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
-    """Our own bodies from several clients at once."""
-    found, pulse, each = Found(), Pulse(), -(-count // workers)
-    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found, pulse)) for n in range(workers)]
+def fuzz_server(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
+    """Send mutated bodies from several clients at once."""
+    found, detector, each = FuzzResult(), SuspendDetector(), -(-count // workers)
+    threads = [threading.Thread(target=fuzz, args=(site, each, seed + n, found, detector)) for n in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -222,17 +231,22 @@ def own(site: Served, count: int, seed: int, workers: int) -> dict[str, Any]:
     site.wait_idle()
     assert site.ask("/health").status == 200
     statuses = dict(sorted(found.statuses.items()))
-    told = {"bodies": each * workers, "statuses": statuses, "faults": found.faults, "slowest": round(found.slowest, 3)}
-    return {**told, "sent_again": found.stood_still}
+    result = {
+        "bodies": each * workers,
+        "statuses": statuses,
+        "faults": found.faults,
+        "slowest": round(found.slowest, 3),
+    }
+    return {**result, "sent_again": found.repeated}
 
 
-def of_others(site: Served, examples: int, seed: int) -> dict[str, Any]:
-    """schemathesis, in the environment that tests/clients/run.py makes."""
+def run_schemathesis(site: Served, examples: int, seed: int) -> dict[str, Any]:
+    """Run schemathesis in the environment that tests/clients/run.py makes."""
     sys.path.insert(0, str(Path(__file__).parent / "clients"))
     import run
 
     python = run.environment(Path(__file__).parent / "clients" / "schemathesis_needs.py")[0]
-    each = -(-examples // 7)  # for every address that takes a body
+    each = -(-examples // 7)  # for each path with a body
     command = [str(python.parent / "schemathesis"), "run", f"http://127.0.0.1:{site.port}/openapi.json"]
     command += ["--phases", "fuzzing", "--max-examples", str(each), "--seed", str(seed), "--mode", "all"]
     command += ["--checks", "not_a_server_error", "--request-timeout", str(int(SLOW)), "--no-color"]
@@ -245,7 +259,7 @@ def of_others(site: Served, examples: int, seed: int) -> dict[str, Any]:
 
 
 def tiny(where: Path) -> str:
-    """A model whose longest answers are short."""
+    """Make a model with a short context."""
     return folder(where, "target", max_position_embeddings=256)
 
 
@@ -256,16 +270,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=8)
     given = parser.parse_args()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as where, outpace.load(tiny(Path(where)), "layers:0") as llm:
-        limits = Limits(request_timeout=SLOW * 4)
+        limits = ServerLimits(request_timeout=SLOW * 4)
         with served(llm, limits, names=("tiny",), methods=("speculative",), tool_prompt=True) as site:
             if given.count:
-                told["own"] = own(site, given.count, given.seed, given.workers)
+                results["own"] = fuzz_server(site, given.count, given.seed, given.workers)
             if given.schemathesis:
-                told["schemathesis"] = of_others(site, given.schemathesis, given.seed)
-    print(json.dumps(told))
-    return 1 if told.get("own", {}).get("faults") or told.get("schemathesis", {}).get("status") else 0
+                results["schemathesis"] = run_schemathesis(site, given.schemathesis, given.seed)
+    print(json.dumps(results))
+    return 1 if results.get("own", {}).get("faults") or results.get("schemathesis", {}).get("status") else 0
 
 
 if __name__ == "__main__":

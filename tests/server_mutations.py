@@ -1,4 +1,4 @@
-"""Mistakes in the server, in grammars and in tool calls: each must fail tests of the suite, named here."""
+"""Mistakes in the server, in grammars and in tool calls. Each must fail the tests named here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from part_mutations import mutation, nothing
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, schema
-from outpace.server import reading
-from outpace.server.admission import Admission, Place
+from outpace.server import request_body
+from outpace.server.admission import Admission, Reservation
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
 from outpace.tools.calls import CallParser, merge_deltas
 
 
 def to_one_another(reduce_apart: Original) -> Original:
-    """What one request's rows decide is handed to the others."""
+    """Give the decisions of one request's rows to the others."""
 
     def mutated(logits: Any, rows: Sequence[Row]) -> list[Any]:
         picks = list(reduce_apart(logits, rows))
@@ -28,16 +28,16 @@ def to_one_another(reduce_apart: Original) -> Original:
     return mutated
 
 
-def as_a_fault(later: Original) -> Original:
-    return lambda self, want: ApiError(500, want.why, code=want.code)
+def as_internal_error(error: Original) -> Original:
+    return lambda self, refusal: ApiError(500, refusal.message, code=refusal.code)
 
 
-def at_once(begins_in: Original) -> Original:
+def at_once(seconds_to_start: Original) -> Original:
     return lambda self, counts: 0.0
 
 
 def at_each_chunk(push: Original) -> Original:
-    """What may still become a call is told as text where a chunk ends."""
+    """Flush a possible tool call as text at the end of each chunk."""
     return lambda self, text: merge_deltas([*push(self, text), *self.finish()])
 
 
@@ -51,35 +51,35 @@ SERVER_MUTATIONS = [
         target_runner,
         "reduce_apart",
         to_one_another,
-        "test_server_life.py::test_many_at_once_get_the_texts_that_each_gets_alone",
+        "test_server_life.py::test_concurrent_requests_get_the_texts_of_single_ones",
     ),
     mutation(
-        "server: nothing ends for who leaves",
+        "server: a disconnect aborts nothing",
         EngineThread,
         "abort",
         nothing,
-        "test_server_life.py::test_who_leaves_ends_the_work",
+        "test_server_life.py::test_a_disconnect_aborts_the_request",
     ),
     mutation(
-        "server: a full queue is a fault",
+        "server: a full queue is an internal error",
         Admission,
-        "_later",
-        as_a_fault,
-        "test_server_admission.py::test_what_is_being_tokenised_has_a_place_in_the_queue",
+        "_error",
+        as_internal_error,
+        "test_server_admission.py::test_reservations_count",
     ),
     mutation(
-        "server: who cannot begin in time waits",
+        "server: a request that cannot start in time waits",
         Admission,
-        "_begins_in",
+        "_seconds_to_start",
         at_once,
-        "test_server_admission.py::test_who_cannot_begin_in_time_is_refused_at_once",
+        "test_server_admission.py::test_a_request_that_cannot_start_in_time_is_refused_at_once",
     ),
     mutation(
-        "server: a refused request keeps its place",
-        Place,
-        "leave",
+        "server: a refused request keeps its reservation",
+        Reservation,
+        "release",
         nothing,
-        "test_server_queue.py::test_a_wrong_request_gives_its_place_back",
+        "test_server_queue.py::test_an_invalid_request_releases_its_reservation",
     ),
     mutation(
         "grammar: a rule that is not enforced is taken for an annotation",
@@ -96,14 +96,14 @@ SERVER_MUTATIONS = [
         "test_grammar.py::test_a_question_is_asked_once",
     ),
     mutation(
-        "server: any depth of JSON is served",
-        reading,
-        "_check",
+        "server: JSON of any depth is accepted",
+        request_body,
+        "_check_json",
         nothing,
-        "test_server_errors.py::test_json_as_deep_as_allowed_is_read",
+        "test_server_errors.py::test_json_depth_is_bounded",
     ),
     mutation(
-        "server: a call is cut where its chunks are",
+        "server: a tool call is split at chunk borders",
         CallParser,
         "push",
         at_each_chunk,

@@ -1,4 +1,4 @@
-"""A real server in a thread, on a port of its own, and a client that is nothing but http.client."""
+"""A real server in a thread, on a free port, and a client that uses http.client."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import outpace
-from outpace.server.app import build
-from outpace.server.options import Limits, ServerOptions
+from outpace.server.app import build_app
+from outpace.server.options import ServerLimits, ServerOptions
 from outpace.server.run import Server, listen, make_server
 from outpace.server.service import Service
 
 HELLO = [{"role": "user", "content": "hello world"}]
 CHAT = "/v1/chat/completions"
 LONG = {"max_tokens": 100, "ignore_eos": True, "temperature": 0}
-PATIENCE = 300.0  # seconds: a machine that does other things may stand still for a minute or two
+PATIENCE = 300.0  # seconds: a busy machine may be suspended for a minute or two
 
 
 @dataclass
 class Answered:
-    """An answer's status, headers and body."""
+    """Status, headers and body of a response."""
 
     status: int
     headers: Mapping[str, str]
@@ -38,14 +38,14 @@ class Answered:
 
     @property
     def error(self) -> dict[str, Any]:
-        """What the OpenAI API says went wrong."""
+        """The error in the format of the OpenAI API."""
         found: dict[str, Any] = self.json["error"]
         assert set(found) == {"message", "type", "param", "code"}
         return found
 
     @property
     def events(self) -> list[Any]:
-        """The data of all events but [DONE], which is the last."""
+        """The data of all events, without the final [DONE]."""
         blocks = self.body.decode().split("\n\n")
         data = [
             line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data: ")
@@ -56,7 +56,7 @@ class Answered:
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     llm: outpace.LLM
     service: Service
@@ -67,7 +67,7 @@ class Served:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
     def ask(self, path: str, body: Any = None, **headers: str) -> Answered:
-        """POST with a body, GET without; `body` as JSON unless it is bytes."""
+        """Send a POST request with a body, or a GET request. A body that is not bytes is sent as JSON."""
         connection = self.connect()
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         sent = {"Content-Type": "application/json"} if data is not None else {}
@@ -88,37 +88,37 @@ class Served:
         return self.ask("/v1/completions", {"prompt": prompt, **fields})
 
     def figure(self, name: str, **labels: str) -> float:
-        """A metric's value."""
+        """Return a metric's value."""
         value = self.service.metrics.registry.get_sample_value(f"outpace:{name}", labels)
         assert value is not None, name
         return value
 
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits."""
+        """Return whether no request runs or waits."""
         engine = self.llm.engine
         return not (self.service.admission.groups or engine.running or engine.waiting)
 
     def wait_idle(self) -> None:
-        """AssertionError where that takes too long."""
+        """Wait until the server is idle."""
         wait_for(self.is_idle)
 
 
-def wait_for(happens: Any) -> None:
-    """AssertionError where it does not."""
+def wait_for(condition: Any) -> None:
+    """Wait until a condition is true; raise AssertionError after PATIENCE seconds."""
     end = time.monotonic() + PATIENCE
-    while not happens():
-        assert time.monotonic() < end, "it does not happen"
+    while not condition():
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
 
 
 @contextmanager
 def served(
-    llm: outpace.LLM, limits: Limits | None = None, now: Callable[[], float] = time.monotonic, **options: Any
+    llm: outpace.LLM, limits: ServerLimits | None = None, now: Callable[[], float] = time.monotonic, **options: Any
 ) -> Iterator[Served]:
-    """Serves a model until the block ends. `now`: the system's clock."""
-    settings = ServerOptions(port=0, limits=limits or Limits(), **options)
+    """Serve a model until the block ends. `now` is the system's clock."""
+    settings = ServerOptions(port=0, limits=limits or ServerLimits(), **options)
     service = Service(llm, settings, now)
-    server = make_server(build(service), service)
+    server = make_server(build_app(service), service)
     with listen(settings) as listener:
         port = listener.getsockname()[1]
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -130,11 +130,11 @@ def served(
         finally:
             server.handle_exit(15, None)
             thread.join(PATIENCE)
-            assert not thread.is_alive(), "the server does not end"
+            assert not thread.is_alive(), "the server does not stop"
 
 
 class Brake:
-    """Holds the engine before each step until it is let go."""
+    """Blocks the engine before each step, except `left` steps, until `release`."""
 
     def __init__(self, llm: outpace.LLM) -> None:
         self._step, self._go = llm.engine.step, threading.Event()
@@ -152,7 +152,7 @@ class Brake:
 
 
 def send(site: Served, body: dict[str, Any], path: str = CHAT, room: int | None = None) -> socket.socket:
-    """A request whose answer is not read; `room`: bytes that the client takes without reading."""
+    """Send a request without reading the response; `room` is the size of the receive buffer in bytes."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1",

@@ -1,4 +1,4 @@
-"""What a beginner gets wrong, and is told in a sentence."""
+"""Common mistakes of beginners are explained in one sentence."""
 
 from __future__ import annotations
 
@@ -12,49 +12,48 @@ from files import write_gguf
 
 from outpace.api.llm import LLM
 from outpace.bench.table_files import make_table
+from outpace.cli.process import reading
 from outpace.cli.sampling_options import Structured
-from outpace.cli.standard_streams import reading
 from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import new_folder, unwritable
 from outpace.models.load import Progress
-from outpace.server import options
-from outpace.server.chat_body import ChatMessage, messages_of
+from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
-from outpace.server.options import ServerOptions
+from outpace.server.options import ServerOptions, read_api_keys
 
 
-def test_a_certificate_that_is_missing_or_none(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_certificate(tmp_path: Path) -> None:
     file = tmp_path / "text.pem"
-    with pytest.raises(UserError, match=r"text\.pem, for TLS, cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"TLS file .*text\.pem cannot be read \(No such file"):
         ServerOptions(certificate=file, certificate_key=file)
     file.write_text("no certificate")
-    with pytest.raises(UserError, match="are no certificate and its key in PEM"):
+    with pytest.raises(UserError, match="are not a certificate and its key in PEM format"):
         ServerOptions(certificate=file, certificate_key=file)
 
 
-def test_a_method_that_requests_may_choose_must_be_one() -> None:
+def test_an_unknown_method_for_requests() -> None:
     assert ServerOptions(methods=("card", "model+ngram", "greedy")).methods
     with pytest.raises(UserError, match=r"unknown method, drafter or rule 'autoo', .* did you mean 'auto'"):
         ServerOptions(methods=("model+ngram", "autoo"))
 
 
-def test_keys_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none, for API keys, cannot be read \(No such file or directory\)$"):
-        options.read_api_keys(tmp_path / "none")
+def test_unreadable_api_keys(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"API key file .*none cannot be read \(No such file or directory\)$"):
+        read_api_keys(tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=r"latin, for API keys, is not UTF-8 text \(byte 3\)"):
-        options.read_api_keys(tmp_path / "latin")
+    with pytest.raises(UserError, match=r"API key file .*latin is not UTF-8 text \(byte 3\)"):
+        read_api_keys(tmp_path / "latin")
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_standard_input_that_is_no_text(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The locale C.UTF-8, as containers have it, lets Python keep such bytes."""
+def test_standard_input_that_is_not_text(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the locale C.UTF-8, which is common in containers, Python keeps such bytes by default."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors))
     with pytest.raises(UserError, match=r"standard input is not text in utf-8 \(byte 3\)"), reading() as stream:
         stream.read()
 
 
-def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "file"))
     with (
@@ -66,7 +65,7 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path: Path, monkey
     assert "OUTPACE_CACHE" not in str(unwritable(tmp_path / "one", OSError(28, "No space left on device")))
 
 
-def test_a_schema_is_a_file() -> None:
+def test_json_schema_takes_a_file() -> None:
     with pytest.raises(UserError, match=r"--json-schema names a file: \{\} does not exist"):
         Structured(json_schema="{}").asked()
 
@@ -79,7 +78,7 @@ def test_a_schema_is_a_file() -> None:
         ("ngram", "not for ngram"),
     ],
 )
-def test_a_corpus_is_for_some_drafters(drafter: str | None, says: str, tmp_path: Path) -> None:
+def test_only_some_drafters_take_a_corpus(drafter: str | None, says: str, tmp_path: Path) -> None:
     def silent(*_: object) -> None:
         pass
 
@@ -89,13 +88,13 @@ def test_a_corpus_is_for_some_drafters(drafter: str | None, says: str, tmp_path:
 
 
 @pytest.mark.parametrize("content", [None, []])
-def test_a_message_of_the_user_has_content(content: list[Any] | None) -> None:
-    with pytest.raises(ApiError, match="a message of the user has no content"):
-        messages_of([ChatMessage(role="user", content=content)])
-    assert messages_of([ChatMessage(role="user", content=""), ChatMessage(role="assistant")])
+def test_a_user_message_without_content(content: list[Any] | None) -> None:
+    with pytest.raises(ApiError, match="a user message has no content"):
+        template_messages([ChatMessage(role="user", content=content)])
+    assert template_messages([ChatMessage(role="user", content=""), ChatMessage(role="assistant")])
 
 
-def test_arguments_of_an_answer_are_none_of_the_llm() -> None:
+def test_sampling_options_are_not_arguments_of_llm() -> None:
     with pytest.raises(UserError, match="max_tokens is an argument of `generate` and of `SamplingParams`, not of LLM"):
         LLM(max_tokens=5)
 

@@ -1,4 +1,4 @@
-"""The page in a browser without a window: needs the package playwright and Debian's chromium-headless-shell."""
+"""The chat page in a headless browser. Needs the package playwright and Debian's chromium-headless-shell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.skipif(BROWSER is None, reason="no C
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = folder(tmp_path_factory.mktemp("served"), "target", max_position_embeddings=4096)
     with outpace.load(model, "layers:0") as llm:
-        llm.tokenizer.stop_ids = frozenset()  # an answer is as long as it may be
+        llm.tokenizer.stop_ids = frozenset()  # answers reach max_tokens
         with served(llm) as site:
             yield site
 
@@ -51,14 +51,14 @@ def ask(page: Any, text: str, most: int) -> None:
 
 
 def until(page: Any, expression: str) -> None:
-    """Waits for it; the page's policy lets no script of Playwright's wait in the page itself."""
+    """Wait until an expression is true. The page's policy does not allow Playwright's own wait_for_function."""
     end = time.monotonic() + PATIENCE
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression
         page.wait_for_timeout(20)
 
 
-def test_an_answer_is_coloured_by_who_drafted_it(site: Served, page: Any) -> None:
+def test_drafted_tokens_are_coloured(site: Served, page: Any) -> None:
     ask(page, "hello hello hello", 40)
     page.wait_for_selector("button.compare:visible")
     counts = {name: int(page.evaluate(f"document.body.dataset.{name}")) for name in ("tokens", "drafted")}
@@ -73,7 +73,7 @@ def test_an_answer_is_coloured_by_who_drafted_it(site: Served, page: Any) -> Non
     assert "equal text" in page.inner_text(".same")
 
 
-def test_the_coloured_share_is_the_api_s(site: Served, page: Any) -> None:
+def test_the_number_of_drafted_tokens_equals_the_metric(site: Served, page: Any) -> None:
     before = site.figure("spec_decode_num_accepted_tokens_total")
     ask(page, "12 12 12 12", 60)
     page.wait_for_selector("button.compare:visible")
@@ -86,7 +86,9 @@ def test_the_coloured_share_is_the_api_s(site: Served, page: Any) -> None:
 
 def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = site.llm.engine.step
-    monkeypatch.setattr(site.llm.engine, "step", lambda: (time.sleep(0.01), step()))  # or it may end before the click
+    monkeypatch.setattr(
+        site.llm.engine, "step", lambda: (time.sleep(0.01), step())
+    )  # otherwise it may end before the click
     ask(page, "hello", 4000)
     until(page, "Number(document.body.dataset.tokens) > 3")
     page.click("#stop")
@@ -97,7 +99,7 @@ def test_an_answer_can_be_stopped(site: Served, page: Any, monkeypatch: pytest.M
     page.wait_for_selector("button.compare:visible")
 
 
-def test_an_example_is_asked_by_a_click(page: Any) -> None:
+def test_a_click_on_an_example(page: Any) -> None:
     page.fill("#most", "5")
     page.click(".examples button >> nth=1")
     assert "linked list" in page.inner_text(".turn.user")
@@ -127,4 +129,4 @@ def test_errors_are_shown_as_text(page: Any) -> None:
     page.wait_for_selector(".foot.differs")
     assert "maximum context length" in page.inner_text(".foot.differs")
     assert page.locator(".turn img").count() == 0
-    page.troubles.clear()  # the browser itself tells of the status 400
+    page.troubles.clear()  # the browser reports the status 400

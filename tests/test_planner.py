@@ -15,9 +15,9 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders import auto
 from outpace.decoders.base import BatchRows, RequestContext
-from outpace.planning import planner
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import DecayedMean
+from outpace.planning.planner import Planner
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of the draft's step
 RIGHT, WRONG, COPY = 1, 0, 2
@@ -186,7 +186,7 @@ def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
         costs = CostModel()
         for rows in (1, 2, 4, 8) * 3:
             costs.round(1, rows, 1, PASS + row * (rows - 1), 0.0)
-        planner = planner.Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+        planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
         planner.begin()
         tree = tree_of(DRAFT)
         for token, chance in enumerate(chances):
@@ -207,7 +207,7 @@ def test_a_model_that_did_badly_in_a_short_text_is_tried_in_the_next(trust: floa
     costs.trust(DRAFT.name).learn(0.0, 2.0 / trust - 2.0)
     for layer in range(4):
         costs.growth(DRAFT, layer).learn(0.0, 100.0)
-    planner = planner.Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
+    planner = Planner(place_of(make_request((1,)), 32, costs, [DRAFT]), auto.Options())
     planner.begin()
     assert costs.trust_of_one(DRAFT.name).value == pytest.approx(trust, abs=0.02)
     assert planner.pays(tree_of(DRAFT), planner.growers[0]) is is_asked
@@ -261,7 +261,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong: neither changes what is held of the other, or of the model."""
     costs, guesses = CostModel(), Source("prediction", False)
     place = place_of(None, 16, costs, (COPIES, guesses, DRAFT))
-    planner = planner.Planner(place, auto.Options())
+    planner = Planner(place, auto.Options())
     for _ in range(20):
         tree = TokenTree(RIGHT)
         planner.begin()
@@ -288,7 +288,7 @@ def test_chances_that_the_drafter_fits_itself_are_taken_at_their_word(comes_true
     for _ in range(3):
         for rows in range(1, 9):
             costs.round(1, rows, 1, 6.0 + 3.0 * (rows - 1), 0.0)  # a row costs half a token
-    planner = planner.Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
+    planner = Planner(place_of(None, 8, costs, (copies, DRAFT)), auto.Options())
     for _ in range(20):
         tree = tree_of(copies)
         planner.begin()
@@ -322,7 +322,7 @@ def test_rows_that_cost_are_not_verified_for_small_chances() -> None:
         for rows, seconds in ((1, 6.0), (2, 7.8), (4, 11.4), (8, 18.6), (10, 40.0)):
             costs.round(1, rows, 1, seconds, 0.0)
     place = place_of(None, 8, costs)
-    planner = planner.Planner(place, auto.Options())
+    planner = Planner(place, auto.Options())
     planner.begin()
     tree = tree_of(DRAFT)
     for token, chance in enumerate((0.6, 0.1, 0.1, 0.05), 1):
@@ -357,7 +357,7 @@ def test_requests_share_the_rows_that_cost_little() -> None:
     places = [
         RequestContext(make_request((1,)), [1], costs, (DRAFT,), budget=8, requests=4, load=load) for _ in range(4)
     ]
-    planners = [planner.Planner(place, auto.Options()) for place in places]
+    planners = [Planner(place, auto.Options()) for place in places]
     for _ in range(3):
         rows = [chosen_rows(planner, place, 0.9, 7) for planner, place in zip(planners, places, strict=True)]
         assert sum(rows) == load.rows == 8
@@ -373,7 +373,7 @@ def test_in_a_crowd_only_those_ask_who_copy_well(accepted: int, is_asked: bool) 
             costs.round(4, rows, 4, seconds, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 4, 3
-    planner = planner.Planner(place, auto.Options())
+    planner = Planner(place, auto.Options())
     asked = 0
     for _ in range(200):
         planner.begin()
@@ -398,7 +398,7 @@ def rounds_with_the_model(requests: int, answers: int) -> int:
     for _ in range(answers):
         place = place_of(make_request((1,)), 8, costs, (DRAFT,))
         place.requests, place.rows_of_others = requests, requests - 1
-        planner = planner.Planner(place, auto.Options())
+        planner = Planner(place, auto.Options())
         for _ in range(60):
             planner.begin()
             tree = tree_of(DRAFT)
@@ -425,7 +425,7 @@ def test_many_at_once_draft_until_it_is_known_what_a_row_costs() -> None:
         costs.round(8, 8, 8, 6.0, 0.0)
     place = place_of(None, 8, costs, (COPIES,))
     place.requests, place.rows_of_others = 8, 7
-    planner = planner.Planner(place, auto.Options())
+    planner = Planner(place, auto.Options())
     planner.begin()
     assert not planner.is_plain
     for _ in range(3):

@@ -110,7 +110,7 @@ def test_the_notice_is_shown(folder: Path, without_kernels: None, capsys: pytest
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
     assert f"{folder} and {folder}: computed in float32 by torch" in shown
-    assert shown.count(f"not installed: {native_kernels.INSTALL}") == 1
+    assert shown.count(f"not installed: {binding.INSTALL}") == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_threads_that_are_not_there_are_refused(folder: Path, threads: str, caps
     with pytest.raises(SystemExit) as end:
         main(["generate", PROMPT, "--target", str(folder), "--threads", threads])
     assert end.value.code == 2
-    allowed = f"it must be between 1 and {native_kernels.usable_cores()}"
+    allowed = f"it must be between 1 and {binding.usable_cores()}"
     assert f"error: threads is {threads}, {allowed}" in " ".join(capsys.readouterr().err.split())
 
 
@@ -215,7 +215,7 @@ def test_doctor_says_what_is_missed_without_the_kernels(
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: compiler)
     line = shown(doctor.collect())
-    assert f"native kernels missing: the native kernels are not installed: {native_kernels.INSTALL}" in line
+    assert f"native kernels missing: the native kernels are not installed: {binding.INSTALL}" in line
     assert (f"(there is {compiler})" if compiler else "(none was found)") in line
     assert "float32 by torch" in line
 

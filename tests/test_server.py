@@ -1,4 +1,4 @@
-"""The server's answers: the text of the library, under every field of chat completions and completions."""
+"""Chat completions and completions: the server's answers equal the library's under every field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_library import folder
 
 import outpace
 from outpace.planning.cost_model import CostModel
-from outpace.server.choices import Choice, Delta
+from outpace.server.choices import Choice, ChoiceDelta
 
 FREE = {"max_tokens": 16, "ignore_eos": True}
 
@@ -27,17 +27,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield site
 
 
-def plain(site: Served, prompt: Any, choice: int = 0, **fields: Any) -> Delta:
-    """What the library writes without speculation, by the server's own engine."""
+def plain(site: Served, prompt: Any, choice: int = 0, **fields: Any) -> ChoiceDelta:
+    """Return the library's answer without speculation, computed by the server's engine."""
     params = outpace.SamplingParams(**fields)
     found = Choice(site.llm.prepare(prompt, params, choice, plain=True), [0])
     site.service.thread.submit([found]).result(60)
     wait_for(lambda: found.ended is not None)
-    return found.take() or Delta()
+    return found.take() or ChoiceDelta()
 
 
 def streamed(events: list[Any], key: str = "content") -> dict[int, str]:
-    """Texts by index."""
+    """Return texts by choice index."""
     texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
@@ -47,7 +47,7 @@ def streamed(events: list[Any], key: str = "content") -> dict[int, str]:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "seed": 7}])
-def test_a_chat_is_the_library_s_whole_and_streamed(site: Served, fields: dict[str, Any]) -> None:
+def test_a_chat_equals_the_library_s_answer(site: Served, fields: dict[str, Any]) -> None:
     expected = plain(site, HELLO, **FREE, **fields)
     whole = site.chat(**FREE, **fields, return_token_ids=True)
     assert whole.status == 200
@@ -66,7 +66,7 @@ def test_a_chat_is_the_library_s_whole_and_streamed(site: Served, fields: dict[s
     assert {event["id"] for event in stream.events} == {first["id"]}
 
 
-def test_usage_is_told_where_it_is_asked_for(site: Served) -> None:
+def test_usage(site: Served) -> None:
     whole = site.chat(**FREE).json["usage"]
     assert (whole["completion_tokens"], whole["total_tokens"]) == (16, 16 + whole["prompt_tokens"])
     assert set(whole["completion_tokens_details"]) >= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
@@ -83,14 +83,14 @@ def test_usage_is_told_where_it_is_asked_for(site: Served) -> None:
     assert counts[-1] == 16
 
 
-def test_a_prompt_that_was_read_before_is_told_as_cached(site: Served) -> None:
+def test_cached_prompt_tokens(site: Served) -> None:
     prompt = "12 world hello " * 5
     first, second = (site.complete(prompt, **FREE, temperature=0).json["usage"] for _ in range(2))
     assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
     assert second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
 
 
-def test_figures_of_speculation_are_told(site: Served) -> None:
+def test_speculation_statistics(site: Served) -> None:
     found = site.chat("hello hello hello hello", **FREE, temperature=0).json
     vllm, timings = found["metrics"]["speculative_decoding"], found["timings"]
     assert (
@@ -124,7 +124,7 @@ def test_greedy_choices_are_computed_once(site: Served) -> None:
     assert len(streamed(site.chat(n=4, temperature=0, stream=True, **FREE).events)) == 4
 
 
-def test_the_best_choices_by_mean_log_probability_are_given(site: Served) -> None:
+def test_best_of_ranks_by_mean_log_probability(site: Served) -> None:
     every = site.complete("hello", n=4, seed=3, logprobs=0, **FREE).json["choices"]
     means = [sum(c["logprobs"]["token_logprobs"]) / 16 for c in every]
     found = site.complete("hello", n=2, best_of=4, seed=3, logprobs=0, **FREE).json["choices"]
@@ -133,7 +133,7 @@ def test_the_best_choices_by_mean_log_probability_are_given(site: Served) -> Non
     assert [choice["index"] for choice in found] == [0, 1]
 
 
-def test_a_seed_that_is_drawn_is_told(site: Served) -> None:
+def test_a_random_seed_is_reported(site: Served) -> None:
     first = site.chat(**FREE).json
     again = site.chat(**FREE, seed=first["seed"]).json
     assert first["choices"][0]["message"] == again["choices"][0]["message"]
@@ -142,7 +142,7 @@ def test_a_seed_that_is_drawn_is_told(site: Served) -> None:
     assert site.chat(**FREE, seed=-1).json["seed"] == 2**63 - 1
 
 
-def test_several_prompts_are_answered_in_order(site: Served) -> None:
+def test_several_prompts(site: Served) -> None:
     ids = site.llm.tokenizer.encode("hello world")
     for prompt in (["hello", "world"], [ids, ids[:1]]):
         found = site.complete(prompt, n=2, seed=1, **FREE).json["choices"]
@@ -153,27 +153,31 @@ def test_several_prompts_are_answered_in_order(site: Served) -> None:
     assert site.complete(ids, temperature=0, **FREE).json["choices"][0]["text"] == plain(site, ids, **FREE).text
 
 
-def test_an_echo_has_records_of_the_prompt(site: Served) -> None:
+def test_echo_with_log_probabilities(site: Served) -> None:
     asked = {"max_tokens": 3, "ignore_eos": True, "temperature": 0, "echo": True}
     found = site.complete("hello world 12", logprobs=2, **asked).json["choices"][0]
-    told = found["logprobs"]
+    logprobs = found["logprobs"]
     prompt = site.llm.tokenizer.encode("hello world 12")
-    assert {len(told[name]) for name in told} == {len(prompt) + 3}
-    assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
-    assert "".join(told["tokens"][: len(prompt)]) == "hello world 12"
+    assert {len(logprobs[name]) for name in logprobs} == {len(prompt) + 3}
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    assert "".join(logprobs["tokens"][: len(prompt)]) == "hello world 12"
     assert found["text"].startswith("hello world 12")
-    for token, value, top in list(zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True))[1:]:
+    for token, value, top in list(
+        zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    )[1:]:
         assert top[token] == value
         assert len(top) in (2, 3)
-    offsets = told["text_offset"]
-    assert [found["text"][a:b] for a, b in itertools.pairwise(offsets)][: len(prompt)] == told["tokens"][: len(prompt)]
+    offsets = logprobs["text_offset"]
+    assert [found["text"][a:b] for a, b in itertools.pairwise(offsets)][: len(prompt)] == logprobs["tokens"][
+        : len(prompt)
+    ]
     events = site.complete("hello world 12", logprobs=2, stream=True, **asked).events
     assert streamed(events)[0] == found["text"]
     parts = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
-    assert {name: [x for part in parts for x in part[name]] for name in told} == told
+    assert {name: [x for part in parts for x in part[name]] for name in logprobs} == logprobs
 
 
-def test_a_harness_scores_texts_without_writing(site: Served) -> None:
+def test_scoring_without_generation(site: Served) -> None:
     one = site.complete("hello world", max_tokens=1, echo=True, logprobs=1, temperature=0).json["choices"][0][
         "logprobs"
     ]
@@ -201,17 +205,17 @@ def test_chat_log_probabilities_have_exact_bytes(site: Served) -> None:
     assert [e for event in events for e in ((event["choices"][0]["logprobs"] or {}).get("content") or [])] == content
 
 
-def test_stop_strings_and_tokens_end_a_text_and_are_told(site: Served) -> None:
+def test_stop_strings_and_stop_tokens(site: Served) -> None:
     whole = plain(site, HELLO, **FREE)
     stop = whole.text[4:6]
     cut = whole.text[: whole.text.find(stop)]
     for stream in (False, True):
         asked = {"temperature": 0, "stream": stream, **FREE}
-        told = told_of(site.chat(stop=[stop, "\0never"], **asked))
+        told = end_of(site.chat(stop=[stop, "\0never"], **asked))
         assert told == (cut, "stop", stop)
-        assert told_of(site.chat(stop=stop, include_stop_str_in_output=True, **asked))[0] == cut + stop
+        assert end_of(site.chat(stop=stop, include_stop_str_in_output=True, **asked))[0] == cut + stop
         token = whole.tokens[5]
-        text, reason, why = told_of(site.chat(stop_token_ids=[token], **asked))
+        text, reason, why = end_of(site.chat(stop_token_ids=[token], **asked))
         assert (reason, why) == ("stop", token)
         assert whole.text.startswith(text)
 
@@ -219,12 +223,12 @@ def test_stop_strings_and_tokens_end_a_text_and_are_told(site: Served) -> None:
 def test_the_model_s_own_end_is_no_stop_reason(site: Served) -> None:
     (end,) = site.llm.tokenizer.stop_ids
     asked = {"logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 5}
-    assert told_of(site.chat(**asked)) == ("", "stop", None)
-    assert told_of(site.chat(stop_token_ids=[end], **asked)) == ("", "stop", end)
+    assert end_of(site.chat(**asked)) == ("", "stop", None)
+    assert end_of(site.chat(stop_token_ids=[end], **asked)) == ("", "stop", end)
 
 
-def told_of(answered: Any) -> tuple[str, str, Any]:
-    """Text, finish reason and stop reason, whole or streamed."""
+def end_of(answered: Any) -> tuple[str, str, Any]:
+    """Return text, finish reason and stop reason of a whole or streamed answer."""
     if answered.headers["content-type"].startswith("application/json"):
         choice = answered.json["choices"][0]
         return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
@@ -246,12 +250,12 @@ def told_of(answered: Any) -> tuple[str, str, Any]:
         {"allowed_token_ids": [20, 21, 22, 68]},
     ],
 )
-def test_every_field_of_sampling_reaches_the_answer(site: Served, fields: dict[str, Any]) -> None:
+def test_every_sampling_field_is_applied(site: Served, fields: dict[str, Any]) -> None:
     found = site.complete("hello", seed=2, **FREE, **fields).json["choices"][0]["text"]
     assert found == plain(site, "hello", seed=2, temperature=1.0, **FREE, **fields).text
 
 
-def test_messages_may_have_parts_and_developers(site: Served) -> None:
+def test_messages_with_parts_and_developer_role(site: Served) -> None:
     parts = [{"role": "developer", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "12"}]}]
     same = [{"role": "system", "content": "hello\n12"}]
     assert [site.chat(m, temperature=0, **FREE).json["choices"][0]["message"]["content"] for m in (parts, same)] == [
@@ -259,7 +263,7 @@ def test_messages_may_have_parts_and_developers(site: Served) -> None:
     ] * 2
 
 
-def test_fields_without_effect_are_taken(site: Served) -> None:
+def test_fields_without_effect_are_accepted(site: Served) -> None:
     found = site.chat(
         **FREE,
         temperature=0,
@@ -273,7 +277,7 @@ def test_fields_without_effect_are_taken(site: Served) -> None:
     assert found.status == 200
 
 
-def test_a_request_may_do_without_speculation(site: Served) -> None:
+def test_speculation_can_be_turned_off(site: Served) -> None:
     texts = []
     for own in ({"speculation": False}, {"method": "autoregressive"}, {"method": site.llm.method}, {}):
         found = site.chat("hello hello hello", **FREE, temperature=0, outpace=own).json
@@ -283,7 +287,7 @@ def test_a_request_may_do_without_speculation(site: Served) -> None:
     assert len(set(texts)) == 1
 
 
-def test_tokens_go_there_and_back(site: Served) -> None:
+def test_tokenize_and_detokenize(site: Served) -> None:
     text = "hello wörld 12"
     found = site.ask("/tokenize", {"prompt": text, "return_token_strs": True}).json
     assert found["tokens"] == site.llm.tokenizer.encode(text)
@@ -297,7 +301,7 @@ def test_tokens_go_there_and_back(site: Served) -> None:
     assert site.ask("/detokenize", {"tokens": [99999]}).status == 400
 
 
-def test_the_small_addresses_answer(site: Served) -> None:
+def test_other_endpoints(site: Served) -> None:
     (card,) = site.ask("/v1/models").json["data"]
     assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", site.llm.target.name, 128)
     assert site.ask("/v1/models/tiny").json == card
@@ -312,14 +316,14 @@ def test_the_small_addresses_answer(site: Served) -> None:
     assert site.ask("/docs").status == 404
 
 
-def test_the_schema_of_bodies_is_whole(site: Served) -> None:
+def test_the_openapi_document_is_complete(site: Served) -> None:
     document = json.loads(site.ask("/openapi.json").body)
     found = re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', json.dumps(document))
     assert {"ChatMessage", "StreamOptions", "OutpaceOptions"} <= set(found) <= document["components"]["schemas"].keys()
     assert "$defs" not in json.dumps(document)
 
 
-def test_metrics_count_what_was_written(site: Served) -> None:
+def test_metrics_of_an_answer(site: Served) -> None:
     names = ("generation_tokens_total", "prompt_tokens_total", "spec_decode_num_draft_tokens_total")
     before = [site.figure(name) for name in names]
     found = site.chat("hello hello hello", **FREE, temperature=0).json
@@ -333,8 +337,8 @@ def test_metrics_count_what_was_written(site: Served) -> None:
     assert site.figure("request_success_total", finished_reason="length") > 0
 
 
-def test_metrics_tell_who_drafted_and_what_it_gave(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CostModel, "price", lambda *parts: 0.0)  # time is worth nothing: what is forced is drafted
+def test_metrics_of_drafters(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CostModel, "price", lambda *parts: 0.0)  # drafting is free, so that forced tokens are drafted
 
     def drafted() -> float:
         found = site.service.metrics.registry.collect()

@@ -1,20 +1,24 @@
-"""Who may wait: what stands in the queue is counted once in a moment, and how fast it moves is what was written lately
-while somebody waited."""
+"""Admission control: bounds of the queue, the estimate of its speed, and the selector that batches refusals."""
 
 from __future__ import annotations
 
+import asyncio
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from outpace.server import admission, pace
-from outpace.server.admission import LONGEST, Admission
-from outpace.server.choices import Choice, Group
+from outpace.server import admission, run
+from outpace.server.admission import MAX_RETRY_AFTER, Admission, QueueEstimator
+from outpace.server.choices import Choice, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.options import Limits
-from outpace.server.pace import Pace
+from outpace.server.options import ServerLimits
+from outpace.server.run import BatchingSelector
 
 
 def group(max_tokens: int = 1000) -> Any:
@@ -22,34 +26,15 @@ def group(max_tokens: int = 1000) -> Any:
     request = SimpleNamespace(prompt=[1, 2, 3], max_tokens=max_tokens)
     choice: Any = Choice(cast(Any, SimpleNamespace(request=request)), [0])
     choice.run = SimpleNamespace(history=SimpleNamespace(began=0.0), tokens=[])
-    return Group([choice], [[1, 2, 3]], "")
+    return ChoiceGroup([choice], [[1, 2, 3]], "")
 
 
 def begin(group: Any, when: float) -> None:
     group.choices[0].run.history.began = when
 
 
-def test_room_is_seen_a_moment_later_though_the_engine_told_nothing() -> None:
-    """It takes up an answer before it writes any of it."""
-    now = 100.0
-    queue, first, second = Admission(Limits(max_queue=1), batch=1, clock=lambda: now), group(), group()
-    queue.admit(first)
-    queue.admit(second)
-    assert queue.is_full
-    begin(first, now)
-    now += 2 * admission.MOMENT
-    assert queue.is_full  # one runs, one waits
-    begin(second, now)
-    assert queue.is_full  # as it was a moment ago
-    now += 2 * admission.MOMENT
-    assert not queue.is_full
-    begin(second, 0.0)
-    queue.wrote(1)  # the engine told something: it is looked at anew
-    assert queue.is_full
-
-
 class Clock:
-    """A stated time."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -59,148 +44,241 @@ class Clock:
 
 
 def write(target: Any, clock: Clock, seconds: int, tokens: int, *more: Any) -> None:
-    """So many a second, for so many seconds."""
+    """Record `tokens` a second for a number of seconds."""
     for _ in range(seconds):
         clock.now += 1.0
-        target.wrote(tokens, *more)
+        target.record(tokens, *more)
 
 
-def test_the_pace_is_that_of_the_last_seconds() -> None:
+def test_counts_are_cached_for_a_moment_and_refreshed_by_output() -> None:
     clock = Clock()
-    found = Pace(clock)
-    found.wrote(0, True)
-    write(found, clock, 60, 10_000, True)
-    assert found.seconds(10_000) == pytest.approx(1.0)
-    write(found, clock, round(pace.WINDOW) + 1, 50, True)
-    assert found.seconds(100) == pytest.approx(2.0)
+    queue, first, second = Admission(ServerLimits(max_queue=1), batch=1, clock=clock), group(), group()
+    queue.admit(first)
+    queue.admit(second)
+    assert queue.is_full
+    begin(first, clock.now)
+    clock.now += 2 * admission.COUNT_SECONDS
+    assert queue.is_full  # one runs, one waits
+    begin(second, clock.now)
+    assert queue.is_full  # cached
+    clock.now += 2 * admission.COUNT_SECONDS
+    assert not queue.is_full
+    begin(second, 0.0)
+    queue.record(1)
+    assert queue.is_full
 
 
-def test_time_in_which_nobody_waits_does_not_count() -> None:
-    """Neither an idle server nor one with few requests shows how fast a queue moves."""
+def test_the_estimate_uses_the_last_seconds() -> None:
     clock = Clock()
-    found = Pace(clock)
-    found.wrote(0, True)
-    write(found, clock, 5, 200, True)
-    write(found, clock, 1, 1, False)  # the last of those who waited was taken up
-    write(found, clock, 5, 1, False)
+    estimator = QueueEstimator(clock)
+    estimator.record(0, True)
+    write(estimator, clock, 60, 10_000, True)
+    assert estimator.seconds(10_000) == pytest.approx(1.0)
+    write(estimator, clock, round(admission.WINDOW) + 1, 50, True)
+    assert estimator.seconds(100) == pytest.approx(2.0)
+
+
+def test_time_without_waiting_requests_does_not_count() -> None:
+    clock = Clock()
+    estimator = QueueEstimator(clock)
+    estimator.record(0, True)
+    write(estimator, clock, 5, 200, True)
+    write(estimator, clock, 1, 1, False)  # the last waiting request was started
+    write(estimator, clock, 5, 1, False)
     clock.now += 5.0
-    found.wrote(1, True)
-    write(found, clock, 5, 200, True)
-    found.rest()
+    estimator.record(1, True)
+    write(estimator, clock, 5, 200, True)
+    estimator.set_idle()
     clock.now += 5.0
-    assert found.seconds(200) == pytest.approx(1.0)
+    assert estimator.seconds(200) == pytest.approx(1.0)
 
 
-def test_a_pace_is_unknown_before_it_is_measured_and_once_that_is_long_ago() -> None:
+def test_the_estimate_needs_recent_measurements() -> None:
     clock = Clock()
-    found = Pace(clock)
-    assert found.seconds(1.0) is None
-    found.wrote(0, True)
-    write(found, clock, 2, 10, True)
-    assert found.seconds(1.0) is None  # less than an answer's worth of tokens in so short a time
-    write(found, clock, 1, 200, True)
-    assert found.seconds(1.0) is not None
-    found.rest()
-    clock.now += 2 * pace.WINDOW
-    assert found.seconds(1.0) is None
+    estimator = QueueEstimator(clock)
+    assert estimator.seconds(1.0) is None
+    estimator.record(0, True)
+    write(estimator, clock, 2, 10, True)
+    assert estimator.seconds(1.0) is None  # fewer tokens than one answer in so short a time
+    write(estimator, clock, 1, 200, True)
+    assert estimator.seconds(1.0) is not None
+    estimator.set_idle()
+    clock.now += 2 * admission.WINDOW
+    assert estimator.seconds(1.0) is None
 
 
-def test_a_step_that_does_not_end_slows_the_pace() -> None:
+def test_an_unfinished_step_counts() -> None:
     clock = Clock()
-    found = Pace(clock)
-    found.wrote(0, True)
-    write(found, clock, 4, 200, True)
+    estimator = QueueEstimator(clock)
+    estimator.record(0, True)
+    write(estimator, clock, 4, 200, True)
     clock.now += 4.0
-    assert found.seconds(100) == pytest.approx(1.0)
+    assert estimator.seconds(100) == pytest.approx(1.0)
 
 
-def crowded(limits: Limits, tokens: int, waiting: int) -> tuple[Admission, Clock]:
-    """One answer is written at so many tokens a second, so many requests wait behind it."""
+def crowded(limits: ServerLimits, tokens: int, waiting: int) -> tuple[Admission, Clock]:
+    """One answer is written at `tokens` a second while other requests wait."""
     clock = Clock()
     queue = Admission(limits, batch=1, clock=clock)
     groups = [group() for _ in range(waiting + 1)]
     for one in groups:
         queue.admit(one)
     begin(groups[0], clock.now)
-    queue.wrote(0)
+    queue.record(0)
     write(queue, clock, 16, tokens)
     return queue, clock
 
 
-def test_who_cannot_begin_in_time_is_refused_at_once() -> None:
-    """Behind five answers of 128 tokens and the end of a sixth, at 10 tokens a second, which varies: 96 seconds."""
-    queue, _ = crowded(Limits(queue_timeout=97.0), 10, 5)
+def test_a_request_that_cannot_start_in_time_is_refused_at_once() -> None:
+    """Five answers of 128 tokens and the end of a sixth, at 10 tokens a second and with a margin: 96 seconds."""
+    queue, _ = crowded(ServerLimits(queue_timeout=97.0), 10, 5)
     queue.check()
-    queue, _ = crowded(Limits(queue_timeout=95.0), 10, 5)
-    with pytest.raises(ApiError, match="5 answers wait for room, which may take 96 seconds, and 95 are allowed") as no:
+    queue, _ = crowded(ServerLimits(queue_timeout=95.0), 10, 5)
+    with pytest.raises(ApiError, match="5 answers are waiting, which may take 96 seconds, and 95 are allowed") as no:
         queue.check()
     assert (no.value.status, no.value.code) == (429, "queue_slow")
-    assert no.value.retry_after == pytest.approx(1.0 + 12.8)  # what is too much, and an answer
+    assert no.value.retry_after == pytest.approx(1.0 + 12.8)  # the excess, and one answer
     assert "retry-after" in no.value.headers
 
 
-def test_answers_that_may_be_short_are_expected_to_be() -> None:
+def test_max_tokens_bounds_the_expected_length() -> None:
     clock = Clock()
-    queue, groups = Admission(Limits(), batch=1, clock=clock), [group(10) for _ in range(31)]
+    queue, groups = Admission(ServerLimits(), batch=1, clock=clock), [group(10) for _ in range(31)]
     for one in groups:
         queue.admit(one)
     begin(groups[0], clock.now)
-    queue.wrote(0)
+    queue.record(0)
     write(queue, clock, 16, 10)
-    queue.check()  # 30 of them and the end of one that is written: 53.5 seconds
+    queue.check()  # 30 of them and the end of the running one: 53.5 seconds
     queue.admit(group(60))
     with pytest.raises(ApiError, match="may take 61 seconds"):
         queue.check()
 
 
-def test_what_the_engine_takes_up_at_once_is_not_waited_for() -> None:
-    """Slow as it was when it was crowded, it has room now."""
-    queue, clock = crowded(Limits(), 2, 1)
+def test_free_slots_are_filled_at_once() -> None:
+    """However slow a crowded queue was."""
+    queue, clock = crowded(ServerLimits(), 2, 1)
     for one in list(queue.groups):
-        queue.leave(one)
+        queue.remove(one)
     queue.check()
-    wide = Admission(Limits(), batch=8, clock=clock)
-    wide._pace = queue._pace
-    for _ in range(8):  # as many as there are places
+    wide = Admission(ServerLimits(), batch=8, clock=clock)
+    wide._estimator = queue._estimator
+    for _ in range(8):
         wide.check()
         wide.admit(group())
     with pytest.raises(ApiError, match="queue is slow"):
         wide.check()
 
 
-def test_being_asked_whether_there_is_room_promises_nothing() -> None:
-    queue, _ = crowded(Limits(max_queue=1), 10, 1)
-    before = queue._promised
+def test_is_full_promises_no_retry() -> None:
+    queue, _ = crowded(ServerLimits(max_queue=1), 10, 1)
+    before = queue._next_retry
     assert queue.is_full
-    assert queue._promised == before
+    assert queue._next_retry == before
 
 
-def test_who_began_has_not_waited_too_long() -> None:
-    """One choice of a request is begun with: its others will be."""
-    queue, choices = Admission(Limits(), batch=1), [group().choices[0] for _ in range(3)]
-    one = Group(choices, [[1, 2, 3]], "")
-    assert queue.waited(one).code == "queue_timeout"  # type: ignore[union-attr]
+def test_a_started_request_has_no_queue_timeout() -> None:
+    """One started choice is enough: the others follow."""
+    queue, choices = Admission(ServerLimits(), batch=1), [group().choices[0] for _ in range(3)]
+    one = ChoiceGroup(choices, [[1, 2, 3]], "")
+    assert queue.timeout_error(one).code == "queue_timeout"  # type: ignore[union-attr]
     begin(one, 1.0)
-    assert queue.waited(one) is None
+    assert queue.timeout_error(one) is None
 
 
-def test_who_is_refused_later_is_told_to_come_back_later() -> None:
-    admission = Admission(Limits(), batch=1)
-    waits = [admission.wait() for _ in range(40)]
+def test_later_refusals_have_later_retries() -> None:
+    queue = Admission(ServerLimits(), batch=1)
+    waits = [queue.retry_after() for _ in range(40)]
     assert all(later > earlier for earlier, later in pairwise(waits[:9]))
-    assert waits[0] == pytest.approx(1.0, abs=0.1)  # nothing was measured yet
+    assert waits[0] == pytest.approx(1.0, abs=0.1)  # without measurements
     assert waits[8] == pytest.approx(9.0, abs=0.1)
-    assert max(waits) <= LONGEST
+    assert max(waits) <= MAX_RETRY_AFTER
 
 
-def test_what_is_being_tokenised_has_a_place_in_the_queue() -> None:
-    admission = Admission(Limits(max_queue=1), batch=1)
-    places = [admission.place(), admission.place()]
-    with pytest.raises(ApiError, match="the queue is full: 2 answers wait for room") as refused:
-        admission.place()
+def test_reservations_count() -> None:
+    queue = Admission(ServerLimits(max_queue=1), batch=1)
+    reservations = [queue.reserve(), queue.reserve()]
+    with pytest.raises(ApiError, match="the queue is full: 2 answers are waiting") as refused:
+        queue.reserve()
     assert refused.value.status == 429
-    for place in places:
-        place.leave()
-        place.leave()  # which counts once
-    assert admission.preparing == 0
-    admission.place()
+    for reservation in reservations:
+        reservation.release()
+        reservation.release()  # without effect
+    assert queue.num_reserved == 0
+    queue.reserve()
+
+
+SocketPair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[SocketPair, SocketPair]]:
+    """The waker of a loop, and a connection."""
+    waker, connection = socket.socketpair(), socket.socketpair()
+    yield waker, connection
+    for one in (*waker, *connection):
+        one.close()
+
+
+def selector_of(pairs: tuple[SocketPair, SocketPair]) -> BatchingSelector:
+    selector = BatchingSelector()
+    for number, (reader, _) in enumerate(pairs):
+        selector.register(reader, selectors.EVENT_READ, number)
+    return selector
+
+
+def numbers(found: Any) -> list[int]:
+    return sorted(key.data for key, _ in found)
+
+
+def test_connections_wait_for_the_waker_while_the_queue_is_full(
+    pairs: tuple[SocketPair, SocketPair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "BATCHING_SECONDS", 300.0)
+    (_, wake), (_, client) = pairs
+    with selector_of(pairs) as selector:
+        waiting = threading.Event()
+        selector.is_full = lambda: bool(waiting.set()) or True  # type: ignore[method-assign]
+        client.send(b"x")
+        threading.Thread(target=lambda: (waiting.wait(), wake.send(b"x"))).start()
+        assert numbers(selector.select(None)) == [0, 1]
+        assert numbers(selector.select(300.0)) == [0, 1]  # the waker is ready: no wait
+
+
+@pytest.mark.parametrize("timeout", [None, 0.001, 300.0])
+def test_batching_ends_without_the_waker(pairs: tuple[SocketPair, SocketPair], timeout: float | None) -> None:
+    with selector_of(pairs) as selector:
+        selector.is_full = lambda: True  # type: ignore[method-assign]
+        pairs[1][1].send(b"x")
+        assert numbers(selector.select(timeout)) == [1]
+
+
+@pytest.mark.parametrize(("is_full", "timeout"), [(False, None), (True, 0)])
+def test_no_batching_with_space_or_other_work(
+    pairs: tuple[SocketPair, SocketPair], monkeypatch: pytest.MonkeyPatch, is_full: bool, timeout: float | None
+) -> None:
+    monkeypatch.setattr(run.select, "select", None)
+    with selector_of(pairs) as selector:
+        selector.is_full = lambda: is_full  # type: ignore[method-assign]
+        pairs[1][1].send(b"x")
+        assert numbers(selector.select(timeout)) == [1]
+
+
+def test_other_threads_wake_a_batching_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first file object that a loop registers is indeed its waker."""
+    monkeypatch.setattr(run, "BATCHING_SECONDS", 300.0)
+
+    async def main(selector: BatchingSelector) -> None:
+        loop, (reader, writer) = asyncio.get_running_loop(), socket.socketpair()
+        waiting, received, woken = threading.Event(), asyncio.Event(), asyncio.Event()
+        selector.is_full = lambda: bool(waiting.set()) or True  # type: ignore[method-assign]
+        loop.add_reader(reader, lambda: (reader.recv(1), received.set()))
+        threading.Thread(target=lambda: (waiting.wait(), loop.call_soon_threadsafe(woken.set))).start()
+        threading.Thread(target=writer.send, args=(b"x",)).start()
+        await woken.wait()
+        await received.wait()
+        loop.remove_reader(reader)
+        reader.close()
+        writer.close()
+
+    run.run_loop(main)

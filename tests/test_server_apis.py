@@ -1,4 +1,4 @@
-"""The Messages API, the Responses API, the sources of tokens, predictions, and the page."""
+"""The Messages API, the Responses API, token sources, predicted outputs, and the page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def named(answered: Answered) -> list[tuple[str, Any]]:
-    """The events of a stream whose events have names."""
+    """Return the events of a stream with event names."""
     found = re.findall(r"event: (.*)\ndata: (.*)\n\n", answered.body.decode())
     return [(name, json.loads(data)) for name, data in found]
 
@@ -36,7 +36,7 @@ def message(site: Served, **fields: Any) -> Answered:
     return site.ask("/v1/messages", {"messages": HELLO, "max_tokens": 12, **FREE, **fields})
 
 
-def test_a_message_is_the_library_s_whole_and_streamed(site: Served) -> None:
+def test_a_message_equals_the_library_s_answer(site: Served) -> None:
     expected = plain(site, HELLO, max_tokens=12, **FREE)
     whole = message(site).json
     assert whole["content"] == [{"type": "text", "text": expected.text}]
@@ -56,14 +56,14 @@ def test_a_message_is_the_library_s_whole_and_streamed(site: Served) -> None:
     assert all(event["type"] == name for name, event in events)
 
 
-def test_a_message_may_have_blocks_and_a_system_text(site: Served) -> None:
+def test_messages_with_blocks_and_a_system_text(site: Served) -> None:
     blocks = [{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]}]
     found = message(site, messages=blocks, system=[{"type": "text", "text": "12"}]).json
     same = [{"role": "system", "content": "12"}, {"role": "user", "content": "hello"}]
     assert found["content"][0]["text"] == plain(site, same, max_tokens=12, **FREE).text
 
 
-def test_results_of_tools_become_messages(site: Served) -> None:
+def test_tool_results_become_messages(site: Served) -> None:
     turns = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
@@ -72,9 +72,9 @@ def test_results_of_tools_become_messages(site: Served) -> None:
             "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}],
         },
     ]
-    from outpace.server.messages_body import MessagesBody, conversation
+    from outpace.server.messages import MessagesBody, template_messages
 
-    found = conversation(MessagesBody.model_validate({"messages": turns, "max_tokens": 1}))
+    found = template_messages(MessagesBody.model_validate({"messages": turns, "max_tokens": 1}))
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     assert found[1:] == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -83,7 +83,7 @@ def test_results_of_tools_become_messages(site: Served) -> None:
     assert message(site, messages=turns).status == 200
 
 
-def test_a_stop_sequence_is_told(site: Served) -> None:
+def test_stop_sequences(site: Served) -> None:
     text = plain(site, HELLO, max_tokens=12, **FREE).text
     found = message(site, stop_sequences=[text[3:5]]).json
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", text[3:5])
@@ -101,7 +101,7 @@ def test_a_stop_sequence_is_told(site: Served) -> None:
         ({"thinkin": 1}, "unknown field"),
     ],
 )
-def test_errors_have_the_shape_of_the_messages_api(site: Served, fields: dict[str, Any], says: str) -> None:
+def test_errors_have_the_format_of_the_messages_api(site: Served, fields: dict[str, Any], says: str) -> None:
     found = message(site, **fields)
     assert found.status == 400
     assert found.json["type"] == "error"
@@ -114,7 +114,7 @@ def response(site: Served, **fields: Any) -> Answered:
     return site.ask("/v1/responses", {"input": "hello world", "max_output_tokens": 12, **FREE, **fields})
 
 
-def test_a_response_is_the_library_s_whole_and_streamed(site: Served) -> None:
+def test_a_response_equals_the_library_s_answer(site: Served) -> None:
     expected = plain(site, HELLO, max_tokens=12, **FREE).text
     whole = response(site).json
     assert whole["output"][0]["content"][0]["text"] == expected
@@ -135,7 +135,7 @@ def test_a_response_is_the_library_s_whole_and_streamed(site: Served) -> None:
     assert final["id"] == events[0][1]["response"]["id"]
 
 
-def test_a_response_takes_items_and_instructions(site: Served) -> None:
+def test_responses_with_items_and_instructions(site: Served) -> None:
     items = [
         {"role": "developer", "content": "12"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
@@ -168,13 +168,13 @@ def test_log_probabilities_of_a_response(site: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
     ],
 )
-def test_a_wrong_response_is_told(site: Served, fields: dict[str, Any], says: str) -> None:
+def test_errors_of_responses(site: Served, fields: dict[str, Any], says: str) -> None:
     found = response(site, **fields)
     assert found.status == 400
     assert says in found.error["message"]
 
 
-def test_sources_add_up_to_what_was_accepted(site: Served) -> None:
+def test_sources_agree_with_accepted_tokens(site: Served) -> None:
     asked = {"max_tokens": 24, "return_sources": True, "return_rounds": True, **FREE}
     whole = site.chat("hello hello hello hello", **asked).json
     choice = whole["choices"][0]
@@ -208,7 +208,7 @@ def test_a_prediction_is_counted_exactly(tmp_path: Path) -> None:
         assert site.chat(prediction={"type": "other"}).status == 400
 
 
-def test_the_page_asks_nobody_else(site: Served) -> None:
+def test_the_page_needs_no_other_server(site: Served) -> None:
     found = site.ask("/")
     assert found.headers["content-type"].startswith("text/html")
     policy = found.headers["content-security-policy"]
@@ -218,7 +218,7 @@ def test_the_page_asks_nobody_else(site: Served) -> None:
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_a_method_that_was_registered_later_is_an_option(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_registered_later_can_be_chosen(site: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 
     from outpace.core import registry

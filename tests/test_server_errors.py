@@ -1,4 +1,4 @@
-"""What bad requests get: a status and a sentence in the API's own shape, never a 500, and nobody else's trouble."""
+"""Bad requests get a status and a sentence in the format of the API, and never a 500."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fuzz_server import own
+from fuzz_server import fuzz_server
 from serving import HELLO, PATIENCE, Served, served
 from test_library import folder
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.server.errors import ApiError
-from outpace.server.options import Limits, ServerOptions
-from outpace.server.reading import parse
+from outpace.server.options import ServerLimits, ServerOptions
+from outpace.server.request_body import parse_json
 
 CHAT = "/v1/chat/completions"
 
@@ -30,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
 
 @pytest.fixture(scope="module")
 def site(llm: outpace.LLM) -> Iterator[Served]:
-    with served(llm, Limits(body_bytes=20_000, body_seconds=1.0)) as site:
+    with served(llm, ServerLimits(body_bytes=20_000, body_seconds=1.0)) as site:
         yield site
 
 
@@ -60,7 +60,7 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
         ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "min_tokens is 9"),
-        ({"store": True}, "store", "keeps nothing"),
+        ({"store": True}, "store", "stores nothing"),
         ({"outpace": {"method": "crad"}}, "outpace", "method 'crad' is not allowed"),
         ({"model": "gpt-9"}, "model", "there is no model 'gpt-9'"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "may not have tools"),
@@ -71,7 +71,7 @@ def site(llm: outpace.LLM) -> Iterator[Served]:
         ({"messages": None}, "messages", "messages is None"),
     ],
 )
-def test_a_wrong_field_is_told_by_its_name(site: Served, fields: dict[str, Any], param: str, says: str) -> None:
+def test_an_error_names_the_field(site: Served, fields: dict[str, Any], param: str, says: str) -> None:
     for stream in (False, True):
         found = site.ask(CHAT, {"messages": HELLO, "max_tokens": 5, "stream": stream, **fields})
         assert found.status == (404 if "model" in fields else 400), found.body
@@ -94,17 +94,17 @@ def test_a_wrong_field_is_told_by_its_name(site: Served, fields: dict[str, Any],
         ({"prompt": "x", "n": 3, "best_of": 2}, "best_of is 2"),
         ({"prompt": "x", "best_of": 2, "stream": True}, "cannot be streamed"),
         ({"prompt": "x", "logprobs": 21}, "logprobs is 21"),
-        ({"prompt": ["x"] * 20, "n": 128}, "a request's limit"),
+        ({"prompt": ["x"] * 20, "n": 128}, "exceed the limit of 1024 answers"),
         ({}, "prompt is missing"),
     ],
 )
-def test_a_wrong_completion_is_told(site: Served, fields: dict[str, Any], says: str) -> None:
+def test_errors_of_completions(site: Served, fields: dict[str, Any], says: str) -> None:
     found = site.ask("/v1/completions", fields)
     assert found.status == 400
     assert says in found.error["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_by_its_code(site: Served) -> None:
+def test_a_too_long_prompt_has_its_own_code(site: Served) -> None:
     for found in (site.chat("hello " * 200), site.complete("hello " * 200)):
         assert found.status == 400
         assert found.error["code"] == "context_length_exceeded"
@@ -127,18 +127,16 @@ def test_a_prompt_that_is_too_long_is_told_by_its_code(site: Served) -> None:
         (b"{}", {"Content_Type": ""}, 415),
     ],
 )
-def test_a_body_that_is_no_json_object_is_refused(
-    site: Served, body: bytes, headers: dict[str, str], status: int
-) -> None:
+def test_invalid_json_is_refused(site: Served, body: bytes, headers: dict[str, str], status: int) -> None:
     found = site.ask(CHAT, body, **headers)
     assert found.status == status, found.body
     assert found.error["message"]
 
 
-def test_json_as_deep_as_allowed_is_read() -> None:
-    assert parse(b'{"a":' * 64 + b"1" + b"}" * 64, 64)
+def test_json_depth_is_bounded() -> None:
+    assert parse_json(b'{"a":' * 64 + b"1" + b"}" * 64, 64)
     with pytest.raises(ApiError, match="more than 63"):
-        parse(b'{"a":' * 64 + b"1" + b"}" * 64, 63)
+        parse_json(b'{"a":' * 64 + b"1" + b"}" * 64, 63)
 
 
 def test_a_large_body_without_a_length_is_refused(site: Served) -> None:
@@ -149,7 +147,7 @@ def test_a_large_body_without_a_length_is_refused(site: Served) -> None:
     assert connection.getresponse().status == 413
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(site: Served) -> None:
+def test_an_unfinished_body_times_out(site: Served) -> None:
     connection = site.connect()
     connection.putrequest("POST", CHAT)
     connection.putheader("Content-Type", "application/json")
@@ -158,7 +156,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(site: Served) -> None:
     assert connection.getresponse().status == 408
 
 
-def test_headers_that_do_not_end_are_not_waited_for(site: Served) -> None:
+def test_an_unfinished_or_long_head_is_refused(site: Served) -> None:
     connection = site.connect()
     connection.connect()
     connection.sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
@@ -178,7 +176,7 @@ def test_an_idle_connection_is_closed(llm: outpace.LLM, monkeypatch: pytest.Monk
         assert reply.startswith(b"HTTP/1.1 200 OK")
 
 
-def test_every_answer_has_a_request_id(site: Served) -> None:
+def test_every_response_has_a_request_id(site: Served) -> None:
     found = [site.ask("/health"), site.ask("/nothing"), site.ask(CHAT, {}), site.chat(max_tokens=2)]
     assert [answer.status for answer in found] == [200, 404, 400, 200]
     assert len({answer.headers["x-request-id"] for answer in found}) == 4
@@ -186,13 +184,13 @@ def test_every_answer_has_a_request_id(site: Served) -> None:
     assert site.ask("/health", x_request_id="no good").headers["x-request-id"].startswith("req_")
 
 
-def test_addresses_and_methods_that_are_not_there(site: Served) -> None:
+def test_unknown_paths_and_methods(site: Served) -> None:
     assert site.ask("/v1/nothing").error["code"] == "not_found"
     assert site.ask(CHAT).status == 405
     assert site.ask("/health", {}).status == 405
 
 
-def test_unknown_fields_may_be_named_instead_of_refused(llm: outpace.LLM) -> None:
+def test_unknown_fields_can_be_ignored(llm: outpace.LLM) -> None:
     with served(llm, ignore_unknown=True) as site:
         for stream in (False, True):
             found = site.chat(max_tokens=2, wrong=1, stream=stream, stream_options={"more": 2})
@@ -200,7 +198,7 @@ def test_unknown_fields_may_be_named_instead_of_refused(llm: outpace.LLM) -> Non
             assert found.headers["x-ignored-fields"] == "wrong,stream_options.more"
 
 
-def test_keys_are_asked_for(llm: outpace.LLM) -> None:
+def test_api_keys_are_checked(llm: outpace.LLM) -> None:
     keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
     with served(llm, keys=keys) as site:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"x_api_key": "One"}):
@@ -214,7 +212,7 @@ def test_keys_are_asked_for(llm: outpace.LLM) -> None:
         assert [site.ask(path).status for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_what_one_key_s_prompts_left_is_no_other_s(llm: outpace.LLM) -> None:
+def test_the_prefix_cache_is_separate_for_each_key(llm: outpace.LLM) -> None:
     keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
     with served(llm, keys=keys) as site:
         cached = []
@@ -226,31 +224,31 @@ def test_what_one_key_s_prompts_left_is_no_other_s(llm: outpace.LLM) -> None:
         assert cached[1] == cached[3] > 0
 
 
-def test_other_hosts_are_refused_where_there_are_no_keys(site: Served) -> None:
+def test_other_hosts_are_refused_without_keys(site: Served) -> None:
     for host, status in (("evil.example", 400), ("localhost:1", 200), ("[::1]:5", 200), ("127.0.0.1", 200), ("", 400)):
         assert site.ask("/health", Host=host).status == status, host
 
 
-def test_others_are_not_let_in_without_keys() -> None:
-    with pytest.raises(UserError, match="give keys by --api-key-file"):
+def test_other_machines_need_keys() -> None:
+    with pytest.raises(UserError, match="set API keys by --api-key-file"):
         ServerOptions(host="0.0.0.0")
     assert ServerOptions(host="0.0.0.0", insecure=True).allowed_hosts == ()
 
 
-def test_no_browser_s_page_may_ask(site: Served) -> None:
+def test_there_are_no_cors_headers(site: Served) -> None:
     found = site.ask("/health", Origin="http://evil.example")
     assert not [name for name in found.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_body_is_a_fault_of_the_server(site: Served, seed: int) -> None:
-    found = own(site, 150, seed, 3)
+def test_no_body_causes_an_internal_error(site: Served, seed: int) -> None:
+    found = fuzz_server(site, 150, seed, 3)
     assert not found["faults"]
     assert {200, 400} <= found["statuses"].keys()
 
 
-def test_a_connection_too_many_is_refused(llm: outpace.LLM) -> None:
-    with served(llm, Limits(connections=3)) as site:
+def test_connections_are_bounded(llm: outpace.LLM) -> None:
+    with served(llm, ServerLimits(connections=3)) as site:
         idle = [site.connect() for _ in range(3)]
         for connection in idle:
             connection.connect()

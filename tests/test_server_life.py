@@ -1,4 +1,4 @@
-"""Requests that end early: clients that leave, full queues, limits of time, faults, and the server's own end."""
+"""Requests that end early: disconnects, timeouts, errors in the engine, and the shutdown of the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, send, served, wait_for
 
 import outpace
-from outpace.server.options import Limits
+from outpace.server.options import ServerLimits
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def llm(served_folder: str) -> Iterator[outpace.LLM]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_who_leaves_ends_the_work(llm: outpace.LLM, brake: Brake, stream: bool, steps: int) -> None:
-    """Before the first step the request waits for room, after one the prompt is read, after five it is answered."""
+def test_a_disconnect_aborts_the_request(llm: outpace.LLM, brake: Brake, stream: bool, steps: int) -> None:
+    """After 0 steps the request is queued, after 1 its prefill is done, after 5 it is decoding."""
     with served(llm) as site:
         one = send(site, {"messages": HELLO, "stream": stream, **LONG})
         wait_for(lambda: llm.engine.waiting or llm.engine.running)
@@ -41,7 +41,7 @@ def test_who_leaves_ends_the_work(llm: outpace.LLM, brake: Brake, stream: bool, 
         assert site.chat(max_tokens=3).status == 200
 
 
-def test_who_leaves_while_the_prompt_is_tokenised_ends_nothing_else(llm: outpace.LLM) -> None:
+def test_disconnects_before_the_prefill_abort_no_other_request(llm: outpace.LLM) -> None:
     with served(llm) as site:
         for _ in range(20):
             send(site, {"messages": HELLO, **LONG}).close()
@@ -49,8 +49,8 @@ def test_who_leaves_while_the_prompt_is_tokenised_ends_nothing_else(llm: outpace
         site.wait_idle()
 
 
-def test_what_is_written_is_sent_at_once(llm: outpace.LLM) -> None:
-    """Without TCP_NODELAY a stream's second piece waits for the client to acknowledge the first, some 40 ms."""
+def test_sockets_have_no_delay(llm: outpace.LLM) -> None:
+    """Without TCP_NODELAY the second event of a stream waits some 40 ms for the acknowledgement of the first."""
     with served(llm) as site, socket.create_connection(("127.0.0.1", site.port)):
         wait_for(lambda: site.server.server_state.connections)
         for connection in site.server.server_state.connections:
@@ -58,13 +58,13 @@ def test_what_is_written_is_sent_at_once(llm: outpace.LLM) -> None:
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_an_answer_takes_so_long(llm: outpace.LLM, brake: Brake) -> None:
-    with served(llm, Limits(request_timeout=0.5)) as site:
+def test_request_timeout(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, ServerLimits(request_timeout=0.5)) as site:
         brake.left = 3
         found = site.chat(**LONG)
         assert (found.status, found.error["code"]) == (504, "timeout")
         assert found.headers["x-should-retry"] == "false"
-        assert site.chat(stream=True, **LONG).status == 504  # nobody has begun with it
+        assert site.chat(stream=True, **LONG).status == 504  # before its start
         brake.left = 9
         site.wait_idle()
         brake.left = 1
@@ -74,23 +74,23 @@ def test_an_answer_takes_so_long(llm: outpace.LLM, brake: Brake) -> None:
 
 
 def error_of(stream: Answered) -> dict[str, Any]:
-    """The error that ends a stream."""
+    """Return the error that ends a stream."""
     assert stream.status == 200
     last = stream.body.decode().rstrip().split("\n\n")[-1]
     error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
     return error
 
 
-def test_silence_is_filled_with_the_progress_of_the_prompt(llm: outpace.LLM, brake: Brake) -> None:
+def test_a_silent_stream_reports_prefill_progress(llm: outpace.LLM, brake: Brake) -> None:
     brake.left = 1
-    with served(llm, Limits(ping=0.05)) as site:
+    with served(llm, ServerLimits(ping=0.05)) as site:
         threading.Timer(0.5, brake.release).start()
         found = site.chat(stream=True, **LONG)
         assert b": ping 0/" in found.body or b": ping 1/" in found.body
         assert found.events
 
 
-def test_a_fault_of_a_request_is_told_and_stays_its_own(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_request_ends_only_that(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = llm.prepare
 
     def prepared(prompt: Any, params: outpace.SamplingParams, *more: Any) -> Any:
@@ -104,18 +104,18 @@ def test_a_fault_of_a_request_is_told_and_stays_its_own(llm: outpace.LLM, monkey
 
     monkeypatch.setattr(llm, "prepare", prepared)
     with served(llm) as site:
-        beside = send(site, {"messages": HELLO, **LONG})
+        other = send(site, {"messages": HELLO, **LONG})
         found = site.chat(seed=13)
         assert (found.status, found.error["code"]) == (500, "internal_error")
         assert found.headers["x-should-retry"] == "false"
         assert b"secret" not in found.body
         assert error_of(site.chat(seed=13, stream=True))["type"] == "server_error"
-        assert beside.recv(15) == b"HTTP/1.1 200 OK"
+        assert other.recv(15) == b"HTTP/1.1 200 OK"
         assert site.chat(max_tokens=3).status == 200
         site.wait_idle()
 
 
-def test_a_fault_of_the_engine_ends_its_answers_and_no_more(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_error_ends_the_running_answers(llm: outpace.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, faults = llm.engine.step, iter([True])
 
     def faulty() -> Any:
@@ -130,8 +130,8 @@ def test_a_fault_of_the_engine_ends_its_answers_and_no_more(llm: outpace.LLM, mo
         site.wait_idle()
 
 
-def test_a_stuck_engine_is_unwell(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
-    with served(llm, Limits(stuck=0.1)) as site:
+def test_a_stuck_engine_is_unhealthy(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(llm, ServerLimits(stuck=0.1)) as site:
         one = send(site, {"messages": HELLO, **LONG})
         wait_for(lambda: site.ask("/health").status == 503)
         assert site.ask("/ready").status == 503
@@ -142,8 +142,8 @@ def test_a_stuck_engine_is_unwell(llm: outpace.LLM, brake: Brake, capsys: pytest
     assert '"event": "stack"' in capsys.readouterr().err
 
 
-def test_a_reader_that_takes_nothing_is_left(llm: outpace.LLM) -> None:
-    with served(llm, Limits(write_timeout=0.3)) as site:
+def test_write_timeout(llm: outpace.LLM) -> None:
+    with served(llm, ServerLimits(write_timeout=0.3)) as site:
         body = {"prompt": "hello", "n": 48, "stream": True, "logprobs": 20, **LONG, "temperature": 1}
         connection = send(site, body, "/v1/completions", room=4096)
         assert connection.recv(15) == b"HTTP/1.1 200 OK"
@@ -153,8 +153,8 @@ def test_a_reader_that_takes_nothing_is_left(llm: outpace.LLM) -> None:
         connection.close()
 
 
-def test_running_answers_end_properly_when_the_server_does(llm: outpace.LLM, brake: Brake) -> None:
-    with served(llm, Limits(drain=PATIENCE)) as site:
+def test_draining_finishes_running_answers(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, ServerLimits(drain=PATIENCE)) as site:
         streams = [send(site, {"messages": HELLO, "stream": True, **LONG}) for _ in range(4)]
         wait_for(lambda: len(site.service.admission.groups) == 4)
         site.server.handle_exit(signal.SIGTERM, None)
@@ -167,8 +167,8 @@ def test_running_answers_end_properly_when_the_server_does(llm: outpace.LLM, bra
             assert b"data: [DONE]" in body
 
 
-def test_answers_that_take_too_long_end_with_an_error_when_the_server_ends(llm: outpace.LLM, brake: Brake) -> None:
-    with served(llm, Limits(drain=0.2)) as site:
+def test_draining_ends_late_answers_with_an_error(llm: outpace.LLM, brake: Brake) -> None:
+    with served(llm, ServerLimits(drain=0.2)) as site:
         stream = send(site, {"messages": HELLO, "stream": True, **LONG})
         whole = send(site, {"messages": HELLO, **LONG})
         wait_for(lambda: len(site.service.admission.groups) == 2)
@@ -180,7 +180,7 @@ def test_answers_that_take_too_long_end_with_an_error_when_the_server_ends(llm: 
         brake.release()
 
 
-def test_many_at_once_get_the_texts_that_each_gets_alone(llm: outpace.LLM) -> None:
+def test_concurrent_requests_get_the_texts_of_single_ones(llm: outpace.LLM) -> None:
     with served(llm) as site:
         prompts = [f"hello {number} world" for number in range(12)]
         asked = {"max_tokens": 20, "seed": 3, "ignore_eos": True}
@@ -198,7 +198,7 @@ def test_many_at_once_get_the_texts_that_each_gets_alone(llm: outpace.LLM) -> No
         assert [found[number] for number in range(12)] == alone
 
 
-def test_the_log_has_one_line_a_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:
     with served(llm) as site:
         site.chat("the secret word", max_tokens=3)
         wait_for(lambda: site.is_idle())
@@ -212,12 +212,12 @@ def test_the_log_has_one_line_a_request_and_no_text(llm: outpace.LLM, capsys: py
     assert "secret" in capsys.readouterr().err
 
 
-def test_the_log_names_what_went_wrong(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a stream had begun, whose status is 200."""
-    with served(llm, Limits(request_timeout=0.5)) as site:
+def test_the_log_has_error_codes(llm: outpace.LLM, brake: Brake, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for a stream that had started with status 200."""
+    with served(llm, ServerLimits(request_timeout=0.5)) as site:
         site.chat(wrong=1)
         site.chat(stream=True, **LONG)
-        brake.left = 1 << 30  # the end that is asked for may come many steps later
+        brake.left = 1 << 30  # the abort may take effect many steps later
         site.wait_idle()
         brake.left = 1
         site.chat(stream=True, **LONG)

@@ -1,4 +1,4 @@
-"""Forms of the answer, tools and thoughts over HTTP, in the three APIs that have them."""
+"""Structured output, tools and reasoning over HTTP."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from test_library import folder
 from test_server_apis import named
 
 import outpace
-from outpace.server import calling
-from outpace.server.parts import CallArguments, CallBegin, Part, Splitter, Text, Thought
-from outpace.tools.calls import CallParser
+from outpace.server import tool_calls
+from outpace.server.tool_calls import AnswerPart, TextSplitter
+from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import HERMES, read_tools
-from outpace.tools.reasoning import ReasoningParser
+from outpace.tools.reasoning import ReasoningParser, ThoughtDelta
 
 PARAMETERS = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
@@ -47,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose template begins a thought."""
+    """A model whose template opens a thought."""
     model = folder(tmp_path_factory.mktemp("thinking"), "target", max_position_embeddings=512)
     set_fields(Path(model), chat_template=TEMPLATE + "<think>\n{# </think> #}")
     with outpace.load(model, "layers:0") as llm, served(llm) as site:
@@ -63,7 +63,7 @@ def deaf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[outpace.LLM]:
 
 
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_schema_is_kept(site: Served, speculation: bool) -> None:
+def test_a_schema_is_followed(site: Served, speculation: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
     found = site.chat(response_format=form, seed=3, max_tokens=60, outpace={"speculation": speculation}).json
     choice = found["choices"][0]
@@ -73,7 +73,7 @@ def test_a_schema_is_kept(site: Served, speculation: bool) -> None:
     assert other["choices"][0]["message"] == choice["message"]
 
 
-def test_other_forms_are_kept(site: Served) -> None:
+def test_other_structures_are_followed(site: Served) -> None:
     for structured, allowed in (
         ({"choice": ["hello", "world"]}, {"hello", "world"}),
         ({"regex": "[ab]c"}, {"ac", "bc"}),
@@ -102,7 +102,7 @@ def test_other_forms_are_kept(site: Served) -> None:
         {"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
     ],
 )
-def test_a_wrong_form_or_tool_is_told(site: Served, fields: dict[str, Any]) -> None:
+def test_wrong_structures_and_tools_are_refused(site: Served, fields: dict[str, Any]) -> None:
     for stream in (False, True):
         found = site.chat(max_tokens=10, stream=stream, **fields)
         assert found.status == 400, found.body
@@ -111,7 +111,7 @@ def test_a_wrong_form_or_tool_is_told(site: Served, fields: dict[str, Any]) -> N
 
 
 def called(answered: Answered) -> list[dict[str, Any]]:
-    """The calls of a streamed chat, put together."""
+    """Return the tool calls of a streamed chat."""
     calls: dict[int, dict[str, Any]] = {}
     for event in answered.events:
         for one in (event["choices"][0]["delta"] if event["choices"] else {}).get("tool_calls", ()):
@@ -123,7 +123,7 @@ def called(answered: Answered) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "flip"}}])
-def test_a_call_is_forced(site: Served, choice: Any) -> None:
+def test_a_forced_call(site: Served, choice: Any) -> None:
     asked = {"tools": [ADD, FLIP], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 100, "seed": 1}
     whole = site.chat(**asked).json["choices"][0]
     assert whole["finish_reason"] == "tool_calls"
@@ -140,7 +140,7 @@ def test_a_call_is_forced(site: Served, choice: Any) -> None:
     assert last["finish_reason"] == "tool_calls"
 
 
-def test_a_message_and_a_response_call_too(site: Served) -> None:
+def test_calls_in_messages_and_responses(site: Served) -> None:
     tool = {"name": "add", "input_schema": PARAMETERS}
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "tools": [tool]}
     body |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "seed": 1}
@@ -161,7 +161,7 @@ def test_a_message_and_a_response_call_too(site: Served) -> None:
     assert json.loads(done["arguments"])["x"] in (1, 2)
 
 
-def test_tools_that_the_template_ignores_are_told_or_refused(deaf: outpace.LLM) -> None:
+def test_tools_that_the_template_ignores(deaf: outpace.LLM) -> None:
     with served(deaf) as site:
         found = site.chat(tools=[ADD], max_tokens=5)
         assert (found.status, found.error["code"]) == (400, "tools_not_supported")
@@ -175,8 +175,10 @@ def test_tools_that_the_template_ignores_are_told_or_refused(deaf: outpace.LLM) 
 
 
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_form_is_kept_behind_a_thought(thinking: Served, speculation: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calling, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>"')
+def test_a_schema_is_followed_after_a_thought(
+    thinking: Served, speculation: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool_calls, "thought_rules", lambda *_: 'thought: /[a-z]{1,9}/ "</think>"')
     form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
     asked = {"response_format": form, "max_tokens": 200, "seed": 3, "outpace": {"speculation": speculation}}
     whole = thinking.chat(**asked).json
@@ -196,25 +198,25 @@ def test_a_form_is_kept_behind_a_thought(thinking: Served, speculation: bool, mo
     assert details["reasoning_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"]
 
 
-def test_a_wrong_form_behind_a_thought_is_told(thinking: Served) -> None:
+def test_a_wrong_structure_after_a_thought_is_refused(thinking: Served) -> None:
     found = thinking.chat(response_format={"type": "nothing"})
     assert (found.status, found.error["param"]) == (400, "response_format")
 
 
 @pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("text", [f"{thought}{call}" for thought in THOUGHTS for call in CALLS])
-def test_every_split_of_thoughts_and_calls_gives_the_same_parts(text: str, every: int) -> None:
-    def splitter() -> Splitter:
-        return Splitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
+def test_the_splitter_is_independent_of_chunk_borders(text: str, every: int) -> None:
+    def splitter() -> TextSplitter:
+        return TextSplitter(ReasoningParser(False), CallParser(HERMES, read_tools([ADD])))
 
     whole = splitter()
     expected = merged([*whole.push(text), *whole.finish()])
     assert check_every_split(splitter, text, merged, every) == expected
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
-    found: list[Part] = []
+def merged(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Join neighbouring parts of one kind."""
+    found: list[AnswerPart] = []
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, CallBegin) or type(last) is not type(part):
@@ -224,10 +226,10 @@ def merged(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-def test_thoughts_and_calls_are_taken_apart() -> None:
-    splitter = Splitter(ReasoningParser(False))
+def test_thoughts_are_split_from_text() -> None:
+    splitter = TextSplitter(ReasoningParser(False))
     parts = [part for text in ("<thi", "nk>so", "</think>", "it is") for part in splitter.push(text)]
     parts += splitter.finish()
-    assert "".join(part.text for part in parts if isinstance(part, Thought)) == "so"
-    assert "".join(part.text for part in parts if isinstance(part, Text)) == "it is"
+    assert "".join(part.text for part in parts if isinstance(part, ThoughtDelta)) == "so"
+    assert "".join(part.text for part in parts if isinstance(part, TextDelta)) == "it is"
     assert not any(isinstance(part, (CallBegin, CallArguments)) for part in parts)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from files import write_gguf
 
-from outpace.cli import signals
+from outpace.cli import process
 from outpace.cli.display import LoadingBar
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +27,12 @@ def interrupt() -> None:
 def test_an_interrupt_waits_for_a_safe_point() -> None:
     passed = []
 
-    @signals.at_safe_points()
+    @process.at_safe_points()
     def work() -> None:
-        signals.check()
+        process.check()
         interrupt()
         passed.append("after the interrupt")
-        signals.check()
+        process.check()
         passed.append("after the safe point")
 
     with pytest.raises(KeyboardInterrupt):
@@ -44,9 +44,9 @@ def test_an_interrupt_waits_for_a_safe_point() -> None:
 def test_the_end_of_the_block_is_a_safe_point() -> None:
     passed = []
 
-    @signals.at_safe_points()
+    @process.at_safe_points()
     def work() -> None:
-        with signals.at_safe_points():
+        with process.at_safe_points():
             interrupt()
         passed.append("a block within")
 
@@ -56,7 +56,7 @@ def test_the_end_of_the_block_is_a_safe_point() -> None:
 
 
 def test_another_error_comes_before_the_interrupt() -> None:
-    @signals.at_safe_points()
+    @process.at_safe_points()
     def work() -> None:
         interrupt()
         raise ArithmeticError
@@ -66,50 +66,50 @@ def test_another_error_comes_before_the_interrupt() -> None:
 
 
 def test_what_is_taken_is_forgotten() -> None:
-    with signals.at_safe_points():
-        assert not signals.taken()
+    with process.at_safe_points():
+        assert not process.taken()
         interrupt()
-        assert signals.taken()
-        assert not signals.taken()
-        signals.check()
+        assert process.taken()
+        assert not process.taken()
+        process.check()
         interrupt()  # a first one again
-        assert signals.taken()
+        assert process.taken()
 
 
 def test_an_answer_is_stopped_at_once_or_before_it_begins() -> None:
     stopped: list[int] = []
-    with signals.at_safe_points():
-        with signals.stopping(lambda: stopped.append(1)):
+    with process.at_safe_points():
+        with process.stopping(lambda: stopped.append(1)):
             interrupt()
             assert stopped == [1]
-        with signals.stopping(lambda: stopped.append(2)):  # the first one is not taken yet
+        with process.stopping(lambda: stopped.append(2)):  # the first one is not taken yet
             assert stopped == [1, 2]
-        assert signals.taken()
+        assert process.taken()
         interrupt()
         assert stopped == [1, 2]
-        assert signals.taken()
-    with signals.stopping(lambda: stopped.append(3)), pytest.raises(KeyboardInterrupt):
+        assert process.taken()
+    with process.stopping(lambda: stopped.append(3)), pytest.raises(KeyboardInterrupt):
         interrupt()
     assert stopped == [1, 2]
 
 
 def test_while_somebody_types_an_interrupt_is_one() -> None:
-    with signals.at_safe_points():
-        with pytest.raises(KeyboardInterrupt), signals.at_any_point():
+    with process.at_safe_points():
+        with pytest.raises(KeyboardInterrupt), process.at_any_point():
             interrupt()
         interrupt()
-        with pytest.raises(KeyboardInterrupt), signals.at_any_point():
+        with pytest.raises(KeyboardInterrupt), process.at_any_point():
             pytest.fail("it came before")
-        signals.check()
+        process.check()
 
 
 def test_a_program_that_ignores_interrupts_goes_on_doing_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for block in (signals.at_safe_points(), signals.at_any_point(), signals.stopping(lambda: None)):
+        for block in (process.at_safe_points(), process.at_any_point(), process.stopping(lambda: None)):
             with block:
                 interrupt()
-                signals.check()
+                process.check()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -199,7 +199,7 @@ def test_before_anything_is_begun_it_ends_by_the_signal(run: Run, module: str) -
     ],
 )
 def test_while_a_model_is_converted_or_loaded(run: Run, tmp_path: Path, count: int, dtype: str) -> None:
-    assert run(AT_STAGE.format(count=count), *ANSWER, "--dtype", dtype)[0] == signals.INTERRUPTED
+    assert run(AT_STAGE.format(count=count), *ANSWER, "--dtype", dtype)[0] == process.INTERRUPTED
     left = [file.name for file in (tmp_path / "cache").glob(".*.part-*")]
     assert left == []
 
@@ -214,7 +214,7 @@ WAYS: dict[str, Sequence[str]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_while_an_answer_is_written(run: Run, way: str) -> None:
     code, out, err = run(AT_PIECE.format(count=9, times=1), *ANSWER, *WAYS[way])
-    assert code == signals.INTERRUPTED
+    assert code == process.INTERRUPTED
     assert out.endswith("\n")
     assert err.endswith(", stopped\n")
 
@@ -222,7 +222,7 @@ def test_while_an_answer_is_written(run: Run, way: str) -> None:
 def test_what_was_written_is_in_the_line_of_json(run: Run) -> None:
     code, out, _ = run(AT_PIECE.format(count=9, times=1), *ANSWER, "--json")
     found = json.loads(out)
-    assert (code, found["finish_reason"]) == (signals.INTERRUPTED, "abort")
+    assert (code, found["finish_reason"]) == (process.INTERRUPTED, "abort")
     assert 9 <= len(found["tokens"]) < 16000
 
 
@@ -255,7 +255,7 @@ main.main({[*ANSWER, "--target", str(tiny), *form]})
     assert process.stderr.read(8) == b"." * 8
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == signals.INTERRUPTED, err
+    assert process.returncode == process.INTERRUPTED, err
     assert b"Traceback" not in err
     assert out.endswith(b"\n")
     if form:

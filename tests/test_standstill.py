@@ -21,7 +21,7 @@ from outpace.grammar.compiler import Grammars
 from outpace.grammar.structure import Structure
 from outpace.models.text import chat_template
 from outpace.models.text.chat_template import ChatTemplate
-from outpace.server.options import Limits
+from outpace.server.options import ServerLimits
 from outpace.server.timers import LoopClock, Timer
 
 LONG_TIME = 100_000.0
@@ -203,7 +203,7 @@ def stand_still(site: Served, now: Jumping) -> None:
 
 def test_no_limit_of_the_server_is_met_in_a_standstill(llm: outpace.LLM, brake: Brake) -> None:
     now = Jumping()
-    limits = Limits(queue_timeout=3600, request_timeout=3600, stuck=3600, write_timeout=3600)
+    limits = ServerLimits(queue_timeout=3600, request_timeout=3600, stuck=3600, write_timeout=3600)
     with served(llm, limits, now=now) as site:
         loop: Any = site.service._loop
         loop.time = now
@@ -222,7 +222,7 @@ def test_no_limit_of_the_server_is_met_in_a_standstill(llm: outpace.LLM, brake: 
 
 def test_a_head_a_body_and_another_request_may_come_across_a_standstill(llm: outpace.LLM) -> None:
     now = Jumping()
-    with served(llm, Limits(body_seconds=3600), now=now) as site:
+    with served(llm, ServerLimits(body_seconds=3600), now=now) as site:
         loop: Any = site.service._loop
         loop.time = now
         data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,15 +16,109 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
-from outpace.cli.files import check_file, check_folder, check_plot, raise_last, write_all
-from outpace.cli.measuring import Keeping, Measuring
 from outpace.cli.options import ModelFlags, flags
-from outpace.cli.signals import INTERRUPTED
-from outpace.cli.termination import as_interrupt
+from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
+from outpace.cli.process import INTERRUPTED, as_interrupt
+from outpace.cli.sampling_options import MaxTokens, Seed, Temperature
 from outpace.core.errors import UserError, check_whole
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
+
+
+MEASURED, KEPT = "What is measured", "What is kept"
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Who takes part, on what, and how often."""
+
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Prompts, joined by commas: .jsonl files (a JSON object with turns in each line), builtin,"
+            " repetition, summaries, answers, hub:NAME, or gsm8k, humaneval, mgsm, mt_bench from the hub.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = "builtin"
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, joined by commas, each with options of its own if needed, as in"
+            " card:drafter=model+ngram,nodes=8,speculative. Plain decoding is always measured.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = "auto,card,speculative"
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="Rules, joined by commas, each with options of its own if needed, as in block,lenience:lenience=0.4;"
+            " each of the methods is measured with each of them. all: those that fit a method and the temperature.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = ""
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Other engines, joined by commas, as in llama_cpp,transformers; or all.", rich_help_panel=MEASURED
+        ),
+    ] = ""
+    prompts: Annotated[
+        int, typer.Option(help="The number of prompts taken from the start of each task.", rich_help_panel=MEASURED)
+    ] = 10
+    turns: Annotated[
+        int,
+        typer.Option(
+            help="The number of turns taken of each conversation, such as MT-bench's, with plain decoding's answers"
+            " between them. Each later turn is a task of its own.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = 1
+    rounds: Annotated[int, typer.Option(help="How often everything is measured.", rich_help_panel=MEASURED)] = 1
+    batch: Annotated[
+        str, typer.Option(help="Numbers of requests at once, as in 1,2,8,16; not for peers.", rich_help_panel=MEASURED)
+    ] = "1"
+    inflate: Annotated[
+        int,
+        typer.Option(
+            help="Emulate a target that is this many times as large, by layers that do not change its text.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = 1
+    run_tests: Annotated[
+        bool,
+        typer.Option(
+            "--run-tests",
+            help="Score programs that the models write by running their tests, each in a confined process.",
+            rich_help_panel=MEASURED,
+        ),
+    ] = False
+    max_tokens: MaxTokens = 128
+    temperature: Temperature = 0.0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where results go."""
+
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to which each result is written at once; run again to continue a bench that stopped.",
+            rich_help_panel=KEPT,
+        ),
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="File for the rows of the table.", rich_help_panel=KEPT)] = None
+    plot: Annotated[Path | None, typer.Option(help="File for a plot: .png, .svg or .pdf.", rich_help_panel=KEPT)] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for a trace of what the draft proposes, for outpace simulate; nothing is measured.",
+            rich_help_panel=KEPT,
+        ),
+    ] = None
+
 
 QUIET = 60.0  # seconds between two lines where there is no terminal
 WIDTH = 120  # that the table takes at least; a narrower terminal breaks its lines

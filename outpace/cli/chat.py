@@ -8,15 +8,59 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outpace.cli import display, signals
-from outpace.cli.lines import open_lines
+from outpace.cli import display, process
 from outpace.cli.options import ModelFlags, System, flags
 from outpace.cli.sampling_options import MaxTokens, SamplingFlags
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyPressEvent
+
     from outpace.api.llm import LLM, Result
     from outpace.cli.remote import Remote
+
+
+PROMPT, CONTINUED = "> ", "  "
+
+
+def open_lines() -> tuple[bool, Callable[[], str | None]]:
+    """Whether somebody types, and what gives the next line, or None after the last. UserError without an input."""
+    with process.reading() as stream:
+        is_typed = stream.isatty()
+    return is_typed, _typed() if is_typed else _piped
+
+
+def _piped() -> str | None:
+    with process.reading() as stream, process.at_any_point():
+        return stream.readline() or None
+
+
+def _typed() -> Callable[[], str | None]:
+    """KeyboardInterrupt for Ctrl-C at the prompt."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _begin_a_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    output = create_output(always_prefer_tty=True)  # the answers alone may go to a file
+    session: PromptSession[str] = PromptSession(
+        PROMPT, key_bindings=keys, prompt_continuation=CONTINUED, output=output, complete_while_typing=False
+    )
+
+    def read() -> str | None:
+        try:
+            with process.at_any_point():
+                return session.prompt()
+        except EOFError:
+            return None
+
+    return read
+
 
 SAMPLE = 16  # plain tokens that the estimate of plain decoding's rate is taken from
 FEWEST = 4  # with fewer there is no estimate
@@ -63,7 +107,7 @@ def chat(
         _check_afar(loading, ctx.obj)
         _chat_afar(Remote(url, api_key, loading.target), writing, system)
         return
-    with signals.at_safe_points(), loading.open(ctx.obj) as llm:
+    with process.at_safe_points(), loading.open(ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         _talk(LocalChat(llm, writing, system, color), f"{llm.target.name} by {llm.method}")
@@ -84,7 +128,7 @@ def _check_afar(loading: ModelFlags, extra: Collection[str]) -> None:
 
 
 def _chat_afar(remote: Remote, writing: SamplingFlags, system: str | None) -> None:
-    with signals.at_safe_points():
+    with process.at_safe_points():
         _talk(RemoteConversation(remote, writing, system), remote.model)
 
 
@@ -219,6 +263,6 @@ class LocalChat(Talk):
         options = self._writing.options()
         few = {name: min(SAMPLE, options[name]) for name in ("max_tokens", "min_tokens")}
         sample = self._llm.stream(asked, plain=True, **options | few)
-        with signals.stopping(sample.abort):
+        with process.stopping(sample.abort):
             result = sample.finish()
-        return None if signals.taken() or len(result.tokens) < FEWEST else result.tokens_per_second
+        return None if process.taken() or len(result.tokens) < FEWEST else result.tokens_per_second

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from outpace.cli import signals
+from outpace.cli import process
 
 if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
@@ -57,11 +57,11 @@ def print_for_machines(value: Mapping[str, Any]) -> None:
 
 def write_answer(stream: Stream, show: Callable[[Piece], None]) -> bool:
     """Shows each piece as it comes; False if Ctrl-C ended the answer. Warnings wait until it is over."""
-    with warnings.catch_warnings(record=True) as caught, signals.at_safe_points():
-        with signals.stopping(stream.abort):
+    with warnings.catch_warnings(record=True) as caught, process.at_safe_points():
+        with process.stopping(stream.abort):
             for piece in stream:
                 show(piece)
-        whole = not signals.taken()
+        whole = not process.taken()
     for warning in caught:
         say(f"warning: {warning.message}", "yellow")
     return whole
@@ -146,7 +146,7 @@ class LoadingBar:
         self._silent = quiet or not console.is_terminal
         self._due = time.monotonic() + after
         self._task: TaskID | None = None
-        self._points = signals.at_safe_points()
+        self._points = process.at_safe_points()
 
     def __enter__(self) -> LoadingBar:
         self._points.__enter__()
@@ -161,7 +161,7 @@ class LoadingBar:
 
     def __call__(self, stage: str, fraction: float) -> None:
         """Shows how far a stage is. Between two stages nothing is half done."""
-        signals.check()
+        process.check()
         if self._silent or time.monotonic() < self._due:
             return
         if self._task is None:

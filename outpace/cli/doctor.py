@@ -7,14 +7,17 @@ import os
 import platform
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from outpace.cli import cached, display, plan, signals
+from outpace.cli import display, plan, process
 from outpace.cli.options import Json, flags
 from outpace.core.errors import UserError, install_command
 from outpace.models.files.pairs import NO_DRAFT
@@ -22,6 +25,102 @@ from outpace.models.options import FILE
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
+    from outpace.models.files.cache import Entry
+
+
+SHOWN = 12  # entries in a row each, the largest
+
+
+def cache_contents() -> dict[str, Any]:
+    """The folder, its entries and its size; or why there is none."""
+    from outpace.models.files import cache
+    from outpace.models.files.cache_place import cache_folder
+
+    try:
+        folder = cache_folder()
+    except UserError as error:
+        return {"missing": str(error), "folder": None, "bytes": 0, "entries": []}
+    found = cache.entries(folder)
+    return {
+        "folder": str(folder),
+        "bytes": sum(entry.bytes for entry in found),
+        "entries": [_cache_entry(entry, folder) for entry in found],
+    }
+
+
+def cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines of the doctor's table: the folder, the largest entries, and how many others there are."""
+    if found["folder"] is None:
+        return [("cache", found["missing"])]
+    large, small = found["entries"][:SHOWN], found["entries"][SHOWN:]
+    lines = [("cache", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
+    lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
+    if small:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(entry["kind"] for entry in small).items())
+        lines.append(("", f"{_megabytes(sum(entry['bytes'] for entry in small)):>10}  {len(small)} more ({kinds})"))
+    return lines
+
+
+def clean_cache() -> dict[str, Any]:
+    """Removes what outpace has made in its cache folder: what went, what stays and why, and what is not ours."""
+    from outpace.models.files import cache
+    from outpace.models.files.cache_place import cache_folder
+
+    folder = cache_folder()
+    removed: list[Entry] = []
+    kept: list[dict[str, Any]] = []
+    for entry in cache.entries(folder):
+        reason = cache.remove(entry)
+        if reason is None:
+            removed.append(entry)
+        else:
+            kept.append(_cache_entry(entry, folder) | {"reason": reason})
+    cache.remove_empty(folder)
+    return {
+        "folder": str(folder),
+        "bytes": sum(entry.bytes for entry in removed),
+        "removed": [_cache_entry(entry, folder) for entry in removed],
+        "kept": kept,
+        "others": [path.name for path in cache.others(folder)],
+    }
+
+
+def clean_report(found: dict[str, Any]) -> list[str]:
+    """What `clean` did, in sentences."""
+    lines = [
+        f"removed {_megabytes(each['bytes'])}: {each['name']} ({each['kind']}){_again(each)}"
+        for each in found["removed"]
+    ]
+    lines += [f"kept {each['name']} ({each['kind']}): {each['reason']}" for each in found["kept"]]
+    if found["others"]:
+        lines.append(f"left alone, not made by outpace: {_listed(found['others'])}")
+    count = len(found["removed"])
+    freed = f"{count} {'entry' if count == 1 else 'entries'} removed, {_megabytes(found['bytes'])}"
+    return [*lines, f"{found['folder']}: {freed if count else 'there was nothing to remove'}"]
+
+
+def _again(entry: dict[str, Any]) -> str:
+    """How to have it again, where outpace does not make it by itself."""
+    from outpace.models.files.cache import TABLES
+
+    if entry["kind"] != TABLES:
+        return ""
+    drafter = Path(entry["name"]).name.rpartition("-")[0]
+    return f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
+
+
+def _cache_entry(entry: Entry, folder: Path) -> dict[str, Any]:
+    name = str(entry.path.relative_to(folder))
+    return {"name": name, "kind": entry.kind, "bytes": entry.bytes, "used": round(entry.used)}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
 
 PASSES = 24
 COMPILERS = ("c++", "g++", "clang++")
@@ -68,11 +167,11 @@ def doctor(asked: plan.Planning, as_json: Json = False, clean: Clean = False) ->
         return
     if asked != plan.Planning():
         raise UserError("models and devices are options of --plan: add it, or leave them out")
-    found = cached.clean() if clean else collect(quiet=as_json)
+    found = clean_cache() if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
     elif clean:
-        for line in cached.report(found):
+        for line in clean_report(found):
             display.stdout().print(line, soft_wrap=True)
     else:
         display.stdout().print(_table(found))
@@ -100,7 +199,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
         "packed_product": torch.backends.mkldnn.is_available(),
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
-        "cache": cached.collect(),
+        "cache": cache_contents(),
         "extras": {name: all(map(_is_there, modules)) for name, (_, modules) in EXTRAS.items()},
     }
 
@@ -124,7 +223,7 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
     try:
         from outpace.api.llm import load
 
-        with signals.at_safe_points(), display.LoadingBar(quiet) as bar:
+        with process.at_safe_points(), display.LoadingBar(quiet) as bar:
             progress = partial(_told_on, bar)
             with load(draft=NO_DRAFT, method="autoregressive", progress=progress) as llm:
                 return _measured(llm, bandwidth)
@@ -144,9 +243,9 @@ def _told_on(bar: display.LoadingBar, stage: str, fraction: float) -> None:
 def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
     model = llm.target.model
     size = model.weight_bytes or 0
-    signals.check()
+    process.check()
     llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
-    signals.check()
+    process.check()
     figures = llm.generate(["Once upon a time"], max_tokens=PASSES, plain=True)[0].figures
     return {
         "name": llm.target.name,
@@ -231,7 +330,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _around(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = cached.rows(found["cache"])
+    rows = cache_rows(found["cache"])
     for name, (gives, _) in EXTRAS.items():
         there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
         rows.append((f"extra {name}", f"{there} ({gives})"))

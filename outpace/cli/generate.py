@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import display, signals, standard_streams
+from outpace.cli import display, process
 from outpace.cli.options import Json, ModelFlags, System, flags
 from outpace.cli.sampling_options import TEXT, SamplingFlags
 from outpace.core.errors import UserError
@@ -78,12 +78,12 @@ def generate(
 
     params = SamplingParams(**writing.options(), **wanted.options(as_json))
     asked = _asked(prompt, system, raw)
-    with signals.at_safe_points(), loading.open(ctx.obj, quiet=as_json) as llm:
+    with process.at_safe_points(), loading.open(ctx.obj, quiet=as_json) as llm:
         streams = [llm.stream(asked, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         whole = all(_write(stream, as_json, streams[-1], precision) for stream in streams)
     if not whole:
-        raise typer.Exit(signals.INTERRUPTED)
+        raise typer.Exit(process.INTERRUPTED)
 
 
 def _write(stream: Stream, as_json: bool, last: Stream, precision: str) -> bool:
@@ -129,7 +129,7 @@ def _guess(file: Path | None) -> str:
 
 def _from_stdin() -> str:
     """All of standard input; the newline that ends its last line is the file's, not the prompt's."""
-    with standard_streams.reading() as stream:
+    with process.reading() as stream:
         return stream.read().removesuffix("\n")
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outpace.cli import display, signals, standard_streams
-from outpace.cli.extra import ExtraFlags
+from outpace.cli import display, process
+from outpace.cli.passthrough_options import ExtraFlags
 from outpace.core.errors import UserError
 
 WITH_EXTRA = ("generate", "chat", "serve", "demo")  # flags of methods and drafters, which they do not list
@@ -29,7 +29,7 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
         pretty_exceptions_enable=False,
         add_completion=False,
     )
-    anywhere = signals.at_any_point()
+    anywhere = process.at_any_point()
     for name in names:
         function = getattr(import_module(f"outpace.cli.{name}"), name)
         own: dict[str, Any] = {"cls": ExtraFlags} if name in WITH_EXTRA else {}
@@ -66,21 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        standard_streams.prepare()
+        process.prepare()
         display.show_warnings_plainly()
         asked = arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS
         code = build(asked)(arguments, prog_name="outpace", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
-        if isinstance(error, standard_streams.OutputError):
-            standard_streams.silence()
+        if isinstance(error, process.OutputError):
+            process.silence()
         display.say(f"error: {error}", "red")
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        return signals.INTERRUPTED
+        return process.INTERRUPTED
     except BrokenPipeError:
-        standard_streams.silence()
+        process.silence()
         return 1
     except Exception as error:
         return _unforeseen(error)

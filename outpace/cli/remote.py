@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from outpace.cli import signals
+from outpace.cli import process
 from outpace.core.errors import UserError
 
 PATIENCE = 600.0  # seconds without a byte
@@ -53,9 +53,9 @@ class Remote:
                 if connection.sock is not None:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
-        with signals.at_safe_points():
+        with process.at_safe_points():
             try:
-                with signals.stopping(stop):
+                with process.stopping(stop):
                     body = {"model": self.model, "messages": list(messages), "stream": True, **fields}
                     for event in self._events(connection, body):
                         timings = event.get("timings") or timings
@@ -65,11 +65,11 @@ class Remote:
                             texts.append(text)
                             show(text)
             except (UserError, OSError, http.client.HTTPException) as error:
-                if not signals.taken():
+                if not process.taken():
                     raise error if isinstance(error, UserError) else self._broken(error) from None
                 reason = "abort"
             else:
-                reason = "abort" if signals.taken() else reason
+                reason = "abort" if process.taken() else reason
             finally:
                 connection.close()
         return Told("".join(texts), reason, timings)

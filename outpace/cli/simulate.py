@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import display
-from outpace.cli.files import check_file, check_plot, raise_last, write_all
 from outpace.cli.options import flags
+from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:

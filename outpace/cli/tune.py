@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.files import check_file
 from outpace.cli.options import Json, ModelFlags, flags
+from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The server: the OpenAI and Anthropic APIs over HTTP, answered with speculation."""
+"""HTTP server with the OpenAI and Anthropic APIs, answered by speculative decoding."""

@@ -1,190 +1,255 @@
-"""Who may join the queue: bounds on what waits, and how long a refused client does best to stay away."""
+"""Admission control: bounds on waiting requests, and an estimate of when a refused client should retry."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outpace.server.choices import Group
+from outpace.server.choices import ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.options import Limits
-from outpace.server.pace import Pace
+from outpace.server.options import ServerLimits
 
-LONGEST = 10.0  # seconds that a refused client is told to stay away, or as long as one answer takes
-UNKNOWN = 1.0  # seconds for one more, before any were measured
-SPREAD = 1.25  # times what is expected: of those who may wait just as long as is allowed half would wait in vain
-MOMENT = 0.01  # seconds for which a count is kept
+MAX_RETRY_AFTER = 10.0  # seconds, or the time of one answer if that is longer
+UNKNOWN_SECONDS = 1.0  # per answer, before the first measurement
+SAFETY = 1.25  # expected waits vary: without a margin, half of the longest ones would exceed the limit
+COUNT_SECONDS = 0.01  # for which counts are cached
+WINDOW = 30.0  # seconds of output from which throughput is measured
+LEAST_SECONDS = 1.0  # of waiting before throughput is known
+USUAL_TOKENS = 128.0  # of an answer, before one has ended
+DECAY = 0.9  # of the mean answer length
 
 
-class Counts(NamedTuple):
-    """Choices that wait for room and that the engine works on; `ahead`: tokens that are expected of those that wait."""
+class QueueEstimator:
+    """Throughput while requests wait, and the usual length of an answer.
+
+    Only time in which requests wait counts: an idle server writes nothing, and one with few requests less than it can.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spans: deque[tuple[float, float, int]] = deque()  # end of a span with waiting requests, seconds, tokens
+        self._seconds, self._tokens = 0.0, 0  # sums over the spans
+        self._since: float | None = None  # start of the current span; None: no request waits
+        self._usual = USUAL_TOKENS
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether requests waited at the last step."""
+        return self._since is not None
+
+    def record(self, tokens: int, has_waiting: bool) -> None:
+        """Record a step that wrote `tokens`. It counts if requests waited before and after it, since most new requests
+        wait for one step anyway."""
+        now = self._clock()
+        if self._since is not None and has_waiting:
+            self._spans.append((now, now - self._since, tokens))
+            self._seconds += now - self._since
+            self._tokens += tokens
+        self._since = now if has_waiting else None
+        self._drop_old(now)
+
+    def set_idle(self) -> None:
+        """Record that no request is left."""
+        self._since = None
+
+    def record_length(self, tokens: int) -> None:
+        """Record the length of a finished answer."""
+        self._usual = DECAY * self._usual + (1 - DECAY) * tokens
+
+    def expected_tokens(self, most: float = math.inf) -> float:
+        """Return the expected length of an answer of at most `most` tokens."""
+        return min(self._usual, most)
+
+    def seconds(self, tokens: float) -> float | None:
+        """Return the time to write `tokens` under load; None without recent measurements.
+
+        Fewer measured tokens than one answer's need half a window of time to count.
+        """
+        now = self._clock()
+        self._drop_old(now)
+        measured = self._seconds + (0.0 if self._since is None else now - self._since)
+        if measured < (LEAST_SECONDS if self._tokens >= self._usual else WINDOW / 2):
+            return None
+        return tokens * measured / max(self._tokens, 1)
+
+    def _drop_old(self, now: float) -> None:
+        while self._spans and self._spans[0][0] < now - WINDOW:
+            _, seconds, tokens = self._spans.popleft()
+            self._seconds = self._seconds - seconds if self._spans else 0.0  # exactly 0: rounding errors would add up
+            self._tokens -= tokens
+
+
+class QueueCounts(NamedTuple):
+    """Waiting and running choices, and the tokens that the waiting ones are expected to write."""
 
     waiting: int = 0
     running: int = 0
-    ahead: float = 0.0
+    waiting_tokens: float = 0.0
 
 
-class Want(NamedTuple):
-    """Why there is no room, in words and as a code, and the least seconds until there may be."""
+class Refusal(NamedTuple):
+    """Why a request is refused, as a sentence and a code, and the least seconds until a retry can succeed."""
 
-    why: str
+    message: str
     code: str
     seconds: float = 0.0
 
 
 class Admission:
-    """Knows every request that is not over. Used by the event loop alone."""
+    """All requests that have not ended. Only the event loop uses it."""
 
-    def __init__(self, limits: Limits, batch: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: ServerLimits, batch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._batch, self._clock = limits, batch, clock
-        self.groups: set[Group] = set()
+        self.groups: set[ChoiceGroup] = set()
         self._keys: Counter[str] = Counter()
-        self._pace = Pace(clock)
-        self.preparing = 0  # places of requests that are not admitted yet
-        self._counts, self._counts_until = Counts(), 0.0  # as they were a moment ago
-        self._promised = 0.0  # when the client that was refused last was told to come back
+        self._estimator = QueueEstimator(clock)
+        self.num_reserved = 0  # requests that were received and not admitted yet
+        self._counts, self._counts_until = QueueCounts(), 0.0  # cached
+        self._next_retry = 0.0  # when the last refused client should retry
 
     @property
     def waiting(self) -> int:
-        """Choices without room in the engine yet."""
-        return self._counted().waiting
+        """Choices that wait for a slot in the engine."""
+        return self._count().waiting
 
     @property
     def running(self) -> int:
         """Choices that the engine works on."""
-        return self._counted().running
+        return self._count().running
 
-    def _counted(self) -> Counts:
+    def _count(self) -> QueueCounts:
         waiting = running = 0
-        ahead = 0.0
+        tokens = 0.0
         for group in self.groups:
             for choice in group.choices:
                 if choice.is_waiting:
                     waiting += 1
-                    ahead += self._pace.expected(choice.asked.request.max_tokens)
+                    tokens += self._estimator.expected_tokens(choice.prepared.request.max_tokens)
                 else:
                     running += choice.ended is None
-        return Counts(waiting, running, ahead)
+        return QueueCounts(waiting, running, tokens)
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no place for one more."""
-        return self._want() is not None
+        """Whether one more request would be refused."""
+        return self._refusal() is not None
 
-    def _want(self) -> Want | None:
-        """Why there is no place for one more. A flood asks this for every request, so what the engine does is looked
-        at once in a moment, or when it told something."""
-        if not self.groups and not self.preparing:
+    def _refusal(self) -> Refusal | None:
+        """Return why one more request would be refused, or None. Counts are cached, since a flood asks very often."""
+        if not self.groups and not self.num_reserved:
             return None
         now = self._clock()
         if now >= self._counts_until:
-            self._counts, self._counts_until = self._counted(), now + MOMENT
-        waiting = self._counts.waiting + self.preparing
-        if waiting >= self._room(self._counts.running):
-            return Want(f"the queue is full: {waiting} answers wait for room", "queue_full")
-        seconds, most = self._begins_in(self._counts), self._limits.queue_timeout
+            self._counts, self._counts_until = self._count(), now + COUNT_SECONDS
+        waiting = self._counts.waiting + self.num_reserved
+        if waiting >= self._max_waiting(self._counts.running):
+            return Refusal(f"the queue is full: {waiting} answers are waiting", "queue_full")
+        seconds, most = self._seconds_to_start(self._counts), self._limits.queue_timeout
         if seconds <= most:
             return None
-        why = f"{waiting} answers wait for room, which may take {seconds:.0f} seconds, and {most:g} are allowed"
-        return Want(f"the queue is slow: {why}", "queue_slow", seconds - most)
+        why = f"{waiting} answers are waiting, which may take {seconds:.0f} seconds, and {most:g} are allowed"
+        return Refusal(f"the queue is slow: {why}", "queue_slow", seconds - most)
 
-    def _begins_in(self, counts: Counts) -> float:
-        """Seconds until the engine should have begun with who comes now, by what it wrote lately; 0 where that is not
-        known. Before it all who wait are begun with and one more answer ends. Where nobody was left waiting by the
-        engine's last step, it takes up those for whom it has places at once."""
-        waiting, tokens = counts.waiting + self.preparing, counts.ahead + self.preparing * self._pace.expected()
-        if not self._pace.is_crowded:
+    def _seconds_to_start(self, counts: QueueCounts) -> float:
+        """Estimate when the engine would start a new request; 0 if unknown.
+
+        By then all waiting answers are written and one more has ended. If the last step left no request waiting, free
+        slots are filled at once.
+        """
+        waiting = counts.waiting + self.num_reserved
+        tokens = counts.waiting_tokens + self.num_reserved * self._estimator.expected_tokens()
+        if not self._estimator.is_crowded:
             free = max(0, self._batch - counts.running)
             if waiting < free:
                 return 0.0
             tokens *= (waiting - free) / max(waiting, 1)
-        return SPREAD * (self._pace.seconds(tokens + self._pace.expected()) or 0.0)
+        return SAFETY * (self._estimator.seconds(tokens + self._estimator.expected_tokens()) or 0.0)
 
-    def _room(self, running: int) -> int:
-        """Choices that may wait: the queue's bound, and those that the engine takes up at once."""
+    def _max_waiting(self, running: int) -> int:
+        """Return how many choices may wait: the queue's bound, and those that free slots take at once."""
         return self._limits.max_queue + max(0, self._batch - running)
 
     def check(self) -> None:
-        """ApiError 429 where there is no place for one more."""
-        if want := self._want():
-            raise self._later(want)
+        """Raise ApiError 429 if one more request would be refused."""
+        if refusal := self._refusal():
+            raise self._error(refusal)
 
-    def place(self) -> Place:
-        """A place for a request until it is admitted; ApiError 429 at once where there is none."""
+    def reserve(self) -> Reservation:
+        """Reserve a place for a request until it is admitted; raise ApiError 429 if there is none."""
         self.check()
-        return Place(self)
+        return Reservation(self)
 
-    def admit(self, group: Group) -> None:
-        """Takes a request in; ApiError 429 where there is no room to wait. A server without work takes any."""
+    def admit(self, group: ChoiceGroup) -> None:
+        """Add a request; raise ApiError 429 if the queue has no space. An idle server accepts any request."""
         limits, more = self._limits, len(group.choices)
         if limits.per_key and self._keys[group.key] >= limits.per_key:
-            said = f"this key has {limits.per_key} requests under way, which is its limit"
-            raise self._later(Want(said, "key_limit"))
+            raise self._error(Refusal(f"this key has its limit of {limits.per_key} concurrent requests", "key_limit"))
         waiting = [choice for other in self.groups for choice in other.choices if choice.is_waiting]
-        if self.groups and len(waiting) + more > self._room(self.running):
-            raise self._later(Want(f"the queue is full: {len(waiting)} answers wait for room", "queue_full"))
-        tokens = sum(len(choice.asked.request.prompt) for choice in waiting)
+        if self.groups and len(waiting) + more > self._max_waiting(self.running):
+            raise self._error(Refusal(f"the queue is full: {len(waiting)} answers are waiting", "queue_full"))
+        tokens = sum(len(choice.prepared.request.prompt) for choice in waiting)
         if waiting and tokens + group.prompt_tokens > limits.max_queued_tokens:
-            raise self._later(Want(f"the queue is full: prompts of {tokens} tokens wait for room", "queue_full"))
+            raise self._error(Refusal(f"the queue is full: prompts of {tokens} tokens are waiting", "queue_full"))
         self.groups.add(group)
         self._counts_until = 0.0
         self._keys[group.key] += 1
 
-    def leave(self, group: Group) -> None:
-        """It is over."""
+    def remove(self, group: ChoiceGroup) -> None:
+        """Remove a request that has ended."""
         if group in self.groups:
             self.groups.remove(group)
             self._counts_until = 0.0
             self._keys[group.key] -= 1
-            self._keys += Counter()  # without those at zero
+            self._keys += Counter()  # drops keys with count 0
             for choice in group.choices:
                 if choice.ended and choice.ended.tokens:
-                    self._pace.ended(choice.ended.tokens)
+                    self._estimator.record_length(choice.ended.tokens)
             if not self.groups:
-                self._pace.rest()
+                self._estimator.set_idle()
 
-    def wrote(self, tokens: int) -> None:
-        """So many tokens were written now, by all."""
-        self._counts, self._counts_until = self._counted(), self._clock() + MOMENT
-        self._pace.wrote(tokens, self._counts.waiting > 0)
+    def record(self, tokens: int) -> None:
+        """Record a step of the engine that wrote `tokens`."""
+        self._counts, self._counts_until = self._count(), self._clock() + COUNT_SECONDS
+        self._estimator.record(tokens, self._counts.waiting > 0)
 
-    def waited(self, group: Group) -> ApiError | None:
-        """What to tell a request whose time in the queue is over; None where the engine works on it."""
+    def timeout_error(self, group: ChoiceGroup) -> ApiError | None:
+        """Return the error for a request at its queue timeout; None if the engine has started it."""
         if not group.is_waiting:
             return None
-        said = f"the request waited {self._limits.queue_timeout:g} seconds for room"
-        return self._later(Want(said, "queue_timeout"))
+        message = f"the request waited {self._limits.queue_timeout:g} seconds in the queue"
+        return self._error(Refusal(message, "queue_timeout"))
 
-    def _later(self, want: Want) -> ApiError:
-        said, retry_after = f"{want.why}; ask again later", self.wait(want.seconds)
-        return ApiError(429, said, code=want.code, retry_after=retry_after)
+    def _error(self, refusal: Refusal) -> ApiError:
+        retry_after = self.retry_after(refusal.seconds)
+        return ApiError(429, f"{refusal.message}; retry later", code=refusal.code, retry_after=retry_after)
 
-    def wait(self, at_least: float = 0.0) -> float:
-        """Seconds until there should be room for who is refused now, behind those who were refused before, as if all
-        stood in a line. Otherwise they would all come back at once, and be refused again."""
-        now, each = self._clock(), self._each()
-        most = max(LONGEST, at_least + each)
-        self._promised = min(max(self._promised, now + at_least) + each, now + most)
-        return self._promised - now
+    def retry_after(self, at_least: float = 0.0) -> float:
+        """Return the seconds after which a client that is refused now should retry.
 
-    def _each(self) -> float:
-        """Seconds in which there is room for one more, by what was written lately."""
-        seconds = self._pace.seconds(self._pace.expected())
-        return UNKNOWN if seconds is None else min(max(seconds, 0.05), 60.0)
+        Each refused client gets a later time than the previous one; otherwise all would retry at once and be refused.
+        """
+        now, each = self._clock(), self._seconds_per_answer()
+        most = max(MAX_RETRY_AFTER, at_least + each)
+        self._next_retry = min(max(self._next_retry, now + at_least) + each, now + most)
+        return self._next_retry - now
+
+    def _seconds_per_answer(self) -> float:
+        seconds = self._estimator.seconds(self._estimator.expected_tokens())
+        return UNKNOWN_SECONDS if seconds is None else min(max(seconds, 0.05), 60.0)
 
 
-class Place:
-    """What a request holds in the queue from the moment that it has come until it is admitted or refused: many may come
-    before the first of them is looked at."""
+class Reservation:
+    """A request's place in the queue from its arrival until it is admitted or refused."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._is_held = admission, True
-        admission.preparing += 1
+        admission.num_reserved += 1
 
-    def leave(self) -> None:
-        """Once counts."""
+    def release(self) -> None:
+        """Give the place back. Further calls do nothing."""
         if self._is_held:
             self._is_held = False
-            self._admission.preparing -= 1
+            self._admission.num_reserved -= 1

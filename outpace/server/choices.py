@@ -1,9 +1,8 @@
-"""The choices of a request as the event loop sees them: what came and was not taken yet is one pending delta each."""
+"""The choices of a request as the event loop sees them. Output that no response has read yet is one pending delta."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,19 +14,19 @@ from outpace.engine.sequence import History, Round, TokenSequence
 
 
 @dataclass(frozen=True)
-class Delta:
-    """What was written since the last look. `sources`: who wrote each token, a drafter or the target."""
+class ChoiceDelta:
+    """Output since the last read. `sources` names the drafter of each token, or the target."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    rounds: tuple[tuple[Round, RoundStats], ...] = ()  # where they are asked for
+    rounds: tuple[tuple[Round, RoundStats], ...] = ()  # if the request wants them
 
     @staticmethod
-    def merged(parts: Sequence[Delta]) -> Delta:
-        """Several in order as one."""
-        return Delta(
+    def merged(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
+        """Concatenate deltas."""
+        return ChoiceDelta(
             "".join(part.text for part in parts),
             tuple(token for part in parts for token in part.tokens),
             tuple(source for part in parts for source in part.sources),
@@ -37,9 +36,12 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a choice ended: `reason` is the engine's, `stop` the stop string or token that ended the text. `speedup`:
-    what all wrote lately over what plain decoding would have, 0 where it is not known."""
+class ChoiceEnd:
+    """How a choice ended.
+
+    `reason` is the engine's finish reason, `stop` the stop string or stop token that ended the text, `tokens` the
+    length. `speedup` compares all recent output with plain decoding; 0 if unknown.
+    """
 
     reason: str
     stop: str | int | None
@@ -50,74 +52,76 @@ class Ended:
 
     @cached_property
     def figures(self) -> RunStats:
-        """What was drafted and accepted."""
+        """Numbers of drafted and accepted tokens."""
         return summarize(self.history.steps)
 
 
 def no_thoughts(tokens: Sequence[int]) -> int:
-    """Tokens of the thought of an answer without one."""
+    """Count the reasoning tokens of a model that does not reason."""
     return 0
 
 
 class Choice:
-    """One answer that is computed. `indices`: under which numbers the client gets it, more than one where choices
-    are alike."""
+    """One computed answer. `indices` are its indices in the response: several if equal choices are computed once."""
 
-    def __init__(self, asked: PreparedRequest, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
-        """`stop_ids`: those that the client named, one of which it is told if that ends the text."""
-        self.asked, self.indices, self.stop_ids = asked, tuple(indices), frozenset(stop_ids)
+    def __init__(self, prepared: PreparedRequest, indices: Sequence[int], stop_ids: Sequence[int] = ()) -> None:
+        """`stop_ids` are the client's own stop tokens: the response reports the one that ended the text."""
+        self.prepared, self.indices, self.stop_ids = prepared, tuple(indices), frozenset(stop_ids)
         self.run: TokenSequence | None = None  # set by the engine's thread
-        self.ended: Ended | None = None
-        self.written = 0  # tokens that were taken
-        self._pending: list[Delta] = []
+        self.ended: ChoiceEnd | None = None
+        self.num_read = 0  # tokens that `take` returned
+        self._pending: list[ChoiceDelta] = []
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has begun with it."""
+        """Whether the engine has started it."""
         return self.run is not None and bool(self.run.history.began)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no room in the engine yet."""
+        """Whether it waits for a slot in the engine."""
         return self.ended is None and not self.has_begun
 
     @property
-    def tokens(self) -> Sequence[int]:
-        """Those that were taken, all of them once it has ended."""
-        count = self.ended.tokens if self.ended else self.written
-        return self.run.tokens[:count] if self.run else ()
+    def num_tokens(self) -> int:
+        """Tokens that were read; all of them once it has ended."""
+        return self.ended.tokens if self.ended else self.num_read
 
-    def add(self, delta: Delta | None, ended: Ended | None) -> None:
-        """Something came."""
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens that `num_tokens` counts."""
+        return self.run.tokens[: self.num_tokens] if self.run else ()
+
+    def add(self, delta: ChoiceDelta | None, ended: ChoiceEnd | None) -> None:
+        """Store output of the engine."""
         if delta is not None:
             self._pending.append(delta)
         self.ended = ended or self.ended
 
-    def take(self) -> Delta | None:
-        """All that came since the last time, as one delta."""
+    def take(self) -> ChoiceDelta | None:
+        """Return all output since the last call as one delta."""
         if not self._pending:
             return None
-        delta = Delta.merged(self._pending)
+        delta = ChoiceDelta.merged(self._pending)
         self._pending.clear()
-        self.written += len(delta.tokens)
+        self.num_read += len(delta.tokens)
         return delta
 
 
-class Group:
-    """The choices of one request. `key` is whose it is; `is_gone` once the client has left."""
+class ChoiceGroup:
+    """The choices of one request. `key` identifies its API key; `is_gone` is set when the client disconnects."""
 
     def __init__(
         self,
         choices: Sequence[Choice],
         prompts: Sequence[Sequence[int]],
         key: str,
-        thoughts: Callable[[Sequence[int]], int] = no_thoughts,
+        count_thoughts: Callable[[Sequence[int]], int] = no_thoughts,
     ) -> None:
-        """`thoughts` counts the tokens of an answer that belong to its thought."""
-        self.choices, self.prompts, self.key, self._thoughts = tuple(choices), prompts, key, thoughts
-        self.began = time.monotonic()
+        """`count_thoughts` counts the reasoning tokens of an answer."""
+        self.choices, self.prompts, self.key, self._count_thoughts = tuple(choices), prompts, key, count_thoughts
         self.is_gone = False
-        self.failure: Exception | None = None  # that ends it from outside: a time limit, the server's end
+        self.failure: Exception | None = None  # from outside the engine: a timeout, a shutdown
         self._has_changed = False
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -128,67 +132,70 @@ class Group:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the engine has begun with none of its choices."""
+        """Whether all of its choices wait for a slot."""
         return all(choice.is_waiting for choice in self.choices)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has begun with one of its choices."""
+        """Whether the engine has started one of its choices."""
         return any(choice.has_begun for choice in self.choices)
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong with it, or with one of its choices."""
+        """The first error of the request or of one of its choices."""
         return self.failure or next((c.ended.error for c in self.choices if c.ended and c.ended.error), None)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts."""
         return sum(len(prompt) for prompt in self.prompts)
 
     @property
     def thought_tokens(self) -> int:
-        """Of all answers that the client gets."""
-        if self._thoughts is no_thoughts:
+        """Reasoning tokens of all choices in the response."""
+        if self._count_thoughts is no_thoughts:
             return 0
-        return sum(len(choice.indices) * self._thoughts(choice.tokens) for choice in self.choices)
+        return sum(len(choice.indices) * self._count_thoughts(choice.tokens) for choice in self.choices)
 
     @property
     def figures(self) -> RunStats:
-        """Of all choices that have ended."""
+        """Speculation statistics of the choices that have ended."""
         return merge_stats([choice.ended.figures for choice in self.choices if choice.ended])
 
     def wake(self) -> None:
-        """Whoever waits for the group looks again."""
+        """Make a pending `wait` return."""
         self._has_changed = True
-        self._look()
+        self._finish_wait()
 
-    def _look(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def wait(self, seconds: float) -> bool:
+        """Wait until `wake`, at most that many seconds; return whether something changed.
 
-    async def next(self, seconds: float) -> bool:
-        """Waits until something changed, at most so long, or less. One waits at a time. A stream comes here once a
-        round, so there is no task and no timer for each time: one timer runs on, until it is `let_go`."""
+        Only one task may wait at a time. A stream waits once a round, so one timer runs on from call to call, until
+        `cancel_timer`, instead of a new one for each: a wait may therefore end early.
+        """
         if not self._has_changed:
             loop = asyncio.get_running_loop()
             if self._timer is None:
-                self._timer = loop.call_later(seconds, self._tick)
+                self._timer = loop.call_later(seconds, self._on_timer)
             self._waiter = loop.create_future()
             await self._waiter
-        came, self._has_changed = self._has_changed, False
-        return came
+        changed, self._has_changed = self._has_changed, False
+        return changed
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._look()
+        self._finish_wait()
 
-    def let_go(self) -> None:
-        """Nobody waits any more."""
+    def _finish_wait(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancel_timer(self) -> None:
+        """Stop the timer of `wait`."""
         if self._timer is not None:
             self._timer.cancel()
 
     def fail(self, error: Exception) -> None:
-        """Ends it from outside, once."""
+        """End the request with an error, unless it has failed already."""
         self.failure = self.failure or error
         self.wake()

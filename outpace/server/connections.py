@@ -1,52 +1,41 @@
-"""Connections within bounds: how many there are, and how long and large a request's head may be."""
+"""HTTP connections with bounds: their number, and the time and size of a request's head."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from outpace.server.options import Limits
-from outpace.server.timers import LoopClock, Timer
+from outpace.server.middleware import Middleware
+from outpace.server.options import ServerLimits
+from outpace.server.timers import Timer
 
-HEAD_BYTES = 64 << 10
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-
-class Doorkeeper(Protocol):
-    """Is asked about each request by its method, path and headers. By its clock connections are timed."""
-
-    clock: LoopClock
-
-    def refusal(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Response | None:
-        """What is sent as soon as a request's head is there."""
-
-    def place(self, method: str, path: str, pairs: Sequence[tuple[bytes, bytes]]) -> Any:
-        """What a request holds whose body is there too: its `state` has it as `place`, and gives it back."""
+MAX_HEAD_BYTES = 64 << 10
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class Bounded(HttpToolsProtocol):
-    """One connection. A head is being read from the first byte of a request, or from the connection's beginning, to
-    its empty line. The body of a refused request is read and dropped."""
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection with limits. The head of a request lasts from its first byte, or from the connection's
+    start, to its empty line. The body of a refused request is read and dropped."""
 
-    limits: Limits
-    door: Doorkeeper
-    _timer: Timer | None = None  # one for all that is waited for, which looks at what is due
-    _due: float | None = None
-    _late = b""  # what is said then
+    limits: ServerLimits
+    middleware: Middleware
+    _timer: Timer | None = None  # one for all deadlines of the connection
+    _deadline: float | None = None
+    _timeout_reply = b""
     _is_refused = False
     _keeps_alive = True  # after a refusal
-    _head: int | None = 0  # bytes of the head that is being read; None: none is
+    _head_bytes: int | None = 0  # received so far; None: no head is expected
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            self._end(FULL)
+            self._close(TOO_MANY)
         else:
             self._expect_head()
 
@@ -58,19 +47,19 @@ class Bounded(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._head is not None:
-            self._head += len(data)
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
         super().data_received(data)
-        if self._head is not None and self._head > HEAD_BYTES:
-            self._end(LONG)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._close(TOO_LONG)
 
     def on_message_begin(self) -> None:
-        if self._head is None:
+        if self._head_bytes is None:
             self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._due = self._head = None
+        self._deadline = self._head_bytes = None
         if not self._refuse():
             super().on_headers_complete()
 
@@ -81,83 +70,77 @@ class Bounded(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._is_refused:
             super().on_message_complete()
-            if not self.pipeline and not self.cycle.response_complete:  # its task is sure to go on
-                self.scope["state"]["place"] = self.door.place(*self._request())
+            if not self.pipeline and not self.cycle.response_complete:  # its task is going to run
+                self.scope["state"]["reservation"] = self.middleware.reserve(*self._request_line())
         elif not self._keeps_alive:
             self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.timeout_keep_alive_task is not None:  # nothing is to be done: it goes by the server's clock instead
+        if self.timeout_keep_alive_task is not None:  # replaced by a deadline on the server's clock
             self._unset_keepalive_if_required()
-            if self._head is None:
+            if self._head_bytes is None:
                 self._expect(b"", self.timeout_keep_alive)
 
     def _refuse(self) -> bool:
-        """Whether the request was refused. One that stands behind another of its connection is not asked about."""
+        """Refuse the request if the queue is full; return whether it was. Pipelined requests are not refused here."""
         self._is_refused = False
         if self.cycle is not None and not self.cycle.response_complete:
             return False
-        reply = self.door.refusal(*self._request())
+        reply = self.middleware.refuse(*self._request_line())
         if reply is None:
             return False
         self._is_refused = True
-        skips_body = self.expect_100_continue  # who waits to be asked for it
+        skips_body = self.expect_100_continue  # the client sends the body only after a 100
         self._keeps_alive = self.parser.should_keep_alive() and not skips_body
-        self.transport.write(_written(reply, self.server_state.default_headers, self._keeps_alive))
+        self.transport.write(_encode(reply, self.server_state.default_headers, self._keeps_alive))
         if skips_body:
             self.transport.close()
-        self._expect(b"", self.limits.body_seconds)  # the rest of its body, or another request
+        self._expect(b"", self.limits.body_seconds)  # the rest of the body, or another request
         return True
 
-    def _request(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
-        """Its method, path and headers."""
+    def _request_line(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
+        """Return method, path and headers."""
         path = self.url.partition(b"?")[0].decode("ascii", "replace")
         return self.parser.get_method().decode("ascii"), path, self.headers
 
     def _expect_head(self) -> None:
-        self._head = 0
-        self._expect(LATE, self.limits.body_seconds)
+        self._head_bytes = 0
+        self._expect(TOO_LATE, self.limits.body_seconds)
 
-    def _expect(self, late: bytes, seconds: float) -> None:
-        """That something comes in time, or the connection ends with these words."""
-        clock = self.door.clock
-        self._due, self._late = clock.time() + seconds, late
+    def _expect(self, timeout_reply: bytes, seconds: float) -> None:
+        """Set a deadline, at which the connection is closed with a reply."""
+        clock = self.middleware.clock
+        self._deadline, self._timeout_reply = clock.time() + seconds, timeout_reply
         if self._timer is None:
-            self._timer = clock.after(seconds, self._look)
+            self._timer = clock.after(seconds, self._check_deadline)
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         self._timer = None
-        if self._due is None:
+        if self._deadline is None:
             return
-        left = self._due - self.door.clock.time()
+        left = self._deadline - self.middleware.clock.time()
         if left > 0.0:
-            self._timer = self.door.clock.after(left, self._look)
+            self._timer = self.middleware.clock.after(left, self._check_deadline)
         else:
-            self._end(self._late)
+            self._close(self._timeout_reply)
 
-    def _end(self, reply: bytes) -> None:
+    def _close(self, reply: bytes) -> None:
         if not self.transport.is_closing():
             self.transport.write(reply)
             self.transport.close()
 
 
-def bounded(limits: Limits, door: Doorkeeper) -> type[Bounded]:
-    """uvicorn's protocol with these limits."""
-    return type("Bounded", (Bounded,), {"limits": limits, "door": door})
-
-
-def _written(reply: Response, beside: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
-    """An answer in one piece."""
-    headers = [*beside, *reply.raw_headers, *([] if keeps_alive else [(b"connection", b"close")])]
+def _encode(reply: Response, default_headers: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
+    headers = [*default_headers, *reply.raw_headers, *([] if keeps_alive else [(b"connection", b"close")])]
     lines = [b"%b: %b\r\n" % pair for pair in headers]
     return b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body])
 
 
-def settings(limits: Limits, door: Doorkeeper) -> dict[str, Any]:
-    """uvicorn's settings beside: no log of its own, no server header, no websockets."""
+def uvicorn_settings(limits: ServerLimits, middleware: Middleware) -> dict[str, Any]:
+    """Return settings of uvicorn: our connections, and none of its log, server header and websockets."""
     return {
-        "http": bounded(limits, door),
+        "http": type("Connection", (BoundedConnection,), {"limits": limits, "middleware": middleware}),
         "ws": "none",
         "log_config": None,
         "access_log": False,

@@ -1,4 +1,4 @@
-"""`system_fingerprint`: equal for two servers whose texts are equal for equal seeds and requests."""
+"""`system_fingerprint`: equal for two servers that write equal texts for equal seeds and requests."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from outpace.api.llm import LLM
 
-PART = 1 << 20  # bytes of a file that are read, at its beginning, its middle and its end
+SAMPLE_BYTES = 1 << 20  # read at a file's start, middle and end
 
 
-def of(llm: LLM) -> str:
-    """A hash of weights, tokenizer, template, precision, runtime, exact mode and rule."""
+def system_fingerprint(llm: LLM) -> str:
+    """Hash the weights, tokenizer, template, precision, runtime, exact mode and rule."""
     target = llm.target
     model, tokenizer = target.model, target.tokenizer
     facts: dict[str, Any] = {
@@ -28,13 +28,13 @@ def of(llm: LLM) -> str:
         "rule": llm.rule,
         "vocabulary": sorted(tokenizer.stop_ids),
         "template": tokenizer.chat_template,
-        "files": [_digest(file) for file in _files(llm)],
+        "files": [_digest(file) for file in _model_files(llm)],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _files(llm: LLM) -> list[Path]:
+def _model_files(llm: LLM) -> list[Path]:
     if llm.target.files is None:
         return []
     folder = llm.target.files()
@@ -42,11 +42,11 @@ def _files(llm: LLM) -> list[Path]:
 
 
 def _digest(file: Path) -> list[Any]:
-    """A large file by its size and three parts of it: weights that differ, differ there."""
+    """Return name, size and a hash of three samples: enough to distinguish weights without reading all."""
     size = file.stat().st_size
     digest = hashlib.sha256()
     with file.open("rb") as stream:
-        for start in sorted({0, max(size // 2, 0), max(size - PART, 0)}):
+        for start in sorted({0, max(size // 2, 0), max(size - SAMPLE_BYTES, 0)}):
             stream.seek(start)
-            digest.update(stream.read(PART))
+            digest.update(stream.read(SAMPLE_BYTES))
     return [file.name, size, digest.hexdigest()]

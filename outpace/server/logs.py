@@ -1,4 +1,4 @@
-"""The server's log: one line of JSON an event, on standard error, without the texts of requests and answers."""
+"""The server's log on standard error: one JSON object a line, without the texts of requests and answers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import traceback
 from typing import Any
 
 
-def write(event: str, **facts: Any) -> None:
-    """One line."""
-    record = {"time": round(time.time(), 3), "event": event, **facts}
+def write(event: str, **fields: Any) -> None:
+    """Write one line."""
+    record = {"time": round(time.time(), 3), "event": event, **fields}
     sys.stderr.write(json.dumps(record, default=str) + "\n")
     sys.stderr.flush()
 
 
-def fault(error: BaseException, **facts: Any) -> None:
-    """A bug, with its traceback; the message of the error may hold text and is left out."""
+def fault(error: BaseException, **fields: Any) -> None:
+    """Log a bug with its traceback, but without the error's message, which may quote a request."""
     trace = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
-    write("fault", error=type(error).__name__, trace=trace, **facts)
+    write("fault", error=type(error).__name__, trace=trace, **fields)
 
 
 def stacks() -> None:
-    """Where every thread stands."""
+    """Log the stack of every thread."""
     for ident, frame in sys._current_frames().items():
-        trace = [f"{found.filename}:{found.lineno} {found.name}" for found in traceback.extract_stack(frame)]
+        trace = [f"{entry.filename}:{entry.lineno} {entry.name}" for entry in traceback.extract_stack(frame)]
         write("stack", thread=ident, trace=trace)

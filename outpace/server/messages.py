@@ -1,79 +1,209 @@
-"""How `/v1/messages` answers: the Messages API's events and message."""
+"""`/v1/messages` (the Messages API of Anthropic) and its `count_tokens`: request bodies and the response format."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from outpace.server.choices import Choice, Delta, Ended, Group
+from pydantic import Field
+
+from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.jobs import Job
-from outpace.server.messages_body import MessagesBody
-from outpace.server.parts import CallBegin, Part, Thought
+from outpace.server.generation_request import GenerationRequest, chat_request
+from outpace.server.request_body import Body, SamplingBody
+from outpace.server.response_formats import ResponseFormat, cached_tokens, new_id, sse
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, cached_tokens, event, new_id, speculation
+from outpace.server.tool_calls import AnswerPart, ToolOptions, tool_options
+from outpace.tools.calls import CallBegin, TextDelta
+from outpace.tools.reasoning import ThoughtDelta
 
 
-class MessagesShape(Shape):
-    """Blocks of content, one open at a time."""
+class ContentBlock(Body):
+    """A part of a message: text, thinking, a tool call, or its result. Images and documents are not supported."""
 
-    in_messages = True
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    citations: Any = None
 
-    def __init__(self, service: Service, body: MessagesBody, job: Job) -> None:
-        super().__init__(service, "msg_")
-        self._body, self._job = body, job
-        self._splitter = job.splitter()
+
+class InputMessage(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[ContentBlock]
+
+
+class MessagesTool(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesToolChoice(Body):
+    """Which tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ConversationBody(Body):
+    """A conversation with its tools."""
+
+    messages: list[InputMessage] = Field(min_length=1)
+    system: str | list[ContentBlock] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: dict[str, Any] | None = None  # accepted without effect
+
+
+class CountBody(ConversationBody):
+    """The request body of `count_tokens`."""
+
+    model: str | None = None
+
+
+class MessagesBody(ConversationBody, SamplingBody):
+    """The request body of a message."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+
+
+def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
+    """Convert messages for chat templates."""
+    found: list[dict[str, Any]] = []
+    if body.system:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text or "" for block in body.system)
+        found.append({"role": "system", "content": text})
+    for message in body.messages:
+        if isinstance(message.content, str):
+            found.append({"role": message.role, "content": message.content})
+        else:
+            found += _from_blocks(message.role, message.content)
+    return found
+
+
+def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
+    """Convert one message. Tool results become messages of their own, tool calls a field of the assistant's message."""
+    found: list[dict[str, Any]] = []
+    texts, calls = [], []
+    for block in blocks:
+        if block.type == "tool_result":
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(block)})
+        elif block.type == "tool_use":
+            function = {"name": block.name or "", "arguments": block.input or {}}
+            calls.append({"id": block.id or "", "type": "function", "function": function})
+        elif block.type == "text":
+            texts.append(block.text or "")
+    if texts or calls or not found:
+        message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        found.append(message | {"tool_calls": calls} if calls else message)
+    return found
+
+
+def _result(block: ContentBlock) -> str:
+    if isinstance(block.content, str) or block.content is None:
+        return block.content or ""
+    return "\n".join(part["text"] if isinstance(part.get("text"), str) else json.dumps(part) for part in block.content)
+
+
+def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
+    """Convert tools to the format of chat completions."""
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in body.tools or ()
+    ]
+    chosen = body.tool_choice
+    named = {"type": "function", "function": {"name": chosen.name if chosen else None}}
+    choices: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": named}
+    parallel = not (chosen and chosen.disable_parallel_tool_use)
+    return tool_options(service, tools or None, choices[chosen.type] if chosen else None, parallel)
+
+
+def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
+    """Count the tokens of a conversation's prompt."""
+    return {"input_tokens": len(_tool_options(body, service).render(template_messages(body), {}))}
+
+
+def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
+    """Convert a request body."""
+    if body.stop is not None:
+        raise ApiError(400, "stop is named stop_sequences in this API", param="stop")
+    tools, stop = _tool_options(body, service), body.stop_sequences or []
+    return chat_request(body, service, tools, template_messages(body), body.max_tokens, stop=stop)
+
+
+class MessagesFormat(ResponseFormat):
+    """Writes a message: content blocks, one open at a time."""
+
+    is_messages = True
+
+    def __init__(self, service: Service, body: MessagesBody, request: GenerationRequest) -> None:
+        super().__init__(service, request, body, "msg_")
+        self._splitter = request.splitter()
         self._blocks: list[dict[str, Any]] = []  # the last one is open
-        self._written = 0
 
-    def opening(self, group: Group) -> Iterator[bytes]:
-        message = self._message([], None, None, _usage(group, 0))
-        yield _told("message_start", message=message)
+    def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
+        yield _event("message_start", message=self._message([], None, None, _usage(group, 0)))
 
-    def delta(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
-        self._written += len(delta.tokens)
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
         for part in self._splitter.push(delta.text):
-            yield from self._events(part)
+            yield from self._add(part)
 
-    def ended(self, choice: Choice, ended: Ended) -> Iterator[bytes]:
+    def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
         for part in self._splitter.finish():
-            yield from self._events(part)
+            yield from self._add(part)
         yield from self._close()
-        reason, sequence = self._reason(ended)
+        reason, sequence = self._stop_reason(ended)
         usage = {"output_tokens": ended.tokens}
-        yield _told("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
+        yield _event("message_delta", delta={"stop_reason": reason, "stop_sequence": sequence}, usage=usage)
 
-    def closing(self, group: Group) -> Iterator[bytes]:
-        yield _told("message_stop", seed=self._job.params.seed, **speculation(group))
+    def closing(self, group: ChoiceGroup) -> Iterator[bytes]:
+        yield _event("message_stop", **self.statistics(group))
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[bytes]:
-        yield event(error.messages(request_id), "error")
+        yield sse(error.messages(request_id), "error")
 
-    def ping(self, group: Group) -> bytes:
-        return _told("ping")
+    def ping(self, group: ChoiceGroup) -> bytes:
+        return _event("ping")
 
-    def whole(self, group: Group) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
         (choice,) = group.choices
-        delta = choice.take() or Delta()
         assert choice.ended is not None
-        for part in [*self._splitter.push(delta.text), *self._splitter.finish()]:
-            for _ in self._events(part):
+        for events in (self.delta(choice, choice.take() or ChoiceDelta()), self.ended(choice, choice.ended)):
+            for _ in events:  # fills the blocks
                 pass
-        for _ in self._close():
-            pass
-        reason, sequence = self._reason(choice.ended)
-        message = self._message(self._blocks, reason, sequence, _usage(group, choice.ended.tokens))
-        return {**message, "seed": self._job.params.seed, **speculation(group)}
+        usage = _usage(group, choice.ended.tokens)
+        return {**self._message(self._blocks, *self._stop_reason(choice.ended), usage), **self.statistics(group)}
 
-    def _events(self, part: Part) -> Iterator[bytes]:
-        """Opens the block that a part belongs to, if it is not the open one, and adds the part."""
-        kind = {"Text": "text", "Thought": "thinking"}.get(type(part).__name__, "tool_use")
+    def _add(self, part: AnswerPart) -> Iterator[bytes]:
+        """Add a part to the open block, or to a new one if it belongs elsewhere."""
+        kind = "text" if isinstance(part, TextDelta) else "thinking" if isinstance(part, ThoughtDelta) else "tool_use"
         if not self._blocks or self._blocks[-1]["type"] != kind or isinstance(part, CallBegin):
             yield from self._close()
-            self._blocks.append(self._new_block(kind, part))
+            self._blocks.append(_new_block(kind, part))
             empty = {**self._blocks[-1], **({"input": {}} if kind == "tool_use" else {})}
-            yield _told("content_block_start", index=len(self._blocks) - 1, content_block=empty)
+            yield _event("content_block_start", index=len(self._blocks) - 1, content_block=empty)
         if isinstance(part, CallBegin):
             return
         field, delta_type, key = {
@@ -82,17 +212,10 @@ class MessagesShape(Shape):
             "tool_use": ("input", "input_json_delta", "partial_json"),
         }[kind]
         self._blocks[-1][field] += part.text
-        yield _told("content_block_delta", index=len(self._blocks) - 1, delta={"type": delta_type, key: part.text})
-
-    def _new_block(self, kind: str, part: Part) -> dict[str, Any]:
-        if isinstance(part, CallBegin):
-            return {"type": kind, "id": new_id("toolu_"), "name": part.name, "input": ""}
-        if isinstance(part, Thought):
-            return {"type": kind, "thinking": "", "signature": ""}
-        return {"type": kind, "text": ""}
+        yield _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": delta_type, key: part.text})
 
     def _close(self) -> Iterator[bytes]:
-        """Ends the open block; the input of a call is read as JSON by now."""
+        """Close the open block; parse the input of a tool call."""
         if not self._blocks:
             return
         last = self._blocks[-1]
@@ -101,29 +224,35 @@ class MessagesShape(Shape):
                 last["input"] = json.loads(last["input"] or "{}")
             except ValueError:
                 last["input"] = {}
-        yield _told("content_block_stop", index=len(self._blocks) - 1)
+        yield _event("content_block_stop", index=len(self._blocks) - 1)
 
-    def _reason(self, ended: Ended) -> tuple[str, str | None]:
+    def _stop_reason(self, ended: ChoiceEnd) -> tuple[str, str | None]:
+        """Return stop reason and stop sequence."""
         if isinstance(ended.stop, str):
             return "stop_sequence", ended.stop
         if ended.reason == "length":
             return "max_tokens", None
-        return ("tool_use" if self._splitter.calls else "end_turn"), None
+        return ("tool_use" if self._splitter.num_calls else "end_turn"), None
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, sequence: str | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        model = self._body.model or self.service.names[0]
-        head = {"id": self.id, "type": "message", "role": "assistant", "model": model, "content": content}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
         return {**head, "stop_reason": reason, "stop_sequence": sequence, "usage": usage}
 
 
-def _usage(group: Group, written: int) -> dict[str, Any]:
-    """`input_tokens` are those of the whole prompt; which of them were cached stands beside."""
+def _new_block(kind: str, part: AnswerPart) -> dict[str, Any]:
+    if isinstance(part, CallBegin):
+        return {"type": kind, "id": new_id("toolu_"), "name": part.name, "input": ""}
+    return {"type": kind, "thinking": "", "signature": ""} if kind == "thinking" else {"type": kind, "text": ""}
+
+
+def _usage(group: ChoiceGroup, written: int) -> dict[str, Any]:
+    """Return the usage. `input_tokens` counts the whole prompt, its details the cached part."""
     details = {"cached_tokens": cached_tokens(group)}
     cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": group.prompt_tokens, "output_tokens": written, **cache, "input_tokens_details": details}
 
 
-def _told(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse({"type": kind, **fields}, kind)

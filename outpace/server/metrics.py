@@ -1,4 +1,4 @@
-"""Figures of the server for Prometheus, under vLLM's names."""
+"""The server's metrics for Prometheus, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,108 +12,119 @@ from prometheus_client.registry import Collector
 
 from outpace.core.stats import RunStats
 from outpace.engine.sequence import History
-from outpace.server.choices import Choice, Delta, Ended, Group
+from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+LONG_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+DEPTH_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 COUNTERS = {
-    "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens of prompts whose keys and values were there.",
-    "prompt_tokens": "Tokens of prompts.",
-    "generation_tokens": "Tokens that were written.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens whose keys and values were in the prefix cache.",
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Generated tokens.",
     "spec_decode_num_drafts": "Rounds that verified drafted tokens.",
     "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
-    "client_disconnects": "Clients that left before their answer's end.",
-    "candidate_hits": "Rounds whose next token stood in the candidate cache.",
-    "candidate_misses": "Rounds whose next token did not.",
-    "candidate_stale": "Candidates that came after the text had gone another way.",
+    "client_disconnects": "Clients that disconnected before the end of their answer.",
+    "candidate_hits": "Rounds whose next token was in the candidate cache.",
+    "candidate_misses": "Rounds whose next token was not in the candidate cache.",
+    "candidate_stale": "Candidates that arrived after the text had diverged from them.",
 }
 LABELLED = {
-    "request_success": ("Answers that ended, by their finish reason.", "finished_reason"),
-    "spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position.", "position"),
-    "draft_tokens": ("Drafted tokens that were verified, by who proposed them.", "source"),
-    "requests_rejected": ("Requests that were refused for want of room.", "reason"),
+    "request_success": ("Finished answers by finish reason.", "finished_reason"),
+    "spec_decode_num_accepted_tokens_per_pos": ("Accepted draft tokens by position.", "position"),
+    "draft_tokens": ("Drafted tokens that were verified, by drafter.", "source"),
+    "requests_rejected": ("Requests that were refused because of a full queue or a limit.", "reason"),
 }
 GAUGES = {
-    "num_requests_running": "Answers that are being written.",
-    "num_requests_waiting": "Answers that wait for room.",
-    "engine_step_age_seconds": "Since the last step ended, while work is pending.",
-    "kv_cache_usage_perc": "Share of the budget for keys and values in use, 0 to 1.",
-    "speculation_speedup": "Tokens a second lately, over those of plain decoding by its measured rounds; 0: unknown.",
+    "num_requests_running": "Answers that are being generated.",
+    "num_requests_waiting": "Answers that wait in the queue.",
+    "engine_step_age_seconds": "Seconds since the last step ended, while work is pending.",
+    "kv_cache_usage_perc": "Used share of the KV cache, 0 to 1.",
+    "speculation_speedup": "Recent tokens/s over those of plain decoding by its measured rounds; 0: unknown.",
 }
 HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From the request to its first token.", LONG),
-    "inter_token_latency_seconds": ("Between two rounds of an answer, by token.", SHORT),
-    "e2e_request_latency_seconds": ("From the request to its last token.", LONG),
-    "request_queue_time_seconds": ("Until the engine began with it.", LONG),
-    "request_prefill_time_seconds": ("From there to the first token.", LONG),
-    "request_decode_time_seconds": ("From there to the last token.", LONG),
-    "draft_ahead_depth": ("Length of the longest branch in the candidate cache when the target asked.", DEPTHS),
-    "target_wait_seconds": ("Of an answer, in which no pass of the target ran.", LONG),
+    "time_to_first_token_seconds": ("Seconds from the request to its first token.", LONG_BUCKETS),
+    "inter_token_latency_seconds": ("Seconds between two rounds of an answer, per token.", SHORT_BUCKETS),
+    "e2e_request_latency_seconds": ("Seconds from the request to its last token.", LONG_BUCKETS),
+    "request_queue_time_seconds": ("Seconds in the queue.", LONG_BUCKETS),
+    "request_prefill_time_seconds": ("Seconds from the end of the queue to the first token.", LONG_BUCKETS),
+    "request_decode_time_seconds": ("Seconds from the first token to the last.", LONG_BUCKETS),
+    "draft_ahead_depth": ("Length of the longest cached branch when the target queries the cache.", DEPTH_BUCKETS),
+    "target_wait_seconds": ("Seconds of an answer in which no target pass ran.", LONG_BUCKETS),
 }
 
 
 class Metrics:
-    """One registry under one or two prefixes."""
+    """One registry with all metrics under one or two prefixes."""
 
     def __init__(
-        self, prefix: str, readings: Mapping[str, Callable[[], float]], grammars: Callable[[], tuple[int, float]]
+        self, prefix: str, gauges: Mapping[str, Callable[[], float]], grammars: Callable[[], tuple[int, float]]
     ) -> None:
-        """`readings` give the values of GAUGES, but for the speedup, which comes with the answers' ends; and
-        `grammars`, how many there were and the seconds that they took to compile."""
+        """`gauges` read the values of GAUGES except the speedup, which is known from finished answers. `grammars`
+        returns the number of compiled grammars and the seconds that they took."""
         self.registry = CollectorRegistry()
-        prefixes = ("outpace", "vllm") if prefix == "both" else (prefix,)
-        self._parts = [_Part(f"{name}:", self.registry) for name in prefixes]
-        self._seen: dict[Choice, float] = {}  # when it wrote last
-        self._latest = 0.0  # speedup
-        for part in self._parts:
+        self._metrics: dict[str, list[Any]] = {}  # by name, one for each prefix
+        self._last_output: dict[Choice, float] = {}  # time of a choice's last output
+        self._last_speedup = 0.0
+        for start in ("outpace:", "vllm:") if prefix == "both" else (f"{prefix}:",):
+            for name, text in COUNTERS.items():
+                self._register(name, Counter(start + name, text, registry=self.registry))
+            for name, (text, label) in LABELLED.items():
+                self._register(name, Counter(start + name, text, [label], registry=self.registry))
+            for name, (text, buckets) in HISTOGRAMS.items():
+                self._register(name, Histogram(start + name, text, buckets=buckets, registry=self.registry))
             for name, text in GAUGES.items():
-                Gauge(part.prefix + name, text, registry=self.registry).set_function(readings.get(name, self._speedup))
-            self.registry.register(_Compiled(f"{part.prefix}grammar_compile_seconds", grammars))
+                read = gauges.get(name, lambda: self._last_speedup)
+                Gauge(start + name, text, registry=self.registry).set_function(read)
+            self.registry.register(_GrammarSummary(f"{start}grammar_compile_seconds", grammars))
 
-    def _speedup(self) -> float:
-        return self._latest
+    def _register(self, name: str, metric: Any) -> None:
+        self._metrics.setdefault(name, []).append(metric)
 
     def text(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def add(self, name: str, amount: float = 1.0, **labels: str) -> None:
-        """Counts, or observes, under every prefix."""
-        for part in self._parts:
-            part.add(name, amount, labels)
+        """Increase a counter, or observe a value of a histogram, under every prefix."""
+        for metric in self._metrics[name]:
+            labelled = metric.labels(**labels) if labels else metric
+            if isinstance(metric, Histogram):
+                labelled.observe(amount)
+            else:
+                labelled.inc(amount)
 
-    def rejected(self, reason: str) -> None:
+    def refused(self, reason: str) -> None:
+        """Count a refused request."""
         self.add("requests_rejected", reason=reason)
 
-    def wrote(self, choice: Choice, delta: Delta | None, ended: Ended | None) -> None:
-        """A round of a choice."""
+    def updated(self, choice: Choice, delta: ChoiceDelta | None, ended: ChoiceEnd | None) -> None:
+        """Record a round of a choice."""
         now = time.perf_counter()
         if delta is not None and delta.tokens:
-            before = self._seen.get(choice)
-            self._seen[choice] = now
+            before = self._last_output.get(choice)
+            self._last_output[choice] = now
             if before is not None:
                 self.add("inter_token_latency_seconds", (now - before) / len(delta.tokens))
         if ended is not None:
-            self._seen.pop(choice, None)
-            self.add("prefix_cache_queries", len(choice.asked.request.prompt))
+            self._last_output.pop(choice, None)
+            self.add("prefix_cache_queries", len(choice.prepared.request.prompt))
             self._ended(ended)
 
-    def finished(self, group: Group) -> None:
-        """A request is over."""
+    def finished(self, group: ChoiceGroup) -> None:
+        """Record the end of a request."""
         self.add("prompt_tokens", group.prompt_tokens)
         if group.is_gone:
             self.add("client_disconnects")
         for choice in group.choices:
-            self._seen.pop(choice, None)
+            self._last_output.pop(choice, None)
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: ChoiceEnd) -> None:
         history, figures = ended.history, ended.figures
         self.add("request_success", finished_reason=ended.reason)
-        self._draft_figures(figures, history)
-        self._latest = ended.speedup or self._latest
+        self._record_drafting(figures, history)
+        self._last_speedup = ended.speedup or self._last_speedup
         if not history.began:
             return
         self.add("prefix_cache_hits", history.reused)
@@ -126,7 +137,7 @@ class Metrics:
             waits = [max(step.seconds - step.target_seconds, 0.0) for step in history.steps]
             self.add("target_wait_seconds", sum(waits))
 
-    def _draft_figures(self, figures: RunStats, history: History) -> None:
+    def _record_drafting(self, figures: RunStats, history: History) -> None:
         self.add("spec_decode_num_draft_tokens", figures.drafted)
         self.add("spec_decode_num_accepted_tokens", figures.accepted)
         self.add("spec_decode_num_drafts", figures.positions[0][0] if figures.positions else 0)
@@ -142,35 +153,12 @@ class Metrics:
             self.add("spec_decode_num_accepted_tokens_per_pos", kept, position=str(position))
 
 
-class _Compiled(Collector):
-    """Grammars that were compiled, as a summary: how many, and the seconds of all."""
+class _GrammarSummary(Collector):
+    """Number of compiled grammars and their total time, as a summary."""
 
     def __init__(self, name: str, grammars: Callable[[], tuple[int, float]]) -> None:
         self._name, self._grammars = name, grammars
 
     def collect(self) -> Iterator[Metric]:
         count, seconds = self._grammars()
-        yield SummaryMetricFamily(self._name, "To compile a grammar.", count_value=count, sum_value=seconds)
-
-
-class _Part:
-    """The counters and histograms under one prefix."""
-
-    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
-        self.prefix = prefix
-        self._parts: dict[str, Any] = {
-            name: Counter(prefix + name, text, registry=registry) for name, text in COUNTERS.items()
-        }
-        for name, (text, label) in LABELLED.items():
-            self._parts[name] = Counter(prefix + name, text, [label], registry=registry)
-        for name, (text, buckets) in HISTOGRAMS.items():
-            self._parts[name] = Histogram(prefix + name, text, buckets=buckets, registry=registry)
-
-    def add(self, name: str, amount: float, labels: dict[str, str]) -> None:
-        part = self._parts[name]
-        if labels:
-            part = part.labels(**labels)
-        if isinstance(part, Histogram):
-            part.observe(amount)
-        else:
-            part.inc(amount)
+        yield SummaryMetricFamily(self._name, "Seconds to compile a grammar.", count_value=count, sum_value=seconds)

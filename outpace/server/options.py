@@ -1,4 +1,4 @@
-"""The options of a server."""
+"""The server's options, its limits, and its API keys."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from pathlib import Path
 from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+API_KEY_VARIABLE = "OUTPACE_API_KEY"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds of one request and of all together. Times in seconds."""
+class ServerLimits:
+    """Bounds of one request and of all together. Times are in seconds."""
 
     body_bytes: int = 4 << 20
-    body_seconds: float = 30.0  # to send the headers, and then the body
+    body_seconds: float = 30.0  # to receive the headers, and then the body
     json_depth: int = 64
     connections: int = 512
-    max_queue: int = 128  # choices that wait for room
-    max_queued_tokens: int = 1 << 20  # of their prompts
-    per_key: int = 0  # requests at once of one key; 0: as many as there is room for
+    max_queue: int = 128  # answers that wait for a slot
+    max_queued_tokens: int = 1 << 20  # prompt tokens that wait
+    per_key: int = 0  # concurrent requests of one API key; 0: no limit
     queue_timeout: float = 60.0
     request_timeout: float = 600.0
     write_timeout: float = 30.0
     drain: float = 30.0
-    stuck: float = 60.0  # without a step while work is pending
-    ping: float = 10.0  # of silence in a stream
+    stuck: float = 60.0  # without a finished engine step while work is pending
+    ping: float = 10.0  # of silence in a stream before a sign of life
 
     def __post_init__(self) -> None:
         for name in ("body_bytes", "json_depth", "connections", "max_queue", "max_queued_tokens"):
@@ -43,12 +44,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where to listen, who may ask, and what a request may choose.
+    """Where the server listens, whom it serves, and what a request may choose.
 
-    `names`: what the model is called in requests. `methods`: the methods, drafters and rules that a request may choose
-    beside the server's own. `keys`: SHA-256 hashes, none: everybody may ask. `hosts`: Host headers that are answered;
-    none: those of this machine, or any where there are keys. `ignore_unknown`: fields that are not known are named in a
-    header instead of refused. `tool_prompt`: tools are told in the system message where the template ignores them.
+    `names`: names of the model in requests. `methods`: methods, drafters and rules that a request may choose besides
+    the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
+    empty: those of this machine, or any if there are keys. `ignore_unknown`: report unknown fields in a header instead
+    of refusing them. `tool_prompt`: describe tools in the system message if the chat template ignores them.
     """
 
     host: str = "127.0.0.1"
@@ -61,17 +62,17 @@ class ServerOptions:
     ignore_unknown: bool = False
     tool_prompt: bool = False
     log_prompts: bool = False
-    metrics_prefix: str = "outpace"  # the metrics' prefix: outpace, vllm or both
+    metrics_prefix: str = "outpace"  # outpace, vllm or both
     certificate: Path | None = None
     certificate_key: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         check_whole("port", self.port, 0, 65535)
-        if self.host not in LOCAL and not self.keys and not self.insecure:
+        if self.host not in LOCAL_HOSTS and not self.keys and not self.insecure:
             raise UserError(
-                f"host {self.host} lets other machines ask: give keys by --api-key-file or OUTPACE_API_KEY, or allow"
-                " everybody by --insecure"
+                f"host {self.host} can be reached from other machines: set API keys by --api-key-file or"
+                f" {API_KEY_VARIABLE}, or allow requests without a key by --insecure"
             )
         if self.metrics_prefix not in ("outpace", "vllm", "both"):
             raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
@@ -79,54 +80,45 @@ class ServerOptions:
             raise UserError("TLS needs a certificate and its key, give both or neither")
         if self.certificate is not None and self.certificate_key is not None:
             _check_certificate(self.certificate, self.certificate_key)
-        _check_methods(self.methods)
+        known = {name for kind in registry.KINDS for name in registry.names(kind)}
+        for part in (part for name in self.methods for part in name.split("+")):
+            if part not in known:
+                raise unknown("method, drafter or rule", part, known)
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
-        """Names in the Host header that are answered; none: any."""
+        """Accepted Host headers; empty: any."""
         if self.hosts:
             return self.hosts
-        return () if self.keys or self.insecure else (*LOCAL, "[::1]")
+        return () if self.keys or self.insecure else (*LOCAL_HOSTS, "[::1]")
 
 
 def _check_certificate(certificate: Path, key: Path) -> None:
-    """UserError unless these are a certificate and its key."""
+    """Raise UserError unless these files are a certificate and its key."""
     for file in (certificate, key):
         try:
             file.open("rb").close()
         except OSError as error:
-            raise UserError(f"{file}, for TLS, cannot be read ({error.strerror})") from error
+            raise UserError(f"TLS file {file} cannot be read ({error.strerror})") from error
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
     except ssl.SSLError as error:
         why = f" ({error.reason})" if error.reason else ""
-        raise UserError(f"{certificate} and {key} are no certificate and its key in PEM{why}") from error
-
-
-def _check_methods(names: tuple[str, ...]) -> None:
-    """UserError for a name that requests could never choose."""
-    known = {name for kind in registry.KINDS for name in registry.names(kind)}
-    for name in names:
-        for part in name.split("+"):
-            if part not in known:
-                raise unknown("method, drafter or rule", part, known)
-
-
-VARIABLE = "OUTPACE_API_KEY"
+        raise UserError(f"{certificate} and {key} are not a certificate and its key in PEM format{why}") from error
 
 
 def read_api_keys(file: Path | None) -> frozenset[bytes]:
-    """The hashes of the keys in a file, one a line, and of those in OUTPACE_API_KEY, separated by commas."""
-    keys = [key.strip() for key in os.environ.get(VARIABLE, "").split(",")]
+    """Return hashes of the keys in a file, one a line, and of those in OUTPACE_API_KEY, separated by commas."""
+    keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise UserError(f"{file}, for API keys, cannot be read ({error.strerror})") from None
+            raise UserError(f"API key file {file} cannot be read ({error.strerror})") from None
         except UnicodeDecodeError as error:
-            raise UserError(f"{file}, for API keys, is not UTF-8 text (byte {error.start})") from None
+            raise UserError(f"API key file {file} is not UTF-8 text (byte {error.start})") from None
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
-            raise UserError(f"{file} has no API key, write one a line")
+            raise UserError(f"API key file {file} has no key, write one a line")
         keys += found
     return frozenset(hashlib.sha256(key.encode()).digest() for key in keys if key)

@@ -1,4 +1,4 @@
-"""How an answer is sent: as a stream of events, or whole. Either way a client that leaves ends its answer."""
+"""Sending a response, streamed or whole. A client that disconnects ends its request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from outpace.server import logs
-from outpace.server.choices import Group
-from outpace.server.errors import ApiError, of
+from outpace.server.choices import ChoiceGroup
+from outpace.server.errors import ApiError, to_api_error
+from outpace.server.response_formats import ResponseFormat, to_json
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, encoded
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -25,198 +25,195 @@ EVENT_HEADERS = {
 
 
 class JsonReply(Response):
-    """A JSON value with a status."""
+    """A JSON value."""
 
     def __init__(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(encoded(value), status, dict(headers or {}), "application/json")
+        super().__init__(to_json(value), status, dict(headers or {}), "application/json")
 
 
-def error_reply(error: ApiError, record: dict[str, Any], in_messages: bool) -> JsonReply:
-    """An error in the shape of the API that was asked; its code is noted in the request's line of the log."""
+def error_reply(error: ApiError, record: dict[str, Any], is_messages: bool) -> JsonReply:
+    """Return an error in the format of the requested API, and note its code in the log record of the request."""
     note_error(error, record)
-    value = error.messages(record["id"]) if in_messages else error.openai()
+    value = error.messages(record["id"]) if is_messages else error.openai()
     return JsonReply(value, error.status, error.headers)
 
 
 def note_error(error: ApiError, record: dict[str, Any]) -> None:
-    """For the log."""
+    """Note an error's code in the log record of its request."""
     if error.code:
         record["error"] = error.code
 
 
-class Gone(Exception):
-    """The client has left."""
+class ClientGone(Exception):
+    """The client has disconnected."""
 
 
 class Reply(Response):
-    """An answer that is being written. What ends it, ends it for the engine too."""
+    """A response that is being generated. However it ends, it ends the request in the engine."""
 
-    def __init__(self, service: Service, group: Group, shape: Shape, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, service: Service, group: ChoiceGroup, response_format: ResponseFormat, headers: Mapping[str, str]
+    ) -> None:
         super().__init__()
-        self._service, self._group, self._shape, self._beside = service, group, shape, dict(headers)
-        self._is_told = False  # all but the last bytes: from now on nobody leaves
-        self._sends_since: float | None = None  # by the server's clock
-        self._is_late = False  # the client takes nothing
+        self._service, self._group, self._format, self._more_headers = service, group, response_format, dict(headers)
+        self._is_complete = False  # all but the last bytes are sent: a disconnect does not matter any more
+        self._sending_since: float | None = None  # on the server's clock
+        self._is_too_slow = False  # the client does not read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._look_at_sending()
-        watch = asyncio.create_task(self._watch(receive))
+        self._check_sending()
+        watch = asyncio.create_task(self._watch_disconnect(receive))
         try:
-            await self._reply(scope, send)
-        except (Gone, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not self._is_late:
+            await self._respond(scope, send)
+        except (ClientGone, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._is_too_slow:
                 raise
             self._group.is_gone = True
         finally:
             self._timer.cancel()
-            self._group.let_go()
+            self._group.cancel_timer()
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
-            self._note(scope["state"]["record"])
+            self._fill_record(scope["state"]["record"])
             self._service.leave(self._group)
 
-    async def _reply(self, scope: Scope, send: Send) -> None:
+    async def _respond(self, scope: Scope, send: Send) -> None:
         raise NotImplementedError
 
-    async def _watch(self, receive: Receive) -> None:
-        """Waits for the client to leave."""
+    async def _watch_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        if not self._is_told:
+        if not self._is_complete:
             self._group.is_gone = True
             self._group.wake()
 
-    async def _next(self, seconds: float) -> bool:
-        """Whether something came; raises what ends the answer."""
-        came = await self._group.next(seconds)
+    async def _wait(self, seconds: float) -> bool:
+        """Wait for output; return whether there is some. Raises what ends the response."""
+        changed = await self._group.wait(seconds)
         if self._group.is_gone:
-            raise Gone
-        error = self._group.error
-        if error is not None:
+            raise ClientGone
+        if (error := self._group.error) is not None:
             raise error
-        return came
+        return changed
 
     async def _send(self, send: Send, message: Message) -> None:
-        """A client that takes nothing for too long is held to have left."""
-        self._is_told = message["type"] == "http.response.body" and not message.get("more_body", False)
-        self._sends_since = self._service.clock.time()
+        self._is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self._sending_since = self._service.clock.time()
         try:
             await send(message)
         finally:
-            self._sends_since = None
+            self._sending_since = None
 
-    def _refusal(self, scope: Scope, error: Exception) -> Response:
-        """An answer that is nothing but an error."""
-        return error_reply(self._known(error), scope["state"]["record"], self._shape.in_messages)
+    def _check_sending(self) -> None:
+        """Cancel a response whose client has not read for too long. One timer serves all messages."""
+        now, most = self._service.clock.time(), self._service.limits.write_timeout
+        left = most if self._sending_since is None else self._sending_since + most - now
+        if left <= 0.0:
+            self._is_too_slow = True
+            self._task.cancel()
+            return
+        self._timer = self._service.clock.after(left, self._check_sending)
 
-    @staticmethod
-    def _known(error: Exception) -> ApiError:
-        """As it is told; a bug is logged."""
-        known = of(error)
-        if known.status == 500:
-            logs.fault(error)
-        return known
+    async def _send_error(self, scope: Scope, send: Send, error: Exception) -> None:
+        reply = error_reply(_logged(error), scope["state"]["record"], self._format.is_messages)
+        await self._send_whole(scope, send, reply)
 
     async def _send_whole(self, scope: Scope, send: Send, reply: Response) -> None:
         scope["state"]["record"]["status"] = reply.status_code
-        for message in _messages(reply):
-            await self._send(send, message)
+        start = {"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers}
+        await self._send(send, start)
+        await self._send(send, {"type": "http.response.body", "body": reply.body})
 
-    def _look_at_sending(self) -> None:
-        """One timer for all that is sent; it breaks off what takes too long."""
-        now, most = self._service.clock.time(), self._service.limits.write_timeout
-        left = most if self._sends_since is None else self._sends_since + most - now
-        if left <= 0.0:
-            self._is_late = True
-            self._task.cancel()
-            return
-        self._timer = self._service.clock.after(left, self._look_at_sending)
-
-    def _note(self, record: dict[str, Any]) -> None:
-        """For the log."""
+    def _fill_record(self, record: dict[str, Any]) -> None:
         choices = self._group.choices
         record["prompt_tokens"] = self._group.prompt_tokens
-        record["completion_tokens"] = sum(choice.ended.tokens if choice.ended else choice.written for choice in choices)
+        record["completion_tokens"] = sum(choice.num_tokens for choice in choices)
         record["finish"] = (
             "disconnect" if self._group.is_gone else [c.ended.reason if c.ended else None for c in choices]
         )
 
 
-class Whole(Reply):
-    """One JSON value at the end."""
+def _logged(error: Exception) -> ApiError:
+    """Convert an error for the client; log it if it is a bug."""
+    found = to_api_error(error)
+    if found.status == 500:
+        logs.fault(error)
+    return found
 
-    async def _reply(self, scope: Scope, send: Send) -> None:
+
+class WholeReply(Reply):
+    """A response of one JSON object."""
+
+    async def _respond(self, scope: Scope, send: Send) -> None:
         try:
             while not self._group.has_ended:
-                await self._next(60.0)
+                await self._wait(60.0)
             if self._group.error is not None:
                 raise self._group.error
-            reply: Response = JsonReply(self._shape.whole(self._group), headers=self._beside)
-        except Gone:
+            reply = JsonReply(self._format.whole(self._group), headers=self._more_headers)
+        except ClientGone:
             raise
         except Exception as error:
-            reply = self._refusal(scope, error)
-        await self._send_whole(scope, send, reply)
-
-
-def _messages(reply: Response) -> Iterable[Message]:
-    yield {"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers}
-    yield {"type": "http.response.body", "body": reply.body}
+            await self._send_error(scope, send, error)
+        else:
+            await self._send_whole(scope, send, reply)
 
 
 class EventStream(Reply):
-    """Server-sent events: one a round and choice, and a sign of life in silence. They begin when the engine does: what
-    ends a request in the queue is told by its status, by which clients know whether to ask again."""
+    """A response of server-sent events: one a round and choice, and a sign of life after silence.
 
-    async def _reply(self, scope: Scope, send: Send) -> None:
+    The stream starts when the engine starts the request. An error before that is an HTTP status, by which clients
+    decide whether to retry.
+    """
+
+    async def _respond(self, scope: Scope, send: Send) -> None:
         try:
             while self._group.is_waiting:
-                await self._next(self._service.limits.ping / 2)
-        except Gone:
+                await self._wait(self._service.limits.ping / 2)
+        except ClientGone:
             raise
         except Exception as error:
-            if not self._group.has_begun:  # else it is told below, however soon it came
-                await self._send_whole(scope, send, self._refusal(scope, error))
+            if not self._group.has_begun:  # otherwise the stream reports it
+                await self._send_error(scope, send, error)
                 return
-        self._group.wake()  # what came is still to be looked at
-        pairs = {**self._beside, **EVENT_HEADERS}.items()
+        self._group.wake()  # for the output that came with the start
+        pairs = {**self._more_headers, **EVENT_HEADERS}.items()
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await self._write(send, self._shape.opening(self._group))
-            await self._events(send)
-        except Gone:
+            await self._write(send, self._format.opening(self._group))
+            await self._write_events(send)
+        except ClientGone:
             raise
         except Exception as error:
-            record, known = scope["state"]["record"], self._known(error)
-            note_error(known, record)
-            await self._write(send, self._shape.failed(known, record["id"]))
+            record, found = scope["state"]["record"], _logged(error)
+            note_error(found, record)
+            await self._write(send, self._format.failed(found, record["id"]))
         await self._send(send, {"type": "http.response.body", "body": b""})
 
-    async def _events(self, send: Send) -> None:
-        group, shape = self._group, self._shape
-        told: set[int] = set()
+    async def _write_events(self, send: Send) -> None:
+        group, ended = self._group, set[int]()
         silent_since = time.monotonic()
-        while len(told) < len(group.choices):
-            came = await self._next(self._service.limits.ping / 2)
+        while len(ended) < len(group.choices):
+            changed = await self._wait(self._service.limits.ping / 2)
             events: list[bytes] = []
-            for number, choice in enumerate(group.choices if came else ()):
+            for number, choice in enumerate(group.choices if changed else ()):
                 delta = choice.take()
                 if delta is not None:
-                    events += shape.delta(choice, delta)
-                if choice.ended is not None and number not in told:
-                    told.add(number)
-                    events += shape.ended(choice, choice.ended)
+                    events += self._format.delta(choice, delta)
+                if choice.ended is not None and number not in ended:
+                    ended.add(number)
+                    events += self._format.ended(choice, choice.ended)
             if not events and time.monotonic() - silent_since >= self._service.limits.ping:
-                events = [shape.ping(group)]
+                events = [self._format.ping(group)]
             if events:
                 await self._write(send, events)
                 silent_since = time.monotonic()
-        await self._write(send, shape.closing(group))
+        await self._write(send, self._format.closing(group))
 
     async def _write(self, send: Send, events: Iterable[bytes]) -> None:
         body = b"".join(events)

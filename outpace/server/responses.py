@@ -1,76 +1,210 @@
-"""How `/v1/responses` answers: events in the Responses API's order, and the response that they add up to."""
+"""`/v1/responses`: its request body and its response format."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from outpace.server.choices import Choice, Delta, Ended, Group
+from pydantic import Field
+
+from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.jobs import Job
-from outpace.server.parts import CallBegin, Part, Thought
-from outpace.server.responses_body import ResponsesBody, wants_logprobs
+from outpace.server.generation_request import GenerationRequest, chat_request
+from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody
+from outpace.server.response_formats import ResponseFormat, cached_tokens, new_id, sse
 from outpace.server.service import Service
-from outpace.server.shapes import Shape, TokenTexts, best, cached_tokens, event, finite, new_id, speculation
+from outpace.server.tool_calls import AnswerPart, tool_options
+from outpace.tools.calls import CallBegin, TextDelta
+from outpace.tools.reasoning import ThoughtDelta
 
-ITEMS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
-class ResponsesShape(Shape):
-    """Items of output, one open at a time; streamed and final items have the same ids."""
+class ContentPart(Body):
+    """A text part of an item."""
 
-    def __init__(self, service: Service, body: ResponsesBody, job: Job) -> None:
-        super().__init__(service, "resp_")
-        self._body, self._job = body, job
-        self._splitter = job.splitter()
-        self._texts = TokenTexts(service)
+    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(Body):
+    """A message, a function call, its output, or reasoning."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    id: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[ContentPart] | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+    phase: str | None = None
+
+
+class TextOptions(Body):
+    """The format of the text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # accepted without effect
+
+
+class ResponsesBody(SamplingBody):
+    """The request body of a response."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Convert input items for chat templates."""
+    found: list[dict[str, Any]] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    for number, item in enumerate(body.input):
+        found += _from_item(item, number)
+    return found
+
+
+def _from_item(item: InputItem, number: int) -> list[dict[str, Any]]:
+    if item.type == "reasoning":
+        return []
+    if item.type == "function_call":
+        try:
+            arguments = json.loads(item.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = item.arguments
+        call = {"name": item.name or "", "arguments": arguments}
+        calls = [{"id": item.call_id or "", "type": "function", "function": call}]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}]
+    if item.type == "function_call_output":
+        return [{"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output)}]
+    if item.role is None:
+        raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
+    return [{"role": "system" if item.role == "developer" else item.role, "content": _text(item.content)}]
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text or part.refusal or "" for part in content)
+    return content or ""
+
+
+def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
+    """Convert a request body."""
+    for name in ("store", "previous_response_id", "background"):
+        if value := getattr(body, name):
+            message = f"{name} is {value!r:.60}, but this server stores no responses: leave it out"
+            raise ApiError(400, message, param=name)
+    messages = template_messages(body)
+    if not messages:
+        raise ApiError(400, "input is an empty list, it must be a text or a list of items", param="input")
+    return chat_request(
+        body,
+        service,
+        tool_options(service, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
+        messages,
+        body.max_output_tokens,
+        response_format=body.text.format if body.text else None,
+        logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
+    )
+
+
+def _chat_tools(given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Convert functions to the format of chat completions; raise ApiError for other kinds of tools."""
+    other = next((tool for tool in given or () if tool.get("type") != "function"), None)
+    if other is not None:
+        message = f"a tool has type {other.get('type')!r:.60}, this server supports functions only"
+        raise ApiError(400, message, param="tools", code="invalid_value")
+    names = ("name", "description", "parameters", "strict")
+    return given and [
+        {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        for tool in given
+    ]
+
+
+def _wants_logprobs(body: ResponsesBody) -> bool:
+    return body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
+
+
+class ResponsesFormat(ResponseFormat):
+    """Writes a response: output items, one open at a time. Streamed and final items have the same ids."""
+
+    def __init__(self, service: Service, body: ResponsesBody, request: GenerationRequest) -> None:
+        super().__init__(service, request, body, "resp_")
+        self._splitter = request.splitter()
         self._items: list[dict[str, Any]] = []  # the last one is open
-        self._sequence = 0
-        self._group: Group | None = None
-        self._end: Ended | None = None
+        self._sequence_number = 0
+        self._group: ChoiceGroup | None = None
+        self._status = "in_progress"
 
-    def opening(self, group: Group) -> Iterator[bytes]:
+    def opening(self, group: ChoiceGroup) -> Iterator[bytes]:
         self._group = group
         for name in ("response.created", "response.in_progress"):
-            yield self._told(name, response=self._response("in_progress"))
+            yield self._event(name, response=self._response(self._status))
 
-    def delta(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
-        logprobs = self._logprobs(delta)
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        count, records = self.body.top_logprobs or 0, delta.logprobs if _wants_logprobs(self.body) else ()
+        logprobs = [self.logprob_entry(record, count) for record in records]
         for part in self._splitter.push(delta.text):
-            yield from self._events(part, logprobs)
+            yield from self._add(part, logprobs)
             logprobs = []
 
-    def ended(self, choice: Choice, ended: Ended) -> Iterator[bytes]:
-        self._end = ended
+    def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
+        self._status = "incomplete" if ended.reason == "length" else "completed"
         for part in self._splitter.finish():
-            yield from self._events(part, [])
+            yield from self._add(part, [])
         if not self._items:
             yield from self._open("message", None)
-        yield from self._close("incomplete" if ended.reason == "length" else "completed")
+        yield from self._close(self._status)
 
-    def closing(self, group: Group) -> Iterator[bytes]:
-        assert self._end is not None
-        status = "incomplete" if self._end.reason == "length" else "completed"
-        yield self._told(f"response.{status}", response=self._response(status))
+    def closing(self, group: ChoiceGroup) -> Iterator[bytes]:
+        yield self._event(f"response.{self._status}", response=self._response(self._status))
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[bytes]:
-        told = {"code": error.code or "server_error", "message": error.message}
-        yield self._told("error", param=error.param, **told)
-        yield self._told("response.failed", response={**self._response("failed"), "error": told})
+        fields = {"code": error.code or "server_error", "message": error.message}
+        yield self._event("error", param=error.param, **fields)
+        yield self._event("response.failed", response={**self._response("failed"), "error": fields})
 
-    def whole(self, group: Group) -> dict[str, Any]:
+    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
         self._group = group
         (choice,) = group.choices
         assert choice.ended is not None
-        for _ in self.delta(choice, choice.take() or Delta()):
-            pass
-        for _ in self.ended(choice, choice.ended):
-            pass
-        return self._response("incomplete" if choice.ended.reason == "length" else "completed")
+        for events in (self.delta(choice, choice.take() or ChoiceDelta()), self.ended(choice, choice.ended)):
+            for _ in events:  # fills the items
+                pass
+        return self._response(self._status)
 
-    def _events(self, part: Part, logprobs: list[Any]) -> Iterator[bytes]:
-        """Opens the item that a part belongs to, if it is not the open one, and adds the part."""
-        kind = {"Text": "message", "Thought": "reasoning"}.get(type(part).__name__, "function_call")
+    def _add(self, part: AnswerPart, logprobs: list[Any]) -> Iterator[bytes]:
+        """Add a part to the open item, or to a new one if it belongs elsewhere."""
+        kind = (
+            "message"
+            if isinstance(part, TextDelta)
+            else "reasoning"
+            if isinstance(part, ThoughtDelta)
+            else "function_call"
+        )
         if not self._items or self._items[-1]["type"] != kind or isinstance(part, CallBegin):
             yield from self._close("completed")
             yield from self._open(kind, part)
@@ -79,18 +213,19 @@ class ResponsesShape(Shape):
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         if kind == "function_call":
             self._items[-1]["arguments"] += part.text
-            yield self._told("response.function_call_arguments.delta", **place, delta=part.text)
+            yield self._event("response.function_call_arguments.delta", **place, delta=part.text)
             return
         content = self._items[-1]["content"][0]
         content["text"] += part.text
-        if isinstance(part, Thought):
-            yield self._told("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
+        if kind == "reasoning":
+            yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
             return
         content["logprobs"] += logprobs
-        yield self._told("response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=logprobs)
+        yield self._event("response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=logprobs)
 
-    def _open(self, kind: str, part: Part | None) -> Iterator[bytes]:
-        item: dict[str, Any] = {"type": kind, "id": new_id(ITEMS[kind]), "status": "in_progress"}
+    def _open(self, kind: str, part: AnswerPart | None) -> Iterator[bytes]:
+        """Open an item."""
+        item: dict[str, Any] = {"type": kind, "id": new_id(ID_PREFIXES[kind]), "status": "in_progress"}
         contents: dict[str, Any] = {
             "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
             "reasoning": {"type": "reasoning_text", "text": ""},
@@ -103,14 +238,14 @@ class ResponsesShape(Shape):
             item |= {"summary": [], "content": []}
         self._items.append(item)
         place = {"output_index": len(self._items) - 1}
-        yield self._told("response.output_item.added", **place, item=item)
+        yield self._event("response.output_item.added", **place, item=item)
         if kind in contents:
             item["content"] = [contents[kind]]
             place = {"item_id": item["id"], **place, "content_index": 0}
-            yield self._told("response.content_part.added", **place, part=contents[kind])
+            yield self._event("response.content_part.added", **place, part=contents[kind])
 
     def _close(self, status: str) -> Iterator[bytes]:
-        """Ends the open item."""
+        """Close the open item."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item = self._items[-1]
@@ -118,34 +253,19 @@ class ResponsesShape(Shape):
         place = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._told("response.function_call_arguments.done", **place, **done)
+            yield self._event("response.function_call_arguments.done", **place, **done)
         else:
             (part,) = item["content"]
             name = "output_text" if item["type"] == "message" else "reasoning_text"
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._told(f"response.{name}.done", **place, content_index=0, text=part["text"], **more)
-            yield self._told("response.content_part.done", **place, content_index=0, part=part)
-        yield self._told("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        if not wants_logprobs(self._body):
-            return []
-        count = self._body.top_logprobs or 0
-        return [
-            {
-                **self._entry(record.token, finite(record.logprob)),
-                "top_logprobs": [self._entry(*pair) for pair in best(record, count)],
-            }
-            for record in delta.logprobs
-        ]
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
+            yield self._event(f"response.{name}.done", **place, content_index=0, text=part["text"], **more)
+            yield self._event("response.content_part.done", **place, content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _response(self, status: str) -> dict[str, Any]:
-        body, is_over = self._body, status in ("completed", "incomplete")
+        body, is_over = self.body, status in ("completed", "incomplete")
         assert self._group is not None
-        told: dict[str, Any] = {
+        response: dict[str, Any] = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -155,7 +275,7 @@ class ResponsesShape(Shape):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": body.model or self.service.names[0],
+            "model": self.model,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -171,14 +291,14 @@ class ResponsesShape(Shape):
             "user": body.user,
             "metadata": body.metadata or {},
         }
-        return {**told, "seed": self._job.params.seed, **speculation(self._group)} if is_over else told
+        return {**response, **self.statistics(self._group)} if is_over else response
 
-    def _told(self, kind: str, **fields: Any) -> bytes:
-        self._sequence += 1
-        return event({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence_number += 1
+        return sse({"type": kind, "sequence_number": self._sequence_number - 1, **fields}, kind)
 
 
-def _usage(group: Group) -> dict[str, Any]:
+def _usage(group: ChoiceGroup) -> dict[str, Any]:
     written = sum(choice.ended.tokens if choice.ended else 0 for choice in group.choices)
     return {
         "input_tokens": group.prompt_tokens,

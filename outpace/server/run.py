@@ -1,10 +1,13 @@
-"""Listens, until a signal ends it: the first one lets running answers end, a second one ends at once."""
+"""Running the server until a signal: the first lets running answers finish, a second one ends it at once."""
 
 from __future__ import annotations
 
 import asyncio
+import select
+import selectors
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,58 +16,102 @@ import uvicorn
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.server import logs, resting
-from outpace.server.app import build
-from outpace.server.connections import settings
+from outpace.server import logs
+from outpace.server.app import build_app
+from outpace.server.connections import uvicorn_settings
 from outpace.server.errors import unavailable
-from outpace.server.gate import Gate
+from outpace.server.middleware import Middleware
 from outpace.server.options import ServerOptions
-from outpace.server.resting import Resting
 from outpace.server.service import Service
 
-GRACE = 3.0  # seconds for the last events to be sent
-_SWITCH = 0.0005  # seconds: so long may the engine's thread keep the interpreter from the event loop; by default 0.005
+GRACE_SECONDS = 3.0  # for sending the last events
+SWITCH_INTERVAL = 0.0005  # seconds that the engine's thread may keep the interpreter lock from the event loop
+BATCHING_SECONDS = 0.02  # by which a refusal may be delayed, or by twice that on a new connection
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but that it drains before it closes, and that a signal that was obeyed is no failure."""
+    """uvicorn's server, but it drains before it closes, and ending by a signal is not an error."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
-        self._drained: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal, and the second."""
+        """Handle the first and the second signal."""
         if self._service.is_draining:
             self.force_exit = self.should_exit = True
             return
         self._service.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        if self._service.is_draining and self._drained is None:
-            self._drained = asyncio.create_task(self._drain())
+        """Start draining after a signal. uvicorn calls this ten times a second."""
+        if self._service.is_draining and self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
         return await super().on_tick(counter)
 
     async def _drain(self) -> None:
         service = self._service
         logs.write("drain", requests=len(service.admission.groups))
-        end = service.clock.time() + service.limits.drain
-        while service.admission.groups and service.clock.time() < end:
-            await asyncio.sleep(0.02)
-        service.end_all(unavailable("the server is shutting down", "draining"))
-        end = service.clock.time() + GRACE
-        while service.admission.groups and service.clock.time() < end:
-            await asyncio.sleep(0.02)
+        await self._wait_for_requests(service.limits.drain)
+        service.fail_all(unavailable("the server is shutting down", "draining"))
+        await self._wait_for_requests(GRACE_SECONDS)
         self.should_exit = True
+
+    async def _wait_for_requests(self, seconds: float) -> None:
+        end = self._service.clock.time() + seconds
+        while self._service.admission.groups and self._service.clock.time() < end:
+            await asyncio.sleep(0.02)
+
+
+class BatchingSelector(selectors.DefaultSelector):
+    """An event loop's selector. While `is_full`, events of connections wait for a wake-up by another thread.
+
+    The event loop shares the CPU with the engine's threads. Woken for each refusal in a flood of requests, it would
+    interrupt them as often. So it wakes up once a step, when the engine has output anyway, and refuses many at once.
+    """
+
+    is_full: Callable[[], bool] = staticmethod(lambda: False)
+    _waker: Any = None  # by which other threads wake the loop: the first one that the loop registers
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        key = super().register(fileobj, events, data)
+        self._waker = self._waker or key
+        return key
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        began = time.monotonic()
+        found = super().select(timeout)
+        if timeout == 0 or not found or any(key is self._waker for key, _ in found) or not self.is_full():
+            return found  # with timeout 0 the loop has other work
+        left = BATCHING_SECONDS if timeout is None else min(BATCHING_SECONDS, timeout - (time.monotonic() - began))
+        select.select([self._waker.fd], [], [], max(left, 0.0))
+        return super().select(0)
+
+
+def run_loop(main: Callable[[BatchingSelector], Any]) -> None:
+    """Run a coroutine as asyncio.run does, on a loop with a BatchingSelector, which is passed to `main`."""
+    selector = BatchingSelector()
+    loop = asyncio.SelectorEventLoop(selector)
+    try:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(main(selector))
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """The socket; UserError where the address cannot be had."""
+    """Return a bound socket; raise UserError if the address is not available."""
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio looks for it
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio checks the protocol
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
     except OSError as error:
@@ -72,28 +119,28 @@ def listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def serve(llm: LLM, options: ServerOptions, listener: socket.socket, started: Callable[[], None]) -> None:
-    """Serves until a signal comes; `started` is called once requests are answered."""
-    sys.setswitchinterval(_SWITCH)
+def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started: Callable[[], None]) -> None:
+    """Serve until a signal. `on_started` is called when requests are accepted."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
     service = Service(llm, options)
-    server = make_server(build(service), service)
+    server = make_server(build_app(service), service)
 
-    async def run(selector: Resting) -> None:
+    async def run(selector: BatchingSelector) -> None:
         selector.is_full = lambda: service.admission.is_full
         task = asyncio.create_task(server.serve([listener]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
         if server.started:
-            started()
+            on_started()
         await task
 
-    resting.run(run)
+    run_loop(run)
 
 
-def make_server(app: Gate, service: Service) -> Server:
-    """uvicorn with our connections."""
+def make_server(app: Middleware, service: Service) -> Server:
+    """Return a server for an application."""
     options = service.options
     tls: dict[str, Any] = {}
     if options.certificate is not None:
         tls = {"ssl_certfile": str(options.certificate), "ssl_keyfile": str(options.certificate_key)}
-    return Server(uvicorn.Config(app, **settings(options.limits, app), **tls), service)
+    return Server(uvicorn.Config(app, **uvicorn_settings(options.limits, app), **tls), service)

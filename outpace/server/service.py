@@ -1,4 +1,4 @@
-"""What all endpoints share: the model, its engine's thread, the queue, the metrics, and whether the server is well."""
+"""What all endpoints share: the model, the engine's thread, the queue, the metrics, and the server's health."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from outpace.api.llm import LLM
-from outpace.server import fingerprint, logs
-from outpace.server.admission import Admission, Place
-from outpace.server.choices import Choice, Group
-from outpace.server.engine_thread import EngineThread, Update
+from outpace.server import logs
+from outpace.server.admission import Admission, Reservation
+from outpace.server.choices import Choice, ChoiceGroup
+from outpace.server.engine_thread import ChoiceUpdate, EngineThread
 from outpace.server.errors import ApiError, unavailable
-from outpace.server.jobs import Job, choices_of
+from outpace.server.fingerprint import system_fingerprint
+from outpace.server.generation_request import GenerationRequest, choices_of
 from outpace.server.metrics import Metrics
 from outpace.server.options import ServerOptions
 from outpace.server.timers import LoopClock, Timer
@@ -24,45 +25,45 @@ from outpace.tools.definitions import CallFormat, call_format_of, takes_tools
 from outpace.tools.reasoning import has_thoughts
 
 T = TypeVar("T")
-PROMPTLY = 0.25  # seconds in which an engine that is well takes a request in
-PREPARERS = 2  # threads that tokenise, render templates and compile grammars
+SUBMIT_SECONDS = 0.25  # in which a healthy engine accepts a request
+NUM_WORKERS = 2  # threads that tokenize, render templates and compile grammars
 
 
 class Service:
-    """One model that is served. Everything but the engine's thread belongs to one event loop."""
+    """One served model. Everything but the engine's thread belongs to one event loop."""
 
     def __init__(self, llm: LLM, options: ServerOptions, now: Callable[[], float] = time.monotonic) -> None:
-        """`now`: the system's clock."""
+        """`now` is the system's clock."""
         self.clock = LoopClock(now)
         self.llm, self.options, self.limits = llm, options, options.limits
         self.names = options.names or (llm.target.name,)
         self.created = int(time.time())
-        self.fingerprint = fingerprint.of(llm)
+        self.fingerprint = system_fingerprint(llm)
         self.max_model_len: int = llm.target.model.max_positions
         self.admission = Admission(self.limits, llm.engine.options.batch, self.clock.time)
         self.thread = EngineThread(llm.engine, self._post, logs.fault, self.clock.time)
-        readings: dict[str, Callable[[], float]] = {
+        gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.admission.running,
             "num_requests_waiting": lambda: self.admission.waiting,
             "engine_step_age_seconds": lambda: self.thread.step_age,
             "kv_cache_usage_perc": lambda: llm.engine.memory.used / max(llm.engine.memory.budget, 1),
         }
         grammars = llm.grammars
-        self.metrics = Metrics(options.metrics_prefix, readings, lambda: (grammars.compiled, grammars.seconds))
+        self.metrics = Metrics(options.metrics_prefix, gauges, lambda: (grammars.compiled, grammars.seconds))
         self.is_draining = False
-        self._executor = ThreadPoolExecutor(PREPARERS, "prepare")
+        self._executor = ThreadPoolExecutor(NUM_WORKERS, "prepare")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._groups: dict[Any, Group] = {}  # by choice
-        self._timers: dict[Group, list[Timer]] = {}
+        self._groups: dict[Any, ChoiceGroup] = {}  # by choice
+        self._timers: dict[ChoiceGroup, list[Timer]] = {}
 
     def begin(self) -> None:
-        """Called in the event loop."""
+        """Start the engine's thread. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self.clock.begin(self._loop)
         self.thread.start()
 
     def end(self) -> None:
-        """Ends the engine's thread, and with it all answers."""
+        """Stop the engine's thread, which ends all answers."""
         self.is_draining = True
         self.thread.stop(10.0)
         self.clock.end()
@@ -70,88 +71,94 @@ class Service:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the model's chat template tells it of tools."""
+        """Whether the model's chat template renders tools."""
         return takes_tools(self.llm.tokenizer)
 
     @cached_property
     def family(self) -> CallFormat:
-        """How the model writes a call of a tool."""
+        """The syntax in which the model calls a tool."""
         return call_format_of(self.llm.tokenizer)
 
     @cached_property
     def has_thoughts(self) -> bool:
-        """Whether the model thinks before it answers."""
+        """Whether the model reasons before it answers."""
         return has_thoughts(self.llm.tokenizer)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether work is pending and no step ends."""
+        """Whether work is pending and the engine's step does not end."""
         return self.thread.step_age > self.limits.stuck
 
     def check_ready(self) -> None:
-        """ApiError where no request can be taken."""
+        """Raise ApiError 503 if the server accepts no requests."""
         if self.is_draining:
-            raise unavailable("the server is shutting down and takes no more requests", "draining")
+            raise unavailable("the server is shutting down and accepts no requests", "draining")
         if self.is_stuck:
-            raise unavailable(f"the engine is stuck for {self.thread.step_age:.0f} seconds", "stuck")
+            raise unavailable(f"the engine has been stuck for {self.thread.step_age:.0f} seconds", "stuck")
 
-    def check_room(self) -> None:
-        """ApiError 429 where the queue is full: told before the body is read."""
-        with self._counting():
+    def check_queue(self) -> None:
+        """Raise ApiError 429 if the queue is full."""
+        with self._count_refusals():
             self.admission.check()
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Refusals, for the metrics."""
+    def _count_refusals(self) -> Iterator[None]:
         try:
             yield
         except ApiError as error:
             if error.status == 429:
-                self.metrics.rejected(error.code or "")
+                self.metrics.refused(error.code or "")
             raise
 
-    async def apart(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call gives that takes long, in a thread of its own."""
+    async def run_in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a slow call in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
     async def start(
-        self, job_of: Callable[..., Job], body: Any, key: str, place: Place | None = None
-    ) -> tuple[Job, Group]:
-        """Takes a request in, into the `place` that it has: it is admitted, and each of its choices can run. ApiError
-        or UserError where not."""
+        self,
+        to_request: Callable[[Any, Service], GenerationRequest],
+        body: Any,
+        key: str,
+        reservation: Reservation | None = None,
+    ) -> tuple[GenerationRequest, ChoiceGroup]:
+        """Admit a request and submit its choices to the engine; raise ApiError or UserError if that fails.
+
+        `to_request` converts the body in a worker thread. `reservation` is the request's place in the queue if it has
+        one already.
+        """
         self.check_ready()
-        with self._counting():
-            place = place or self.admission.place()
+        with self._count_refusals():
+            reservation = reservation or self.admission.reserve()
             try:
-                job, choices = await self.apart(self._prepared, job_of, body, key)
-                group = Group(choices, job.prompts, key, job.thoughts)
+                request, choices = await self.run_in_thread(self._prepare, to_request, body, key)
+                group = ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
                 self.admission.admit(group)
             finally:
-                place.leave()
+                reservation.release()
         self._groups.update(dict.fromkeys(choices, group))
         self._set_timers(group)
         submitted = asyncio.wrap_future(self.thread.submit(choices))
-        submitted.add_done_callback(lambda done: self._taken(group, done))
-        await asyncio.wait([submitted], timeout=PROMPTLY)  # what is wrong is best told before the headers
+        submitted.add_done_callback(lambda done: self._on_submitted(group, done))
+        await asyncio.wait([submitted], timeout=SUBMIT_SECONDS)  # an error is best reported before the headers
         if group.failure is not None:
             self.leave(group)
             raise group.failure
-        return job, group
+        return request, group
 
-    def _prepared(self, job_of: Callable[..., Job], body: Any, key: str) -> tuple[Job, list[Choice]]:
-        """In an executor's thread."""
-        job = job_of(body, self)
-        return job, list(choices_of(job, self.llm, key))
+    def _prepare(
+        self, to_request: Callable[[Any, Service], GenerationRequest], body: Any, key: str
+    ) -> tuple[GenerationRequest, list[Choice]]:
+        request = to_request(body, self)
+        return request, list(choices_of(request, self.llm, key))
 
     @staticmethod
-    def _taken(group: Group, done: asyncio.Future[None]) -> None:
-        """The engine has taken a request in, or refused it."""
+    def _on_submitted(group: ChoiceGroup, done: asyncio.Future[None]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, Exception):
             group.fail(error)
 
-    def leave(self, group: Group) -> None:
-        """A request is over for its client: what still runs of it is ended."""
+    def leave(self, group: ChoiceGroup) -> None:
+        """Forget a request whose response has ended, and abort its choices that still run."""
         if not group.has_ended:
             self.thread.abort(group.choices)
         for timer in self._timers.pop(group, ()):
@@ -159,41 +166,41 @@ class Service:
         for choice in group.choices:
             self._groups.pop(choice, None)
         if group in self.admission.groups:
-            self.admission.leave(group)
+            self.admission.remove(group)
             self.metrics.finished(group)
 
-    def end_all(self, error: ApiError) -> None:
-        """Ends all requests with an error: the server goes."""
+    def fail_all(self, error: ApiError) -> None:
+        """End all requests with an error."""
         for group in list(self.admission.groups):
             group.fail(error)
 
-    def _set_timers(self, group: Group) -> None:
+    def _set_timers(self, group: ChoiceGroup) -> None:
         limits = self.limits
         late = ApiError(504, f"the answer took more than {limits.request_timeout:g} seconds", code="timeout")
 
-        def look_at_queue() -> None:
-            if error := self.admission.waited(group):
-                self.metrics.rejected(error.code or "")
+        def check_queue_timeout() -> None:
+            if error := self.admission.timeout_error(group):
+                self.metrics.refused(error.code or "")
                 group.fail(error)
 
         self._timers[group] = [
             self.clock.after(limits.request_timeout, lambda: group.fail(late)),
-            self.clock.after(limits.queue_timeout, look_at_queue),
+            self.clock.after(limits.queue_timeout, check_queue_timeout),
         ]
 
-    def _post(self, updates: Sequence[Update]) -> None:
-        """In the engine's thread: hands a step's news to the event loop."""
+    def _post(self, updates: Sequence[ChoiceUpdate]) -> None:
+        """Pass a step's updates from the engine's thread to the event loop."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
-    def _deliver(self, updates: Sequence[Update]) -> None:
+    def _deliver(self, updates: Sequence[ChoiceUpdate]) -> None:
         tokens = sum(len(update.delta.tokens) for update in updates if update.delta)
         self.metrics.add("generation_tokens", tokens)
         for choice, delta, ended in updates:
             group = self._groups.get(choice)
-            self.metrics.wrote(choice, delta, ended)
+            self.metrics.updated(choice, delta, ended)
             choice.add(delta, ended)
             if group is not None:
                 group.wake()
-        self.admission.wrote(tokens)
+        self.admission.record(tokens)

@@ -1,4 +1,4 @@
-"""Timers of the event loop on the server's clock: one that falls due in a standstill of the process goes on."""
+"""Timers of the event loop that ignore the time in which the process was suspended."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from outpace.core.clock import TICK, SuspendAwareClock
 
 
 class Timer:
-    """Calls once, in the loop, after so many seconds of the clock."""
+    """Call a function once, in the event loop, after a number of seconds of the given clock."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, time: Callable[[], float], seconds: float, call: Callable[[], object]
     ) -> None:
         self._loop, self._time, self._call = loop, time, call
-        self._due, self.is_over = time() + seconds, False  # `is_over`: it has called
-        self._handle = loop.call_later(seconds, self._look)
+        self._due, self.has_fired = time() + seconds, False
+        self._handle = loop.call_later(seconds, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         left = self._due - self._time()
         if left > 0.0:
-            self._handle = self._loop.call_later(left, self._look)
+            self._handle = self._loop.call_later(left, self._check)
         else:
-            self.is_over = True
+            self.has_fired = True
             self._call()
 
     def cancel(self) -> None:
@@ -32,7 +32,7 @@ class Timer:
 
 
 class LoopClock:
-    """The time in which the server could work, kept by its event loop from `begin` to `end`."""
+    """A clock that the event loop updates between `begin` and `end`. It counts only time in which the process ran."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._clock = SuspendAwareClock(now)
@@ -40,15 +40,15 @@ class LoopClock:
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._look()
+        self._tick()
 
     def end(self) -> None:
         self._handle.cancel()
 
     def after(self, seconds: float, call: Callable[[], object]) -> Timer:
-        """Calls once so many seconds have passed."""
+        """Schedule a call."""
         return Timer(self._loop, self.time, seconds, call)
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         self._clock.look()
-        self._handle = self._loop.call_later(TICK, self._look)
+        self._handle = self._loop.call_later(TICK, self._tick)

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize`, `/tokenizer_info`: the model's tokenizer over HTTP."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the model's tokenizer over HTTP."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from outpace.server.chat_body import ChatMessage, messages_of
+from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
-from outpace.server.fields import Body
+from outpace.server.request_body import Body
 from outpace.server.service import Service
 
 
 class TokenizeBody(Body):
-    """A text, or a conversation through the chat template."""
+    """A text, or a conversation that is rendered by the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -32,25 +32,25 @@ class DetokenizeBody(Body):
 
 
 def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
-    """Token ids, and how many the context holds."""
+    """Return token ids, their number, and the context length."""
     tokenizer = service.llm.tokenizer
     text = body.prompt if body.prompt is not None else body.content
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
         begins = body.add_generation_prompt is not False
-        tokens = tokenizer.chat(messages_of(body.messages), add_generation_prompt=begins)
+        tokens = tokenizer.chat(template_messages(body.messages), add_generation_prompt=begins)
     else:
         assert text is not None
         tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)
-    told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": list(tokens)}
     if body.return_token_strs:
-        told["token_strs"] = [tokenizer.spelled(token).decode("utf-8", "replace") for token in tokens]
-    return told
+        found["token_strs"] = [tokenizer.spelled(token).decode("utf-8", "replace") for token in tokens]
+    return found
 
 
 def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
-    """The text of token ids, special ones as they are written."""
+    """Return the text of token ids, with special tokens."""
     last = service.llm.target.model.vocab_size - 1
     bad = next((token for token in body.tokens if token > last), None)
     if bad is not None:
@@ -59,8 +59,8 @@ def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
     return {"prompt": text, "content": text}
 
 
-def information(service: Service) -> dict[str, Any]:
-    """What a client needs to cut texts as this server does."""
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Describe the tokenizer."""
     tokenizer = service.llm.tokenizer
     special = tokenizer.special_texts
     return {

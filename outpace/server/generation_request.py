@@ -1,0 +1,136 @@
+"""What the endpoints make of a request's body: prompts in tokens, sampling parameters, and a number of choices."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from outpace.api.llm import LLM, PreparedRequest
+from outpace.api.params import SamplingParams
+from outpace.core import registry
+from outpace.engine.build import find_rule
+from outpace.server.choices import Choice, no_thoughts
+from outpace.server.errors import ApiError
+from outpace.server.request_body import OutpaceOptions, SamplingBody, sampling_params
+from outpace.server.tool_calls import TextSplitter, ToolOptions
+
+if TYPE_CHECKING:
+    from outpace.server.service import Service
+
+PLAIN = "autoregressive"
+DEFAULT_CHAT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """`n` choices for each prompt, the best of `best_of`.
+
+    `own`: how the answers are drafted. `rounds`: report what each round verified. `splitter` makes a splitter for the
+    text of a choice, `count_thoughts` counts the reasoning tokens of one.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    n: int = 1
+    best_of: int = 1
+    own: OutpaceOptions | None = None
+    rounds: bool = False
+    splitter: Callable[[], TextSplitter] = TextSplitter
+    count_thoughts: Callable[[Sequence[int]], int] = no_thoughts
+
+
+def chat_request(
+    body: SamplingBody,
+    service: Service,
+    tools: ToolOptions,
+    messages: Sequence[Mapping[str, Any]],
+    max_tokens: int | None,
+    *,
+    n: int = 1,
+    template_values: Mapping[str, Any] = {},
+    response_format: Any = None,
+    structured_outputs: Any = None,
+    **sampling: Any,
+) -> GenerationRequest:
+    """Render a conversation. `sampling` are further arguments of SamplingParams."""
+    prompt = tools.render(messages, template_values)
+    most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(service.llm, prompt))
+    sampling |= tools.constraints(prompt, response_format, structured_outputs)
+    return GenerationRequest(
+        (prompt,),
+        sampling_params(body, most, seed_of(body), **sampling),
+        n,
+        n,
+        own_options(body, service),
+        bool(body.return_rounds),
+        tools.splitter(prompt),
+        tools.thought_counter(prompt),
+    )
+
+
+def seed_of(body: SamplingBody) -> int:
+    """Return the request's seed, or a random one."""
+    return secrets.randbelow(2**63) if body.seed is None else body.seed % 2**63
+
+
+def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
+    """Return how many tokens may follow a prompt; raise ApiError if it is empty or fills the context."""
+    most = llm.target.model.max_positions
+    if len(prompt) >= most:
+        raise ApiError(
+            400,
+            f"the prompt has {len(prompt)} tokens, this model's maximum context length is {most} with the answer",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if not prompt:
+        raise ApiError(400, "the prompt has no tokens, at least one is needed", param="prompt", code="invalid_value")
+    return most - len(prompt)
+
+
+def choices_of(request: GenerationRequest, llm: LLM, key: str) -> Iterator[Choice]:
+    """Yield the choices to compute. Greedy choices of a prompt are equal, so that one is computed for all."""
+    params = replace(request.params, n=1)
+    is_greedy = params.sampling.is_greedy
+    for number, prompt in enumerate(request.prompts):
+        first = number * request.n
+        for choice in range(1 if is_greedy else max(request.best_of, request.n)):
+            indices = [first + choice] if choice < request.n else []
+            prepared = _prepare(llm, prompt, params, choice, request, key)
+            yield Choice(prepared, range(first, first + request.n) if is_greedy else indices, params.stop_token_ids)
+
+
+def _prepare(
+    llm: LLM, prompt: Sequence[int], params: SamplingParams, choice: int, request: GenerationRequest, key: str
+) -> PreparedRequest:
+    own = request.own or OutpaceOptions()
+    is_plain = own.speculation is False or own.method == PLAIN
+    prepared = llm.prepare(prompt, params, choice, is_plain, None if is_plain else own.drafter)
+    changes: dict[str, Any] = {"rounds": request.rounds, "nodes": own.nodes, "cache_salt": key or None}
+    if own.rule is not None:
+        changes["rule"] = find_rule(own.rule, params.sampling)
+    prepared = replace(prepared, request=replace(prepared.request, **changes))
+    if own.method is None or is_plain or own.method == llm.method:
+        return prepared
+    decoder = registry.find("decoders", own.method)
+    return replace(prepared, decoder=decoder, options=decoder.Options(), method=own.method)
+
+
+def own_options(body: SamplingBody, service: Service) -> OutpaceOptions | None:
+    """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose."""
+    own, llm, allowed = body.outpace, service.llm, service.options.methods
+    if own is None:
+        return None
+    choices = {
+        "method": {llm.method, PLAIN, *allowed},
+        "drafter": {*llm.engine.drafting.drafters, *allowed},
+        "rule": {llm.rule, *allowed} - {"auto"},
+    }
+    for name, names in choices.items():
+        value = getattr(own, name)
+        if value is not None and value not in names:
+            message = f"{name} {value!r:.60} is not allowed here, allowed are {', '.join(sorted(names)) or 'none'}"
+            raise ApiError(400, message, param="outpace", code="invalid_value")
+    return own

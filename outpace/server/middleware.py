@@ -1,0 +1,154 @@
+"""The outermost part of the application: request ids, API keys, Host headers, refusals, and the request log."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outpace.server import logs
+from outpace.server.admission import Reservation
+from outpace.server.errors import ApiError
+from outpace.server.options import ServerOptions
+from outpace.server.replies import error_reply
+from outpace.server.response_formats import new_id
+from outpace.server.service import Service
+
+KEYLESS_PATHS = ("/", "/health", "/ready")
+UNLOGGED_PATHS = ("/health", "/ready")
+CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Middleware:
+    """An ASGI application around another. Connections ask it for refusals before they start a task for a request."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, queued: frozenset[str], service: Service) -> None:
+        """`queued` are the paths whose requests go through the queue."""
+        self._app, self._options, self._queued, self._service = app, options, queued, service
+        self.clock = service.clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        headers = _by_name(scope["headers"])
+        record = _new_record(scope["method"], scope["path"], headers)
+        state = scope.setdefault("state", {})
+        state["record"] = record
+        began = time.perf_counter()
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.setdefault("status", message["status"])
+                message = {**message, "headers": [*message["headers"], *_own_headers(record)]}
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers, record, state.get("reservation") is not None)
+        except ApiError as error:
+            reply = error_reply(error, record, is_messages_path(scope["path"]))
+            await reply(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            if (reservation := state.get("reservation")) is not None:
+                reservation.release()
+            record["seconds"] = round(time.perf_counter() - began, 4)
+            if scope["path"] not in UNLOGGED_PATHS:
+                logs.write("request", **record)
+
+    def refuse(self, method: str, path: str, pairs: Headers) -> Response | None:
+        """Return the whole response if the queue is full; None if it is not, and for other paths.
+
+        It needs only a request's head, so that a flood of requests costs no tasks.
+        """
+        if path not in self._queued or method != "POST" or not self._service.admission.is_full:
+            return None
+        headers = _by_name(pairs)
+        record = _new_record(method, path, headers)
+        try:
+            self._check(path, headers, record, False)
+            return None
+        except ApiError as error:
+            reply = error_reply(error, record, is_messages_path(path))
+            logs.write("request", **record, status=error.status, seconds=0.0)
+            reply.raw_headers.extend(_own_headers(record))
+            return reply
+
+    def reserve(self, method: str, path: str, pairs: Headers) -> Reservation | None:
+        """Reserve a place in the queue for a request whose body has arrived, before its task starts.
+
+        Of many requests that arrive at one moment, those that are too many are then refused by their heads. None if
+        the path has no queue, the queue is full, or the request may not pass: its task will report that.
+        """
+        admission = self._service.admission
+        if path not in self._queued or method != "POST" or admission.is_full:
+            return None
+        try:
+            self._authenticate(path, _by_name(pairs))
+        except ApiError:
+            return None
+        return admission.reserve()
+
+    def _check(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_reservation: bool) -> None:
+        """Raise ApiError for a request that may not pass, or finds the queue full, before its body is read."""
+        record["key"] = self._authenticate(path, headers)
+        if path in self._queued and not has_reservation:
+            self._service.check_queue()
+
+    def _authenticate(self, path: str, headers: Mapping[bytes, str]) -> str:
+        """Return an id of the request's API key; raise ApiError for a wrong key or Host header."""
+        allowed = self._options.allowed_hosts
+        host = _without_port(headers.get(b"host", ""))
+        if allowed and host not in allowed:
+            raise ApiError(400, f"host {host[:100]!r} is not allowed; --allow-host adds it", code="invalid_host")
+        if not self._options.keys or path in KEYLESS_PATHS:
+            return ""
+        given = headers.get(b"x-api-key") or _bearer(headers.get(b"authorization", ""))
+        digest = hashlib.sha256(given.encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(digest, key) for key in self._options.keys]  # all keys, in constant time
+        if not any(matches):
+            why = "the API key is wrong" if given else "an API key is needed, as Authorization: Bearer or x-api-key"
+            raise ApiError(401, why, code="invalid_api_key")
+        return digest.hex()[:12]
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether errors of this path have the format of the Messages API."""
+    return path.startswith("/v1/messages")
+
+
+def _by_name(pairs: Headers) -> dict[bytes, str]:
+    """Return headers by name, the first of each."""
+    return {name: value.decode("latin-1") for name, value in reversed(list(pairs))}
+
+
+def _new_record(method: str, path: str, headers: Mapping[bytes, str]) -> dict[str, Any]:
+    """Return the log record of a request, with the client's request id if it has a valid one."""
+    given = headers.get(b"x-request-id", "")
+    request_id = given if CLIENT_ID.fullmatch(given) else new_id("req_")
+    return {"id": request_id, "method": method, "path": path[:200]}
+
+
+def _own_headers(record: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    return [(b"x-request-id", record["id"].encode()), *SECURITY_HEADERS]
+
+
+def _bearer(value: str) -> str:
+    scheme, _, key = value.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0].lower() + "]"
+    return host.partition(":")[0].lower()

@@ -1,0 +1,249 @@
+"""Request bodies: reading JSON within bounds of size, time and depth, and the fields that all APIs share."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from outpace.api.params import SamplingParams
+from outpace.core.errors import UserError
+from outpace.server.errors import ApiError, to_api_error
+from outpace.server.options import ServerLimits
+from outpace.server.timers import LoopClock
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output", "ignore_eos"),
+)
+
+
+async def read_json(request: Request, limits: ServerLimits, clock: LoopClock) -> dict[str, Any]:
+    """Read a request's body as a JSON object; raise ApiError for anything else. `clock` measures the time limit."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the content-type is {kind[:80]!r}, it must be application/json")
+    return parse_json(await _read(request, limits, clock), limits.json_depth)
+
+
+async def _read(request: Request, limits: ServerLimits, clock: LoopClock) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isascii() and length.isdigit() and int(length) > limits.body_bytes:
+        raise _too_large(limits)
+    chunks = bytearray()
+
+    async def collect() -> None:
+        async for chunk in request.stream():
+            chunks.extend(chunk)
+            if len(chunks) > limits.body_bytes:
+                raise _too_large(limits)
+
+    reading = asyncio.ensure_future(collect())
+    timer = clock.after(limits.body_seconds, reading.cancel)
+    try:
+        await reading
+    except asyncio.CancelledError:
+        if not timer.has_fired:
+            raise
+        raise ApiError(408, f"the body did not arrive in {limits.body_seconds:g} seconds", code="timeout") from None
+    except ClientDisconnect:
+        raise ApiError(
+            499, "the client disconnected before its body was complete", code="client_disconnected"
+        ) from None
+    finally:
+        timer.cancel()
+    return bytes(chunks)
+
+
+def _too_large(limits: ServerLimits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
+
+
+def parse_json(body: bytes, depth: int) -> dict[str, Any]:
+    """Parse a JSON object at most `depth` levels deep, without NaN, infinities and lone surrogates."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise _too_deep(depth) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        raise ApiError(400, f"the body is not JSON ({str(error)[:200]})", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}, it must be an object", code="invalid_json")
+    _check_json(value, depth)
+    return value
+
+
+def _check_json(value: Any, depth: int) -> None:
+    """Check depth and strings level by level: a recursive check could exhaust the stack."""
+    level = [value]
+    for _ in range(depth + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += [*item.keys(), *item.values()]
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, str) and not item.isascii():
+                _check_text(item)
+        if not inner:
+            return
+        level = inner
+    raise _too_deep(depth)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body has half a character (a lone surrogate)", code="invalid_json") from None
+
+
+def _too_deep(depth: int) -> ApiError:
+    return ApiError(400, f"the body's JSON is nested more than {depth} levels deep", code="invalid_json")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class Body(BaseModel):
+    """A JSON object. It keeps unknown fields, see `unknown_fields`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """Where a stream reports usage."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # accepted without effect
+
+
+class OutpaceOptions(Body):
+    """outpace's own options: how this answer is drafted. They change no text, unless the rule is a lossy one."""
+
+    method: str | None = None
+    drafter: str | None = None
+    rule: str | None = None
+    nodes: int | None = Field(default=None, ge=1, le=4096)
+    speculation: bool | None = None
+
+
+class SamplingBody(Body):
+    """The fields that every API accepts. What the OpenAI API does not have is named as in vLLM."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = None
+    return_sources: bool | None = None
+    return_rounds: bool | None = None
+    outpace: OutpaceOptions | None = None
+    # The fields below are accepted without effect.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def validate(kind: type[B], given: Mapping[str, Any], ignore_unknown: bool) -> tuple[B, list[str]]:
+    """Validate a body; return it with the names of its unknown fields.
+
+    Raises ApiError for a wrong value, and for an unknown field unless these are ignored.
+    """
+    try:
+        body = kind.model_validate(dict(given))
+    except ValidationError as error:
+        raise _validation_error(error, given) from None
+    unknown = list(unknown_fields(body))
+    if unknown and not ignore_unknown:
+        name, allowed = unknown[0]
+        near = difflib.get_close_matches(name.rpartition(".")[2], allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ApiError(400, f"unknown field {name!r:.100}{hint}", param=name[:100], code="unknown_field")
+    return body, [name for name, _ in unknown]
+
+
+def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield the unknown fields of a body and its nested objects, each with the known names of its object."""
+    for name in body.model_extra or {}:
+        yield path + name, list(type(body).model_fields)
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        for number, item in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(item, Body):
+                place = f"{name}.{number}" if isinstance(value, list) else name
+                yield from unknown_fields(item, f"{path}{place}.")
+
+
+def _validation_error(error: ValidationError, given: Any) -> ApiError:
+    """Convert pydantic's findings to one sentence."""
+    errors = error.errors(include_url=False, include_context=False)
+    found = max(errors, key=lambda one: len(_locate(one["loc"], given)[0]))  # of several types, the closest match
+    place, value = _locate(found["loc"], given)
+    if found["type"] == "missing":
+        name = ".".join([*place, str(found["loc"][-1])])
+        return ApiError(400, f"{name} is missing", param=name, code="missing_field")
+    why = found["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+    if not place or str(found["loc"][-1]) != place[-1]:
+        why = "it has none of the types that this field accepts"
+    message = f"{'.'.join(place) or 'the body'} is {reprlib.repr(value)}: {why}"
+    return ApiError(400, message, param=place[0] if place else None, code="invalid_value")
+
+
+def _locate(location: Sequence[int | str], value: Any) -> tuple[list[str], Any]:
+    """Return the parts of a location that lead into the body, and the value there. For a field of several types,
+    pydantic's locations contain names of types too, which are skipped."""
+    place: list[str] = []
+    for part in location:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            continue
+        place.append(str(part)[:60])
+    return place, value
+
+
+def sampling_params(body: SamplingBody, max_tokens: int, seed: int, **more: Any) -> SamplingParams:
+    """Return the body's sampling parameters; raise ApiError that names a wrong field."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOPS:
+        raise ApiError(400, f"stop has {len(stops)} strings, at most {MAX_STOPS} are allowed", param="stop")
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    temperature = 1.0 if body.temperature is None else body.temperature
+    try:
+        return SamplingParams(
+            **{"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stops, **given, **more}
+        )
+    except UserError as error:
+        raise to_api_error(error, type(body).model_fields) from None

@@ -1,0 +1,272 @@
+"""Common parts of the response formats: server-sent events, usage, speculation statistics, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from outpace.core.stats import RoundStats
+from outpace.core.types import TokenLogprobs
+from outpace.engine.sequence import Round
+from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
+from outpace.server.errors import ApiError
+from outpace.server.generation_request import GenerationRequest
+from outpace.server.request_body import StreamOptions
+from outpace.server.service import Service
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON does not have
+DONE = b"data: [DONE]\n\n"
+
+
+def new_id(prefix: str) -> str:
+    """Return a random id."""
+    return prefix + secrets.token_hex(12)
+
+
+def to_json(value: Any) -> bytes:
+    """Encode compact JSON."""
+    return _encode(value).encode("utf-8", "replace")
+
+
+def sse(value: Any, name: str = "") -> bytes:
+    """Encode a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: ".encode() + to_json(value) + b"\n\n"
+
+
+class ResponseFormat:
+    """Writes one response in the format of an API, as events or as one JSON object. It keeps what was sent so far."""
+
+    is_messages = False  # whether errors have the format of the Messages API
+
+    def __init__(self, service: Service, request: GenerationRequest, body: Any, prefix: str) -> None:
+        """`prefix` is that of the response's id."""
+        self.service, self.request, self.body = service, request, body
+        self.id = new_id(prefix)
+        self.created = int(time.time())
+        self.model = body.model or service.names[0]
+        self._spelled = service.llm.tokenizer.spelled
+
+    def opening(self, group: ChoiceGroup) -> Iterable[bytes]:
+        """Return the events before the first token."""
+        return ()
+
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterable[bytes]:
+        """Return the events for new output of a choice."""
+        raise NotImplementedError
+
+    def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterable[bytes]:
+        """Return the events at a choice's end."""
+        raise NotImplementedError
+
+    def closing(self, group: ChoiceGroup) -> Iterable[bytes]:
+        """Return the events after the last choice's end."""
+        return ()
+
+    def failed(self, error: ApiError, request_id: str) -> Iterable[bytes]:
+        """Return the events that end a stream with an error."""
+        yield sse(error.openai())
+
+    def ping(self, group: ChoiceGroup) -> bytes:
+        """Return a sign of life with the progress of the prefill."""
+        return f": ping {_prefill_progress(group)}\n\n".encode()
+
+    def whole(self, group: ChoiceGroup) -> dict[str, Any]:
+        """Return the response that is not streamed."""
+        raise NotImplementedError
+
+    def statistics(self, group: ChoiceGroup) -> dict[str, Any]:
+        """Return the seed, vLLM's speculation metrics and llama.cpp's timings."""
+        return {"seed": self.request.params.seed, **speculation(group)}
+
+    def token_text(self, token: int) -> str:
+        """Return a token's text; bytes that are not whole characters are written as in the OpenAI API."""
+        spelled = self._spelled(token)
+        try:
+            return spelled.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def logprob_entry(self, record: TokenLogprobs, count: int) -> dict[str, Any]:
+        """Return a token's log-probability with those of the `count` best tokens, as in chat completions."""
+        top = [self._entry(*pair) for pair in best_logprobs(record, count)]
+        return {**self._entry(record.token, finite(record.logprob)), "top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": list(self._spelled(token))}
+
+
+class ChunkFormat(ResponseFormat):
+    """Common parts of chat completions and completions: chunks, usage and `[DONE]`. Subclasses define a choice."""
+
+    prefix: str  # of ids
+    kind: str  # the field `object` of a response
+    chunk_kind: str  # and of a chunk
+
+    def __init__(self, service: Service, body: Any, request: GenerationRequest) -> None:
+        super().__init__(service, request, body, self.prefix)
+        options: StreamOptions | None = body.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._has_continuous_usage = bool(options and options.continuous_usage_stats)
+        self._group: ChoiceGroup | None = None
+        self._num_open = request.n * len(request.prompts)  # choices whose end was not sent
+        self._chunk_start = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b","
+
+    def opening(self, group: ChoiceGroup) -> Iterable[bytes]:
+        self._group = group
+        return self._first_chunks(group)
+
+    def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
+        assert self._group is not None
+        self._num_open -= len(choice.indices)
+        for index in choice.indices:
+            is_last = self._num_open == 0 and index == choice.indices[-1]
+            more = self.statistics(self._group) if is_last and not self._has_usage else {}
+            yield self._chunk([self._last(index, ended)], **more)
+
+    def closing(self, group: ChoiceGroup) -> Iterable[bytes]:
+        if self._has_usage:
+            yield self._chunk([], **self.statistics(group), usage=self._usage(group))
+        yield DONE
+
+    def _first_chunks(self, group: ChoiceGroup) -> Iterable[bytes]:
+        """Return the chunks before the first token."""
+        return ()
+
+    def _last(self, index: int, ended: ChoiceEnd) -> dict[str, Any]:
+        """Return a choice at its end."""
+        raise NotImplementedError
+
+    def _usage(self, group: ChoiceGroup) -> dict[str, Any]:
+        return usage(group)
+
+    def token_fields(self, delta: ChoiceDelta) -> dict[str, Any]:
+        """Return the optional fields about tokens: ids, sources and rounds."""
+        more: dict[str, Any] = {}
+        if self.body.return_token_ids and delta.tokens:
+            more["token_ids"] = list(delta.tokens)
+        if self.body.return_sources and delta.tokens:
+            more["sources"] = list(delta.sources)
+            more["token_texts"] = [self.token_text(token) for token in delta.tokens]
+        if self.body.return_rounds and delta.rounds:
+            more["rounds"] = [self._round(found, step) for found, step in delta.rounds]
+        return more
+
+    def _round(self, found: Round, step: RoundStats) -> dict[str, Any]:
+        """Describe a round's tree and times. The root's parent is null."""
+        return {
+            "tokens": [self.token_text(token) for token in found.tokens],
+            "parents": [parent if parent >= 0 else None for parent in found.parents],
+            "sources": list(found.sources),
+            "path": list(found.path),
+            "draft_ms": round(1000 * step.draft_seconds, 3),
+            "target_ms": round(1000 * step.target_seconds, 3),
+            "ms": round(1000 * step.seconds, 3),
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.service.fingerprint}
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        chunk = {"choices": choices, **more}
+        if self._has_continuous_usage and self._group is not None:
+            chunk.setdefault("usage", self._usage(self._group))
+        elif self._has_usage:
+            chunk.setdefault("usage", None)
+        return self._chunk_start + to_json(chunk)[1:] + b"\n\n"
+
+
+def _prefill_progress(group: ChoiceGroup) -> str:
+    """Return how many tokens of the first prompt were read, of how many."""
+    run, total = group.choices[0].run, len(group.choices[0].prepared.request.prompt)
+    session = getattr(run, "session", None)  # None before the first and after the last step
+    return f"{min(session.length + 1, total) if session is not None else 0}/{total}"
+
+
+def finish_reason(ended: ChoiceEnd) -> str:
+    """Return the finish reason of the OpenAI API."""
+    return "length" if ended.reason == "length" else "stop"
+
+
+def usage(group: ChoiceGroup) -> dict[str, Any]:
+    """Return the usage of chat completions and completions so far."""
+    written = sum(len(choice.indices) * choice.num_tokens for choice in group.choices)
+    prompt, figures = group.prompt_tokens, group.figures
+    details = {
+        "reasoning_tokens": group.thought_tokens,
+        "accepted_prediction_tokens": figures.predicted_accepted,
+        "rejected_prediction_tokens": figures.predicted_rejected,
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(group)},
+        "completion_tokens_details": details,
+    }
+
+
+def cached_tokens(group: ChoiceGroup) -> int:
+    """Return the tokens of all prompts that the prefix cache gave to every choice."""
+    least: dict[tuple[int, ...], int] = {}
+    for choice in group.choices:
+        if choice.run is not None:
+            prompt = choice.prepared.request.prompt
+            least[prompt] = min(least.get(prompt, len(prompt)), choice.run.history.reused)
+    return sum(least.values())
+
+
+def speculation(group: ChoiceGroup) -> dict[str, Any]:
+    """Return speculation metrics as vLLM has them, and timings as llama.cpp has them."""
+    steps = [step for choice in group.choices if choice.ended for step in choice.ended.history.steps]
+    drafted = [step for step in steps if step.drafted]
+    counts = Counter(step.accepted for step in drafted)
+    figures = group.figures
+    vllm = {
+        "mean_acceptance_length": round(figures.mean_accepted_length, 4),
+        "draft_acceptance_rate": round(figures.draft_acceptance or 0.0, 4),
+        "acceptance_histogram": [counts[length] for length in range(max(counts, default=-1) + 1)],
+        "num_spec_steps": len(drafted),
+        "num_accepted_draft_tokens": figures.accepted,
+        "num_draft_tokens": figures.drafted,
+        "num_spec_tokens": max((step.depth_offered for step in drafted), default=0),
+    }
+    return {"metrics": {"speculative_decoding": vllm}, "timings": _timings(group)}
+
+
+def _timings(group: ChoiceGroup) -> dict[str, Any]:
+    histories = [choice.ended.history for choice in group.choices if choice.ended]
+    figures, written = group.figures, sum(choice.ended.tokens for choice in group.choices if choice.ended)
+    first = [h.first_token - h.began for h in histories if h.first_token]
+    later = [h.ended - h.first_token for h in histories if h.first_token]
+    prompt_ms, predicted_ms = 1000 * max(first, default=0.0), 1000 * max(later, default=0.0)
+    cached = cached_tokens(group)
+    read = max(group.prompt_tokens - cached, 0)
+    after_first = max(written - sum(h.steps[0].emitted for h in histories if h.steps), 0)
+    return {
+        "cache_n": cached,
+        "prompt_n": read,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_second": round(1000 * read / prompt_ms, 3) if prompt_ms else 0.0,
+        "predicted_n": written,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_second": round(1000 * after_first / predicted_ms, 3) if predicted_ms else 0.0,
+        "draft_n": figures.drafted,
+        "draft_n_accepted": figures.accepted,
+    }
+
+
+def best_logprobs(record: TokenLogprobs, count: int) -> list[tuple[int, float]]:
+    """Return the `count` likeliest tokens and their log-probabilities."""
+    return [(token, finite(value)) for token, value in record.top[:count]]
+
+
+def finite(value: float) -> float:
+    """Return a log-probability that JSON can represent."""
+    return value if value > MIN_LOGPROB else MIN_LOGPROB

@@ -1,0 +1,138 @@
+"""Tool calls and reasoning: rendering tools into a prompt, constraining an answer, splitting its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from outpace.core.errors import UserError
+from outpace.grammar.structure import read_structure as read_structure
+from outpace.server.choices import no_thoughts
+from outpace.server.errors import ApiError
+from outpace.tools.call_grammar import structure_of, thought_rules
+from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
+from outpace.tools.definitions import Tool, read_choice, read_tools, with_tool_prompt
+from outpace.tools.definitions import ToolChoice as ToolChoice
+from outpace.tools.reasoning import CLOSE, ReasoningParser, ThoughtDelta, begins_open, thought_tokens
+
+if TYPE_CHECKING:
+    from outpace.server.service import Service
+
+TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
+AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
+
+
+class TextSplitter:
+    """Splits a choice's text into reasoning, answer and tool calls. The result does not depend on how it arrives."""
+
+    def __init__(self, thoughts: ReasoningParser | None = None, calls: CallParser | None = None) -> None:
+        self._thoughts, self._calls = thoughts, calls
+
+    @property
+    def num_calls(self) -> int:
+        """The number of tool calls so far."""
+        return self._calls.count if self._calls else 0
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """Add text; return the parts that are now certain."""
+        if self._thoughts is not None:
+            return list(self._parse_calls(self._thoughts.push(text)))
+        return list(self._parse_calls([TextDelta(text)] if text else []))
+
+    def finish(self) -> list[AnswerPart]:
+        """Return the parts that were held back."""
+        parts = list(self._parse_calls(self._thoughts.finish())) if self._thoughts else []
+        return [*parts, *(self._calls.finish() if self._calls else [])]
+
+    def _parse_calls(self, parts: Iterable[ThoughtDelta | TextDelta]) -> Iterator[AnswerPart]:
+        for part in parts:
+            if isinstance(part, TextDelta) and self._calls is not None:
+                yield from self._calls.push(part.text)
+            else:
+                yield part
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """The tools of a request, which of them must be called, and whether several calls may be made at once."""
+
+    service: Service
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    parallel: bool
+
+    def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the tokens of a conversation with its tools; raise ApiError if the template ignores them."""
+        service, tokenizer = self.service, self.service.llm.tokenizer
+        if self.choice.kind == "none":
+            return tuple(tokenizer.chat(messages, **values))
+        if service.takes_tools:
+            return tuple(tokenizer.chat(messages, tools=[dict(tool.raw) for tool in self.tools], **values))
+        if service.options.tool_prompt:
+            return tuple(tokenizer.chat(with_tool_prompt(messages, self.tools, service.family), **values))
+        if self.choice.kind == "auto":
+            said = "this model's chat template ignores tools: start the server with --tool-prompt, or set tool_choice"
+            raise ApiError(400, said, param="tools", code="tools_not_supported")
+        return tuple(tokenizer.chat(messages, **values))
+
+    def constraints(self, prompt: Sequence[int], response_format: Any, structured_outputs: Any) -> dict[str, Any]:
+        """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
+        given = {"response_format": response_format, "structured_outputs": structured_outputs}
+        found = {name: value for name, value in given.items() if value is not None}
+        tokenizer, is_open = self.service.llm.tokenizer, self._opens_thought(prompt)
+        thinks = is_open or (self.service.has_thoughts and not self._closes_thought(prompt))
+        thought = thought_rules(tokenizer, is_open) if thinks else ""
+        structure = structure_of(tokenizer, self.service.family, self.tools, self.choice, self.parallel, thought)
+        if structure is None:
+            return _after_thought(thought, found) if thought and found else found
+        if structured_outputs is not None or (response_format or {}).get("type", "text") != "text":
+            raise ApiError(400, "tools cannot be combined with a structured answer", param="tools")
+        special = {"skip_special_tokens": False} if self.service.family.keeps_special else {}
+        return {"structured_outputs": structure, **special}
+
+    def splitter(self, prompt: Sequence[int]) -> Callable[[], TextSplitter]:
+        """Return a factory of splitters for the choices of a prompt."""
+        is_open, family, tools = self._opens_thought(prompt), self.service.family, self.tools
+        thinks, calls = self.service.has_thoughts or is_open, self.choice.kind != "none"
+        return lambda: TextSplitter(
+            ReasoningParser(is_open) if thinks else None, CallParser(family, tools) if calls else None
+        )
+
+    def thought_counter(self, prompt: Sequence[int]) -> Callable[[Sequence[int]], int]:
+        """Return a function that counts the reasoning tokens of an answer."""
+        is_open, spelled = self._opens_thought(prompt), self.service.llm.tokenizer.spelled
+        if not (self.service.has_thoughts or is_open):
+            return no_thoughts
+        return lambda tokens: thought_tokens(map(spelled, tokens), is_open)
+
+    def _opens_thought(self, prompt: Sequence[int]) -> bool:
+        return begins_open(self._tail(prompt))
+
+    def _closes_thought(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends with a closed thought, by which templates turn reasoning off."""
+        return self._tail(prompt).rstrip().endswith(CLOSE)
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        return self.service.llm.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
+
+
+def _after_thought(thought: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the requested structure with free reasoning before it."""
+    try:
+        structure = read_structure(given.get("response_format"), given.get("structured_outputs"))
+    except UserError as error:
+        raise ApiError(400, str(error), param=next(iter(given)), code="invalid_value") from None
+    return {"structured_outputs": replace(structure, thought=thought)} if structure else {}
+
+
+def tool_options(service: Service, tools: Any, choice: Any, parallel: bool | None) -> ToolOptions:
+    """Read a request's fields in the format of chat completions; raise ApiError for wrong ones."""
+    param = "tools"
+    try:
+        offered = read_tools(tools)
+        param = "tool_choice"
+        chosen = read_choice(choice, offered)
+    except UserError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
+    return ToolOptions(service, offered, chosen, parallel is not False)
