@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType, 
 
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.llama.config.llama_config import llama_config as llama
+from outpace.models.llama.config import llama_config as llama
 from outpace.models.text.text_stream import byte_alphabet
 from outpace.models.text.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.files.gguf.source import GgufSource, convert
-from outpace.models.llama.config.llama_config import llama_config as llama
+from outpace.models.llama.config import llama_config as llama
 from outpace.models.text.tokenizer import Tokenizer
 
 CONVERT = """

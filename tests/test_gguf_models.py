@@ -13,7 +13,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import source as gguf_weights
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry
 from outpace.models.files.gguf.source import can_read, convert
-from outpace.models.llama.config.llama_config import llama_config as llama
+from outpace.models.llama.config import llama_config as llama
 
 KINDS = [kind.name for kind in gguf.GGMLQuantizationType if can_read(int(kind))]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}

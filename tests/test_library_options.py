@@ -17,7 +17,7 @@ from twins import adjusted_slowly, close, cut_slowly, log_softmax_slowly, proces
 from outpace.api.llm import LLM, Result, Stream
 from outpace.api.params import SamplingParams
 from outpace.core.noise import gumbel, row_key
-from outpace.models.llama.config.llama_config import llama_config as llama
+from outpace.models.llama.config import llama_config as llama
 from outpace.models.load import Loaded, load_draft, load_model
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.cache_folder import new_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, write_checkpoint
 from outpace.models.files.reading import read_json
-from outpace.models.llama.config.llama_config import llama_config as llama
+from outpace.models.llama.config import llama_config as llama
 from outpace.models.llama.native.runtime import NativeLlama
 
 
